@@ -32,6 +32,7 @@ from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule
 
 RESULTS = Path(__file__).parent / "results" / "compile.csv"
 COLUMNS = (
@@ -56,6 +57,7 @@ class Case:
     microbatches: int = 1
     layers: int | None = None
     attention: str = "flash"
+    schedule: PipelineSchedule = DEFAULT_SCHEDULE
 
     @property
     def plan(self) -> TrainingPlan:
@@ -69,6 +71,7 @@ class Case:
             axes=parse_axes(self.mesh),
             remat=self.remat,
             microbatches=self.microbatches,
+            schedule=self.schedule,
         )
         return plan_training(problem, alternatives=0).plan
 

@@ -33,7 +33,7 @@ from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
 from rooftop.models.segments import stage_parts
 from rooftop.models.widths import next_multiple
-from rooftop.scheduling.pipeline import SCHEDULES, PipelineSchedule
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
 
 if TYPE_CHECKING:
     from rooftop.models.embedding_tables.stacking import Stack
@@ -121,7 +121,7 @@ class TrainingSpec:
     attention_block: int
     microbatches: int = 1
     remat: str = "block"
-    schedule: PipelineSchedule = "1f1b"
+    schedule: PipelineSchedule = DEFAULT_SCHEDULE
     chunks: int = 1
     optimizer: str = "adamw"
     compute: str = "bf16"

@@ -52,7 +52,7 @@ OUTPUT = "Output"
 GROUPS = (HARDWARE, WORKLOAD, PARALLELISM, NUMERICS, ASSUMPTIONS, CACHE, RUN, SERVER, PROCESSES, OUTPUT)
 
 #: Names that options accept, in the words of the modules that read them; tests hold them equal.
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved", "zero_bubble")
 OPTIMIZERS = ("adamw", "adam", "lion", "sgd")
 BATCHINGS = ("static", "interleaved", "disaggregated")
 LEVELS = ("bound", "expected", "book")

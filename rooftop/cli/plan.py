@@ -93,7 +93,7 @@ def command() -> None:
 @layout_option(help="Pin axes to the torus: fsdp=x+y,tensor=z[1:4],context=z[4:4].")
 @remat_option()
 @microbatches_option(help="Microbatches of a step. Searched by default.")
-@schedule_option(default="1f1b")
+@schedule_option(default="eager_1f1b")
 @chunks_option(default="1")
 @matmul_dtype_option(default="bf16", help="Dtype of the layers' matmuls: bf16, int8, f8_e4m3.")
 @weights_dtype_option(default="f32")

@@ -37,7 +37,7 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import OnProgress
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.rates import device_stats
-from rooftop.scheduling.pipeline import SCHEDULES
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES
 from rooftop.simulate.pipeline import of_plan
 from rooftop.simulate.planned import planned_lanes
 
@@ -138,7 +138,7 @@ def plan_training(
     layout: str | None = None,
     remat: str | None = None,
     microbatches: CountLike | None = None,
-    schedule: str = "1f1b",
+    schedule: str = DEFAULT_SCHEDULE,
     chunks: CountLike = 1,
     optimizer: str = "adamw",
     matmul_dtype: str = "bf16",
@@ -171,7 +171,7 @@ def plan_training(
         layout: Axes pinned to the torus, 'fsdp=x+y,tensor=z', instead of ``mesh``.
         remat: none, matmuls, minimal, block, or changes such as 'block,qkv=offload'; searched by default.
         microbatches: Microbatches of a step; searched by default.
-        schedule: Of pipeline stages: gpipe, 1f1b, interleaved or zero_bubble.
+        schedule: Of pipeline stages: eager_1f1b, gpipe, 1f1b, interleaved or zero_bubble.
         chunks: Model chunks of a stage (interleaved).
         optimizer: adamw, adam, lion or sgd.
         matmul_dtype: Dtype of the layers' matmuls.

@@ -35,6 +35,9 @@ Hiding = Literal[
     "critical",
     "ring",
 ]
+#: The part of a model whose work a row is, where pipeline stages share it: the stages' own layers, what the first or
+#: the last stage does alone, and what stages send.
+StagePart = Literal["layers", "first", "last", "sends"]
 #: The memory that a plan counts on: that which runtimes leave usable, or by the book's arithmetic.
 Bounds = Literal["usable", "book"]
 BOUNDS: tuple[Bounds, ...] = get_args(Bounds)
@@ -90,7 +93,8 @@ class Work:
     """A row before overlaps are known. ``matmul_s`` is the expected time of its matmuls or kernel.
 
     ``hbm_bytes`` move while the matmuls run, ``elementwise_bytes`` in passes of their own. ``count`` is that of the
-    busiest device; ``skipped``, the share of it that a device skips in the mean, waits for that one.
+    busiest device; ``skipped``, the share of it that a device skips in the mean, waits for that one. ``part`` is the
+    pipeline stage's part that it belongs to.
     """
 
     scope: str
@@ -106,6 +110,7 @@ class Work:
     collectives: tuple[Transfer, ...] = ()
     host_bytes: Number = 0.0
     skipped: Number = 0.0
+    part: StagePart = "layers"
 
     @property
     def moved_bytes(self) -> Number:

@@ -8,17 +8,21 @@ c S + s of all, in the order in which a microbatch meets them. A stage does one 
   before waits for);
 - WEIGHTS, the other half of a split one: gradients of weights (dW), for which nobody waits, so that they fill gaps.
 
-A result that another stage needs is there in the next slot. What the slots last is the business of
-``rooftop.simulate.pipeline``. Sources: chapter 5 of the book and the papers that each schedule names.
+A result that another stage needs is there in the next slot. ``slot_mixes`` counts slots by the tasks that they contain,
+which is all that the time of stages in lockstep depends on. What the slots last is the business of
+``rooftop.plan.training.pricing`` and ``rooftop.simulate.pipeline``. Sources: chapter 5 of the book and the papers that
+each schedule names.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from itertools import cycle
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -45,12 +49,24 @@ class Task(NamedTuple):
     chunk: int = 0
 
 
+class ModelPart(IntEnum):
+    """The part of the model that a task passes: the first one has the embedding, and the last one the loss."""
+
+    INNER = 0
+    FIRST = 1
+    LAST = 2
+
+
+#: Tasks of one slot that differ in length, over all stages.
+SlotMix = frozenset[tuple[StageOp, ModelPart]]
 #: True or False, or an array of them.
 Flag = bool | npt.NDArray[np.bool_]
 #: A stage's tasks in the order in which it does them.
 Order = Sequence[Task]
 #: Names of pipeline schedules.
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+PipelineSchedule = Literal["eager_1f1b", "gpipe", "1f1b", "interleaved", "zero_bubble"]
+#: The schedule of a plan that names none.
+DEFAULT_SCHEDULE: PipelineSchedule = "eager_1f1b"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,24 +156,73 @@ def named(task: Task, stage: int) -> str:
 
 
 def pipeline_table(schedule: str, *, stages: int, microbatches: int, chunks: int = 1) -> PipelineTable:
-    """The table of a schedule: 'gpipe', '1f1b', 'interleaved' (2 or more ``chunks``) or 'zero_bubble' (split backward).
+    """The table of a schedule: one of ``SCHEDULES``, of which 'interleaved' has 2 or more ``chunks``.
 
-    Every stage does its tasks in the schedule's order, each in the first slot in which it can.
+    Every stage does its tasks in the schedule's order, each in the first slot in which it can. Slots of 'eager_1f1b'
+    are of forward tasks and of backward tasks in turn; 'zero_bubble' splits backward tasks.
 
     Raises RooftopError for an unknown schedule, for sizes that are not positive, for chunks in a schedule that has
     none, for an interleaved one without, and where its last group of microbatches would be smaller than the others:
     stages would wait for one another.
     """
-    order = SCHEDULES[require_schedule(schedule, chunks)]
+    name_ = require_schedule(schedule, chunks)
     for name, value in (("stages", stages), ("microbatches", microbatches)):
         if value < 1:
             raise RooftopError(name, value, "a positive whole number")
     if schedule == "interleaved" and microbatches > stages and microbatches % stages:
         raise RooftopError("microbatches", microbatches, f"a multiple of the {stages} stages that are interleaved")
-    orders = [order(stage, stages, microbatches, chunks) for stage in range(stages)]
     split = schedule == "zero_bubble"
-    slots = _placed(orders, stages, chunks)
+    slots = _slots(name_, stages, microbatches, chunks)
     return PipelineTable(stages=stages, microbatches=microbatches, chunks=chunks, split=split, slots=slots)
+
+
+def _slots(schedule: PipelineSchedule, stages: int, microbatches: int, chunks: int) -> _Slots:
+    orders = [SCHEDULES[schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
+    return _placed(orders, stages, chunks, turns=_IN_TURN if schedule == "eager_1f1b" else _ANY)
+
+
+@lru_cache(maxsize=1 << 12)
+def slot_mixes(schedule: PipelineSchedule, stages: int, microbatches: int, chunks: int = 1) -> Mapping[SlotMix, int]:
+    """Numbers of slots by the tasks that may be the longest in them.
+
+    Tasks of the first part are at least as long as those of inner ones, and those of the last part have no more layers:
+    of a slot the mix has no task that another of the same kind is sure to outlast.
+    """
+    if schedule == "interleaved" and microbatches > stages:
+        # Other numbers have no table.
+        microbatches = -(-microbatches // stages) * stages
+    # Beyond the pipeline's ends, slots repeat with each microbatch, or each group of them.
+    period = stages if schedule == "interleaved" else 1
+    whole = 2 * stages
+    if microbatches > whole + period:
+        near = whole + (microbatches - whole) % period
+        fewer, more = (slot_mixes(schedule, stages, count, chunks) for count in (near, near + period))
+        times = (microbatches - near) // period
+        return {
+            mix: count for mix in {**fewer, **more}
+            if (count := fewer.get(mix, 0) + times * (more.get(mix, 0) - fewer.get(mix, 0)))
+        }  # fmt: skip
+    last = stages * chunks - 1
+    return Counter(
+        _mix((task.op, _part(task.chunk * stages + stage, last)) for stage, task in enumerate(row) if task is not None)
+        for row in _slots(schedule, stages, microbatches, chunks)
+    )
+
+
+def _part(index: int, last: int) -> ModelPart:
+    return ModelPart.FIRST if index == 0 else ModelPart.LAST if index == last else ModelPart.INNER
+
+
+def _mix(tasks: Iterable[tuple[StageOp, ModelPart]]) -> SlotMix:
+    # No part has weights of its own in a split backward pass.
+    present = {(op, ModelPart.INNER if op == StageOp.WEIGHTS else part) for op, part in tasks}
+    for op in (StageOp.FORWARD, StageOp.BACKWARD):
+        if (op, ModelPart.FIRST) in present:
+            present.discard((op, ModelPart.INNER))
+        # The loss and its gradient belong to the last part's forward task.
+        if op != StageOp.FORWARD and {(op, ModelPart.FIRST), (op, ModelPart.INNER)} & present:
+            present.discard((op, ModelPart.LAST))
+    return frozenset(present)
 
 
 def slot_count(*, stages: Number, microbatches: Number, chunks: Number = 1, split: Flag = False) -> Number:
@@ -177,18 +242,33 @@ def require_schedule(schedule: str, chunks: int) -> PipelineSchedule:
     return name
 
 
-def _placed(orders: Sequence[Order], stages: int, chunks: int) -> tuple[tuple[Task | None, ...], ...]:
-    """Each stage's tasks in order, each in the first slot that comes after those of all that it needs."""
+_Slots = tuple[tuple[Task | None, ...], ...]
+#: The kinds of tasks in slots, turn by turn.
+_Turns = Sequence[frozenset[StageOp]]
+_ANY: _Turns = (frozenset(StageOp),)
+_IN_TURN: _Turns = (frozenset({StageOp.FORWARD}), frozenset({StageOp.BACKWARD}))
+
+
+def _placed(orders: Sequence[Order], stages: int, chunks: int, *, turns: _Turns = _ANY) -> _Slots:
+    """Each stage's tasks in order, each in the first slot of its turn that comes after those of all that it needs."""
     done, after = set[tuple[int, Task]](), [0] * stages
     slots = list[tuple[Task | None, ...]]()
     waits = [[needs(task, stage, stages, chunks) for task in order] for stage, order in enumerate(orders)]
-    while any(at < len(order) for at, order in zip(after, orders, strict=True)):
+    empty = 0
+    for turn in cycle(turns):
+        if all(at == len(order) for at, order in zip(after, orders, strict=True)):
+            break
         row = list[Task | None]()
         for stage, order in enumerate(orders):
             at = after[stage]
-            row.append(order[at] if at < len(order) and done.issuperset(waits[stage][at]) else None)
+            ready = at < len(order) and order[at].op in turn and done.issuperset(waits[stage][at])
+            row.append(order[at] if ready else None)
         if not any(row):
-            raise RooftopError("pipeline orders", orders, "orders in which no stage waits for ever")
+            empty += 1
+            if empty == len(turns):
+                raise RooftopError("pipeline orders", orders, "orders in which no stage waits for ever")
+            continue
+        empty = 0
         slots.append(tuple(row))
         for stage, task in ((stage, task) for stage, task in enumerate(row) if task is not None):
             done.add((stage, task))
@@ -207,6 +287,18 @@ def _one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int) -> Ord
         [Task(op, microbatch) for microbatch in range(microbatches)] for op in (StageOp.FORWARD, StageOp.BACKWARD)
     )
     return _alternating(forward, backward, first=stages - stage)
+
+
+def _eager_one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
+    """1F1B with nearly twice the microbatches in flight (Zhuang et al. 2022, section 4).
+
+    A result then has two slots to reach its reader, and no stage does a forward task while another does a backward one:
+    stages that wait for one another in every slot take no longer than at their own pace.
+    """
+    forward, backward = (
+        [Task(op, microbatch) for microbatch in range(microbatches)] for op in (StageOp.FORWARD, StageOp.BACKWARD)
+    )
+    return _alternating(forward, backward, first=2 * (stages - stage) - 1)
 
 
 def _interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
@@ -254,6 +346,7 @@ def _alternating(forward: Order, backward: Order, *, first: int) -> list[Task]:
 
 #: From the names of schedules to the order of one stage's tasks: (stage, stages, microbatches, chunks) -> tasks.
 SCHEDULES: Mapping[PipelineSchedule, Callable[[int, int, int, int], Order]] = {
+    "eager_1f1b": _eager_one_f_one_b,
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,
     "interleaved": _interleaved,

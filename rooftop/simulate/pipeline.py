@@ -1,14 +1,13 @@
 """A pipeline schedule against a clock: the time of a step, the wait of each stage, what it holds; and closed forms.
 
-Every stage does its tasks in the order of its table, each as soon as it can. ``run`` lets stages go at their own pace;
-``lockstep`` lets all of them wait for the slowest of each slot, as a program does in which every slot ends with an
-exchange between neighbours. Sources: chapter 5 of the book; Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023
-(zero bubble).
+Every stage does its tasks in the order of its table, each as soon as it can: stages go at their own pace. Those of
+rooftop's program wait for the longest task of each slot instead, which ``rooftop.plan.training.pricing`` prices.
+Sources: chapter 5 of the book; Narayanan et al. 2021 (1F1B, interleaved); Qi et al. 2023 (zero bubble).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,7 @@ from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Number
 from rooftop.core.records import Record
-from rooftop.scheduling.pipeline import SCHEDULES, PipelineTable, StageOp, Task, pipeline_table
+from rooftop.scheduling.pipeline import SCHEDULES, PipelineTable, Task, pipeline_table
 
 if TYPE_CHECKING:
     from rooftop.plan.training.plan import TrainingPlan
@@ -119,7 +118,7 @@ class PipelineFigures(Record):
     """A plan's pipeline, simulated, next to the closed forms that price it.
 
     ``bubble`` is the share of the passes that a stage waits, ``in_flight`` the most microbatches whose activations one
-    stage holds, ``lockstep_s`` the time of the passes if neighbours exchange in every slot, as the program does.
+    stage holds. ``passes_s`` is the time of the passes at the stages' own pace, ``lockstep_s`` that in lockstep.
     """
 
     schedule: str
@@ -146,7 +145,7 @@ def of_plan(plan: TrainingPlan) -> PipelineFigures:
         in_flight=float(timeline.in_flight.max()),
         in_flight_closed_form=float(most_in_flight(schedule, **sizes)),
         passes_s=timeline.makespan,
-        lockstep_s=lockstep(timeline.table, durations),
+        lockstep_s=lockstep_s(plan),
     )
 
 
@@ -160,12 +159,11 @@ def _sizes(plan: TrainingPlan) -> dict[str, int]:
     return {"stages": plan.mesh.size(*STAGE_AXES), "microbatches": choice.microbatches, "chunks": choice.chunks}
 
 
-def lockstep(table: PipelineTable, durations: Durations) -> float:
-    """Seconds of the step if every slot lasts as long as its longest task, and all results are sent at its end."""
-    seconds = durations.of(table)
-    ops = np.array([[StageOp.IDLE if task is None else task.op for task in row] for row in table.slots])
-    longest = seconds[ops, np.arange(table.stages)].max(axis=1)
-    return float(longest.sum() + (len(table.slots) - 1) * durations.send)
+def lockstep_s(plan: TrainingPlan) -> float:
+    """Seconds of a plan's passes if stages pass from slot to slot together, as those of the program do."""
+    assumptions = replace(plan.problem.assumptions, in_step=True)
+    rows = replace(plan, problem=replace(plan.problem, assumptions=assumptions)).ledger
+    return sum(float(row.count * row.expected_s) for row in rows if row.phase != "update")
 
 
 def idle_over_busy(
@@ -173,9 +171,9 @@ def idle_over_busy(
 ) -> Number:
     """Idle time of every stage over its busy time; stages are equal, sends take no time.
 
-    GPipe and 1F1B wait S - 1 of M microbatches' work, and interleaved the v-th part of that (M a multiple of S). Zero
-    bubble waits only for forward and dX, less the dW that fills the gap (Qi et al. 2023); for M >= S, and dW no longer
-    than forward or dX.
+    GPipe and 1F1B wait S - 1 of M microbatches' work (eager 1F1B if forward is no longer than backward), and
+    interleaved the v-th part of that (M a multiple of S). Zero bubble waits only for forward and dX, less the dW that
+    fills the gap (Qi et al. 2023); for M >= S, and dW no longer than forward or dX.
     """
     if schedule not in SCHEDULES:
         raise unknown("schedule", schedule, SCHEDULES)
@@ -197,11 +195,11 @@ def bubble(
 def most_in_flight(schedule: str, *, stages: Number, microbatches: Number, chunks: Number = 1) -> Number:
     """The most microbatches whose activations a stage holds at once, in closed form: that of the first stage.
 
-    GPipe holds all, 1F1B and zero bubble as many as there are stages, interleaved (S - 1)/v more.
+    GPipe holds all, 1F1B and zero bubble as many as there are stages, interleaved (S - 1)/v more, and eager 1F1B S - 1.
     """
     if schedule not in SCHEDULES:
         raise unknown("schedule", schedule, SCHEDULES)
     if schedule == "gpipe":
         return microbatches
-    most = stages + (stages - 1) / chunks if schedule == "interleaved" else stages
+    most = stages + (stages - 1) / chunks if schedule in ("interleaved", "eager_1f1b") else stages
     return np.minimum(microbatches, most)

@@ -41,6 +41,7 @@ from rooftop.runs.folder import RunFolder
 from rooftop.runs.records import Records
 from rooftop.runs.signals import Agreement, Signals
 from rooftop.runs.trace import StepTrace
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE
 from rooftop.train.data.dataset import Dataset
 from rooftop.train.data.loading import place, prefetch
 from rooftop.train.diagnosis import find_origin
@@ -93,7 +94,7 @@ class TrainJob:
         """
         if ways(self.mesh.shape, *STAGE_AXES) == 1:
             return self
-        plain = replace(self.program, microbatches=1, schedule="1f1b", chunks=1)
+        plain = replace(self.program, microbatches=1, schedule=DEFAULT_SCHEDULE, chunks=1)
         return replace(self, program=plain, mesh=Forward(self.program, self.mesh).own_mesh)
 
     def batch(self, data: Dataset, index: int) -> Batch[jax.Array]:

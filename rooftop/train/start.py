@@ -27,6 +27,7 @@ from rooftop.programs.attention.scores import BLOCK
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.training.program import TrainProgram, loss_chunks
 from rooftop.runs.folder import require_same
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE
 from rooftop.train.data.dataset import Dataset, DataSource, Progress, open_dataset
 from rooftop.train.engine import TrainJob, require_room
 from rooftop.train.metrics import TrainRates
@@ -162,7 +163,7 @@ def _of_model(request: TrainRequest, here: Local) -> tuple[TrainProgram, Any, st
         seq_len=seq_len,
         microbatches=microbatches,
         chunks=2 if request.schedule == "interleaved" else 1,
-        schedule=request.schedule or "1f1b",
+        schedule=request.schedule or DEFAULT_SCHEDULE,
         compute_dtype=compute,
     )
     sequences, positions = program.padded(mesh)

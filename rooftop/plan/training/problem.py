@@ -18,7 +18,7 @@ from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Choice, Strategies
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.rates import Rates
-from rooftop.scheduling.pipeline import PipelineSchedule, require_schedule
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule, require_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Problem:
     mesh: Mesh | None = None
     remat: str | None = None
     microbatches: int | None = None
-    schedule: PipelineSchedule = "1f1b"
+    schedule: PipelineSchedule = DEFAULT_SCHEDULE
     chunks: int = 1
     bounds: Bounds = "usable"
 

@@ -26,7 +26,7 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.core.scopes import Phase
 from rooftop.models.activations import POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
-from rooftop.plan.pricing import Transfer, Work
+from rooftop.plan.pricing import StagePart, Transfer, Work
 from rooftop.plan.shapes import mlp_matmuls
 from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
@@ -59,24 +59,31 @@ _EXPERT_CHECKPOINTS = {
 
 def training_ledger(step: TrainingStep) -> Ledger:
     """Every row of the step, with the exposed time of its collectives; figures broadcast to [C, K]."""
-    return price_work(training_work(step), step.strategies, step.rates, step.assumptions)
+    return price_work(training_work(step), step.strategies, step.rates, step.assumptions, step.last_chunk)
 
 
 def training_work(step: TrainingStep) -> list[Work]:
     """Every piece of work of a step, in the order in which it is first done."""
     microbatches, alone = step.strategies.microbatches, step.layers_alone
-    layers, dense = step.layers - alone.first, step.dense_layers - alone.first_dense
+    layers, dense = step.layers - alone.every, step.dense_layers - alone.every_dense
     shared = _layers(step, dense * microbatches, (layers - dense) * microbatches)
     if np.any(step.padding_layers):
         shared = [replace(item, skipped=step.padding_layers / layers) for item in shared]
-    work = [*_embed(step), *shared]
+    first, last = _embed(step), _head(step)
     if np.any(alone.first):
         # What the first stage does alone is not kept from task to task: its backward pass begins with the tokens.
         begun = replace(step, strategies=step.strategies.with_policy(POLICIES["block"]))
         again = _embed(step, (alone.first > 0) * microbatches)[0]
-        work += [replace(again, phase="recompute")]
-        work += _layers(begun, alone.first_dense * microbatches, (alone.first - alone.first_dense) * microbatches)
-    return [*work, *_head(step), *_update(step), *_pipeline(step)]
+        first += [replace(again, phase="recompute")]
+        first += _layers(begun, alone.first_dense * microbatches, (alone.first - alone.first_dense) * microbatches)
+    if np.any(alone.last):
+        last += _layers(step, alone.last_dense * microbatches, (alone.last - alone.last_dense) * microbatches)
+    return [*_of("first", first), *shared, *_of("last", last), *_update(step), *_of("sends", _pipeline(step))]
+
+
+def _of(part: StagePart, work: Iterable[Work]) -> list[Work]:
+    """The work, as that of a part of the model."""
+    return [replace(item, part=part) for item in work]
 
 
 def _layers(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:

@@ -254,7 +254,7 @@ def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) 
         part = slice(start, start + rows)
         some = (strategies[part] if shape[0] > rows else strategies).factored()
         step = problem.step(some)
-        expected[part] = some.flat(expected_s(training_work(step), some, step.rates, step.assumptions))
+        expected[part] = some.flat(expected_s(training_work(step), some, step.rates, step.assumptions, step.last_chunk))
         if memory:
             memory_bytes[part] = some.flat(problem.memory(step).total)
     return expected, memory_bytes

@@ -167,6 +167,15 @@ class TrainingStep:
         return layers
 
     @cached_property
+    def last_chunk(self) -> Floats:
+        """Periods in the last chunk of all stages, over those that a chunk has room for, [C, 1]."""
+        repeats = segments(self.model)[shared_segment(self.model)].repeats
+        room = self._periods / self.strategies.chunks
+        others = self.strategies.devices(*STAGE_AXES) * self.strategies.chunks - 1
+        share: Floats = np.maximum(repeats - others * room, 0) / room
+        return share
+
+    @cached_property
     def padding_layers(self) -> Floats:
         """Layers that a stage has room for beyond those that it does, [C, 1], in the mean of all stages."""
         alone = self.layers_alone.every

@@ -22,11 +22,12 @@ from rooftop.models import ModelConfig
 from rooftop.models.activations import CHECKPOINTS, kept_widths
 from rooftop.plan.layouts import Layouts, Ways
 from rooftop.roofline.collectives import Price, price
-from rooftop.scheduling.pipeline import PipelineSchedule, slot_count
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule, SlotMix, slot_count, slot_mixes
 
 #: The share of the 1F1B bubble that each pipeline schedule leaves idle. In the zero-bubble one (ZB-H1, Qi et al.
 #: 2023) weight gradients fill the gaps: with forward, dX and dW of equal length a third of the bubble remains.
 IDLE_SHARES: Mapping[PipelineSchedule, float] = {
+    "eager_1f1b": 1.0,
     "gpipe": 1.0,
     "1f1b": 1.0,
     "interleaved": 1.0,
@@ -41,7 +42,7 @@ class Choice:
     remat: str
     policy: Mapping[str, str]
     microbatches: int = 1
-    schedule: PipelineSchedule = "1f1b"
+    schedule: PipelineSchedule = DEFAULT_SCHEDULE
     chunks: int = 1
 
 
@@ -165,13 +166,37 @@ class Strategies:
     @cached_property
     def slots(self) -> Floats:
         """Slots of the pipeline's table, [C, K]: in each one, every stage sends a result to both neighbours."""
-        split = np.array([[choice.schedule == "zero_bubble" for choice in self.choices]])
         slots: Floats = np.asarray(
             slot_count(
-                stages=self.devices(*STAGE_AXES), microbatches=self.microbatches, chunks=self.chunks, split=split
+                stages=self.devices(*STAGE_AXES),
+                microbatches=self.microbatches,
+                chunks=self.chunks,
+                split=self.splits_backward,
             )
         )
         return slots
+
+    @cached_property
+    def slot_mixes(self) -> dict[SlotMix, Floats]:
+        """Slots of the pipeline's table by the tasks that may be the longest in them, [C, K]."""
+        stages, index = np.unique(self.layouts.along(*STAGE_AXES), return_inverse=True)
+        mixes: dict[SlotMix, Floats] = {}
+        for row, column in np.ndindex(len(stages), len(self.choices)):
+            choice = self.choices[column]
+            counts = slot_mixes(choice.schedule, int(stages[row]), choice.microbatches, choice.chunks)
+            for mix, count in counts.items():
+                mixes.setdefault(mix, np.zeros((len(stages), len(self.choices))))[row, column] = count
+        return {mix: counts[index] for mix, counts in mixes.items()}
+
+    @cached_property
+    def splits_backward(self) -> npt.NDArray[np.bool_]:
+        """True if the schedule splits backward tasks, [1, K]."""
+        return np.array([[choice.schedule == "zero_bubble" for choice in self.choices]])
+
+    @cached_property
+    def eager(self) -> npt.NDArray[np.bool_]:
+        """True if forward tasks are done as early as eager 1F1B does them, [1, K]."""
+        return np.array([[choice.schedule == "eager_1f1b" for choice in self.choices]])
 
     @cached_property
     def keeps_all_in_flight(self) -> npt.NDArray[np.bool_]:
@@ -228,7 +253,7 @@ def choices(
     policies: Mapping[str, Mapping[str, str]],
     microbatches: Sequence[int],
     *,
-    schedule: PipelineSchedule = "1f1b",
+    schedule: PipelineSchedule = DEFAULT_SCHEDULE,
     chunks: int = 1,
 ) -> tuple[Choice, ...]:
     """Every combination of remat policies and microbatches under one schedule."""

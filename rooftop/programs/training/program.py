@@ -31,7 +31,7 @@ from rooftop.programs.attention.context import chunks_of
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.parameters import Parameter, Transformer, describe
 from rooftop.programs.sharding import Specs
-from rooftop.scheduling.pipeline import require_schedule
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, require_schedule
 
 #: JAX's dtypes of arrays that live from step to step.
 DTYPES = dict(zip(STATE_DTYPES, (jnp.bfloat16, jnp.float32), strict=True))
@@ -120,7 +120,7 @@ class TrainProgram:
     seq_len: int
     packed: bool = False
     microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     chunks: int = 1
     loss_chunks: int = 1
     gradient_norm: bool = False

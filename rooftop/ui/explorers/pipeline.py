@@ -19,8 +19,8 @@ from rooftop.present.document import (
     ShownVerdict,
     Spans,
 )
-from rooftop.scheduling.pipeline import SCHEDULES, pipeline_table
-from rooftop.simulate.pipeline import Durations, PipelineTimeline, bubble, durations_of, lockstep, run
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES, pipeline_table
+from rooftop.simulate.pipeline import Durations, PipelineTimeline, bubble, durations_of, lockstep_s, run
 from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider
 
 #: Number of stages -> shape of the smallest v5p slice for them.
@@ -30,11 +30,14 @@ _SEQ = 4096
 _DRAWN = 4000
 _COLOURS = ("forward", "backward", "dW")
 _FORMULA = {
+    "eager_1f1b": "(S-1) / (M + S-1)",
     "gpipe": "(S-1) / (M + S-1)",
     "1f1b": "(S-1) / (M + S-1)",
     "interleaved": "(S-1) / (v M + S-1)",
     "zero_bubble": "(S-1)(F + dX - dW) over that and M (F + dX + dW)",
 }
+#: Schedules with the same bubble.
+_ALIKE = ("eager_1f1b", "gpipe", "1f1b")
 
 
 def answer(state: State) -> Document:
@@ -69,8 +72,8 @@ def answer(state: State) -> Document:
         ShownFigure("bubble_closed_form", "Bubble, closed form", float(bubble(schedule, durations=durations, **sizes)),
             "%", "rule", formula=_FORMULA[schedule], source="chapter 5"),
         ShownFigure("passes_s", "Passes", timeline.makespan, "s", "expected", formula="first start to last end"),
-        ShownFigure("lockstep_s", "In lockstep", lockstep(timeline.table, durations), "s", "expected",
-            formula="neighbours exchange in every slot"),
+        ShownFigure("lockstep_s", "In lockstep", lockstep_s(plan), "s", "expected",
+            formula="slots as long as their longest task"),
         ShownFigure("in_flight", "Microbatches held", in_flight, formula="activations held at once, most of any stage"),
         ShownFigure("forward_s", "Forward of a microbatch", float(durations.forward), "s", "expected",
             formula="the plan's rows"),
@@ -111,8 +114,9 @@ def _bubbles(schedule: str, stages: int, microbatches: int, chunks: int, duratio
     """The bubble of every schedule over the number of microbatches."""
     counts = [stages * 2**power for power in range(6)]
     series = []
+    shown = schedule if schedule in _ALIKE else _ALIKE[0]
     for name in SCHEDULES:
-        if name != "gpipe":  # its bubble is that of 1f1b
+        if name == shown or name not in _ALIKE:
             parts = max(chunks, 2) if name == "interleaved" else 1
             bubbles = [
                 float(bubble(name, stages=stages, microbatches=count, chunks=parts, durations=durations))
@@ -157,7 +161,7 @@ def _timeline(timeline: PipelineTimeline, schedule: str) -> Spans:
 
 
 _CONTROLS: tuple[Control, ...] = (
-    select("schedule", "Schedule", SCHEDULES, "1f1b"),
+    select("schedule", "Schedule", SCHEDULES, DEFAULT_SCHEDULE),
     select("stages", "Stages", _SLICES, "4"),
     slider("microbatches", "Microbatches", "8", 1, 64, halves=True),
     slider("chunks", "Chunks of a stage", "2", 1, 8, help="Of the interleaved schedule.", fields=("pipeline",)),
