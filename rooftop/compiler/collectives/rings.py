@@ -79,15 +79,24 @@ class _Term:
 
     value: Value
     elements: int
-    axes: tuple[str, ...] = ()
-    origins: _Origins | None = None
+    axes: tuple[str, ...]
+    origins: _Origins | None
 
-    def sent(self, permute: _Permute) -> _Term | None:
-        """The term after a permute; None if it came along other axes."""
-        if self.origins is not None and self.axes != permute.axes:
-            return None
-        origins = np.arange(len(permute.source)) if self.origins is None else self.origins
-        return _Term(self.value, self.elements, permute.axes, _arrive(origins, permute))
+
+@dataclass(frozen=True)
+class _Bound:
+    """Upper limits of a sum: ``elements`` of all its terms, and ``paths`` of permutes by which terms arrive.
+
+    ``members`` is the size of the smallest group that it has received from (infinite if it has received nothing).
+    """
+
+    elements: int
+    paths: int = 0
+    members: float = math.inf
+
+    def covers(self, elements: int) -> bool:
+        """True if a sum of ``elements`` may have a term of every member in all of them."""
+        return self.paths + 1 >= self.members and self.elements >= self.members * elements
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,16 +119,18 @@ class _Frame:
 
     flow: Flow
     mesh: Mapping[str, int]
-    _terms: dict[Value, list[_Term]] = field(default_factory=dict)
+    _bounds: dict[Value, _Bound] = field(default_factory=dict)
     _complete: dict[Value, bool] = field(default_factory=dict)
 
     def rings(self) -> Iterator[Ring]:
         """Yield ReduceScatters first: over two devices, a permute of an added term would look like an AllGather."""
         used: set[Value] = set()
-        for ring, permutes in self._reduce_scatters():
-            if not used & permutes:
-                used |= permutes
-                yield ring
+        for value, permutes in self._complete_sums():
+            if used.isdisjoint(permutes) and self._is_reduction(value, permutes):
+                used.update(permutes)
+                sent = self.permutes[permutes[0]]
+                payload = self.flow.elements(value) * sent.nbytes / sent.elements * len(sent.source)
+                yield self._ring("reduce_scatter", permutes, payload=payload)
         yield from self._all_gathers(used)
 
     @cached_property
@@ -140,16 +151,16 @@ class _Frame:
         for value, permute in self.permutes.items():
             if value in used or self.flow.is_zero(whole := self.flow.source(self._sent(value), "slice")):
                 continue
-            origins, before = np.arange(len(permute.source)), carried.get(whole)
+            before = carried.get(whole)
             if before is not None and before.axes == permute.axes:
-                carried[value] = replace(before, origins=_arrive(before.origins, permute))
+                carried[value] = replace(before, origins=_arrive(before.origins, permute.source))
             else:
                 carried[value] = _Carried(
                     whole=whole,
                     part=self.flow.source(self._sent(value)),
                     chain=value,
                     axes=permute.axes,
-                    origins=_arrive(origins, permute),
+                    origins=permute.source,
                 )
         for group in _groups(carried, lambda data: (data.whole, data.axes)):
             # Slices that travel different ways together bring one array; else each slice is a separate array.
@@ -163,15 +174,21 @@ class _Frame:
         """Yield rings that bring all of ``root`` from every member to every other; several if it is gathered again."""
         taken: list[Value] = []
         rings: list[list[Value]] = []
+        elements, members = self.flow.elements(root), np.arange(len(self.permutes[next(iter(group))].source))
+        needed, total = (len(members) - 1) * elements, sum(self.permutes[value].elements for value in group)
+        if total < needed:
+            return
+        brought, total = _own(elements, members), 0
         for chain in _groups(group, lambda data: data.chain):
             taken += chain
-            members = np.arange(len(self.permutes[taken[0]].source))
-            brought = np.diag(np.full(len(members), float(self.flow.elements(root))))
-            for value in taken:
-                origins = group[value].origins
-                brought[members[origins >= 0], origins[origins >= 0]] += self.permutes[value].elements
-            if (brought >= self.flow.elements(root)).all() and (len(members) > 2 or self._stays(root, taken)):
+            for value, data in chain.items():
+                brought[members[data.origins >= 0], data.origins[data.origins >= 0]] += self.permutes[value].elements
+                total += self.permutes[value].elements
+            # The matrix is large: it is compared only when enough has arrived.
+            complete = total >= needed and (brought >= elements).all()
+            if complete and (len(members) > 2 or self._stays(root, taken)):
                 rings, taken = [*rings, taken], []
+                brought, total = _own(elements, members), 0
         for index, values in enumerate(rings):
             sent = self.permutes[values[0]]
             payload = self.flow.elements(root) * sent.nbytes / sent.elements * len(sent.source)
@@ -200,68 +217,96 @@ class _Frame:
 
     # ---- ReduceScatter --------------------------------------------------------------------------------------------
 
-    def _reduce_scatters(self) -> Iterator[tuple[Ring, set[Value]]]:
-        """Yield sums that hold a term of every member, those of fewer permutes first, each with its permutes."""
-        complete: list[tuple[Value, list[Value]]] = []
+    def _complete_sums(self) -> list[tuple[Value, list[Value]]]:
+        """Sums that hold a term of every member, those of fewer permutes first, each with its permutes in order."""
         for value in self.permutes:
             # In order of execution, so that later calls reuse results and do not recurse deeply.
             self._is_complete(self._sent(value))
-        for value in self._sums():
-            last = [leaf for leaf in self.flow.parts(value) if leaf in self.permutes]
-            if last and self._is_complete(value):
-                permutes = self._upstream_permutes(last)
-                terms = [term.value for term in self._contributions(value)]
-                received = set(permutes)
-                if len(set(terms)) == len(terms) and not self.flow.depends(terms, received):
-                    complete.append((value, permutes))
-        for value, permutes in sorted(complete, key=lambda entry: len(entry[1])):
-            sent = self.permutes[permutes[0]]
-            payload = self.flow.elements(value) * sent.nbytes / sent.elements * len(sent.source)
-            yield self._ring("reduce_scatter", permutes, payload=payload), set(permutes)
+        complete = [(value, self._upstream_permutes(value)) for value in self._sums() if self._is_complete(value)]
+        return sorted(complete, key=lambda entry: len(entry[1]))
 
-    def _contributions(self, value: Value) -> list[_Term]:
-        """The terms of a sum."""
-        if value not in self._terms:
-            terms: list[_Term] = []
-            for leaf in self.flow.parts(value):
-                if leaf not in self.permutes:
-                    terms.append(_Term(leaf, self.flow.elements(leaf)))
-                    continue
-                sent = self._sent(leaf)
-                # A sum with terms of every member is a new array, which another ring may carry.
-                whole = self._is_complete(sent)
-                before = [_Term(sent, self.flow.elements(sent))] if whole else self._contributions(sent)
-                sent_terms = (term.sent(self.permutes[leaf]) for term in before)
-                terms += [term for term in sent_terms if term is not None]
-            self._terms[value] = terms
-        return self._terms[value]
+    def _is_reduction(self, value: Value, permutes: list[Value]) -> bool:
+        """True if the terms of a sum differ and do not depend on it."""
+        terms = [term.value for term in self._terms(value)]
+        return len(set(terms)) == len(terms) and not self.flow.depends(terms, set(permutes))
 
-    def _upstream_permutes(self, last: list[Value]) -> list[Value]:
-        """The permutes through which a sum has come, in order, up to those that carry a complete sum."""
-        upstream, left = set[Value](), list(last)
+    def _terms(self, value: Value) -> Iterator[_Term]:
+        """Yield the terms of a sum. A complete sum that was permuted is one term: another ring may carry it."""
+        left: list[tuple[Value, tuple[str, ...], _Origins | None]] = [(value, (), None)]
         while left:
-            value = left.pop()
-            if value not in upstream and value in self.permutes:
-                upstream.add(value)
-                if not self._is_complete(self._sent(value)):
-                    left += self.flow.parts(self._sent(value))
-        return [value for value in self.permutes if value in upstream]
+            value, axes, origins = left.pop()
+            for leaf in self.flow.parts(value):
+                permute = self.permutes.get(leaf)
+                if permute is None:
+                    yield _Term(leaf, self.flow.elements(leaf), axes, origins)
+                elif axes in ((), permute.axes):
+                    sent = self._sent(leaf)
+                    came = permute.source if origins is None else _arrive(permute.source, origins)
+                    if self._is_complete(sent):
+                        yield _Term(sent, self.flow.elements(sent), permute.axes, came)
+                    else:
+                        left.append((sent, permute.axes, came))
+
+    def _upstream_permutes(self, value: Value) -> list[Value]:
+        """The permutes through which a sum has come, in order, up to those that carry a complete sum."""
+        upstream, left = set[Value](), [value]
+        while left:
+            for leaf in self.flow.parts(left.pop()):
+                if leaf in self.permutes and leaf not in upstream:
+                    upstream.add(leaf)
+                    if not self._is_complete(self._sent(leaf)):
+                        left.append(self._sent(leaf))
+        return sorted(upstream, key=self.flow.position)
 
     def _is_complete(self, value: Value) -> bool:
         """True if every member has, in all elements of ``value``, a term of every member of one group."""
         if value not in self._complete:
-            terms = self._contributions(value)
-            received = [term.origins for term in terms if term.origins is not None]
-            if not received or len({term.axes for term in terms if term.axes}) > 1:
-                self._complete[value] = False
-            else:
-                everyone = np.arange(len(received[0]))
-                elements = np.zeros((len(everyone), len(everyone)))
-                for term in terms:
-                    origins = everyone if term.origins is None else term.origins
-                    elements[everyone[origins >= 0], origins[origins >= 0]] += term.elements
-                self._complete[value] = bool((elements >= self.flow.elements(value)).all())
+            bound = self._bound(value)
+            self._complete[value] = bound.covers(self.flow.elements(value)) and self._has_all_terms(value)
         return self._complete[value]
+
+    def _has_all_terms(self, value: Value) -> bool:
+        """The rule of ``_is_complete``, term by term."""
+        terms = list(self._terms(value))
+        received = [term.origins for term in terms if term.origins is not None]
+        if not received or len({term.axes for term in terms if term.axes}) > 1:
+            return False
+        everyone = np.arange(len(received[0]))
+        elements = np.zeros((len(everyone), len(everyone)))
+        for term in terms:
+            origins = everyone if term.origins is None else term.origins
+            elements[everyone[origins >= 0], origins[origins >= 0]] += term.elements
+        return bool((elements >= self.flow.elements(value)).all())
+
+    def _bound(self, value: Value) -> _Bound:
+        """Limits of a sum, from those of its addends: each value is looked at once."""
+        left = [value]
+        while value not in self._bounds:
+            last = left[-1]
+            addends = () if last in self.permutes else self.flow.addends(last) or ()
+            missing = [addend for addend in addends if addend not in self._bounds]
+            if missing:
+                left += missing
+            else:
+                self._bounds[left.pop()] = self._next_bound(last)
+        return self._bounds[value]
+
+    def _next_bound(self, value: Value) -> _Bound:
+        """Limits of a sum whose addends have theirs."""
+        if value in self.permutes:
+            sent, members = self._sent(value), len(self.permutes[value].source)
+            if self._is_complete(sent):
+                return _Bound(self.flow.elements(sent), 1, members)
+            return _Bound(self._bound(sent).elements, self._bound(sent).paths + 1, members)
+        addends = self.flow.addends(value)
+        if addends is None:
+            return _Bound(self.flow.elements(value))
+        bounds = [self._bounds[addend] for addend in addends]
+        return _Bound(
+            elements=sum(bound.elements for bound in bounds),
+            paths=sum(bound.paths for bound in bounds),
+            members=min((bound.members for bound in bounds), default=math.inf),
+        )
 
     def _sums(self) -> Iterator[Value]:
         """Yield results that may be a sum with received data."""
@@ -270,7 +315,7 @@ class _Frame:
             if instruction.opcode in ("add", "fusion"):
                 for index, tensor in enumerate(instruction.shape):
                     if tensor.elements >= least:
-                        yield replace(value, element=index if len(instruction.shape) > 1 else None)
+                        yield replace(value, element=index) if len(instruction.shape) > 1 else value
 
     def _ring(self, kind: Literal["all_gather", "reduce_scatter"], values: list[Value], *, payload: float) -> Ring:
         first = self.permutes[values[0]]
@@ -293,9 +338,14 @@ def _groups(carried: Mapping[Value, _Carried], key: Callable[[_Carried], object]
     return list(groups.values())
 
 
-def _arrive(origins: _Origins, permute: _Permute) -> _Origins:
-    """Origins of the members' data after ``permute``."""
-    return np.where(permute.source >= 0, origins[permute.source], -1)
+def _own(elements: int, members: _Origins) -> npt.NDArray[np.float64]:
+    """Elements that each member has of the array of every member before it receives any: all of its own."""
+    return np.diag(np.full(len(members), float(elements)))
+
+
+def _arrive(origins: _Origins, source: _Origins) -> _Origins:
+    """Origins of the members' data after a permute in which each receives from ``source``."""
+    return np.where(source >= 0, origins[source], -1)
 
 
 def _permute(sent: Instruction, permute: Instruction, mesh: Mapping[str, int]) -> _Permute | None:

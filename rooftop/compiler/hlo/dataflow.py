@@ -1,15 +1,15 @@
 """Data flow in a scheduled module: copies and sums of arrays, through fusions and short loops.
 
-Loops are followed trip by trip if they may be one ring of permutes: if they permute, and have no more trips than the
-permuted data has destinations.
+Loops are followed trip by trip if they may be one ring of permutes: if a trip permutes data that an earlier one has
+permuted, and there are no more trips than the data has destinations.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 from rooftop.compiler.hlo.groups import replica_groups
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
@@ -41,37 +41,54 @@ class Flow:
 
     module: Module
     frame: str
+    _inputs: dict[Value, tuple[Value, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _trips: dict[tuple[str, str], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def instructions(self) -> Iterator[tuple[Value, Instruction]]:
         """Yield every instruction in order of execution, trip by trip, without fused ones and those of longer loops."""
         yield from self._instructions(self.frame, ())
 
     def _instructions(self, name: str, path: Path) -> Iterator[tuple[Value, Instruction]]:
-        computation = self.module.computations[name]
-        for instruction in computation:
+        for instruction in self.module.computations[name]:
             yield Value(path, name, instruction.name), instruction
-            if instruction.opcode == "while" and is_unrolled(self.module, instruction.called_as("body")):
-                for trip in range(self._trips(computation, instruction)):
+            if instruction.opcode == "while":
+                for trip in range(self._unrolled_trips(name, instruction)):
                     yield from self._instructions(
                         instruction.called_as("body"), (*path, (name, instruction.name, trip))
                     )
 
+    @cached_property
+    def _order(self) -> dict[Value, int]:
+        return {value: index for index, (value, _) in enumerate(self.instructions())}
+
+    def position(self, value: Value) -> int:
+        """Index of a value in order of execution; that of its fusion if it is fused."""
+        value = Value(value.path, value.computation, value.name)
+        while value not in self._order:
+            computation, caller, _ = value.path[-1]
+            value = Value(value.path[:-1], computation, caller)
+        return self._order[value]
+
     def instruction(self, value: Value) -> Instruction:
         """The instruction that computes ``value``."""
         return self.module.computations[value.computation].instructions[value.name]
+
+    def is_permute(self, value: Value) -> bool:
+        """True for the result of a permute."""
+        return self.instruction(value).opcode in PERMUTES
 
     def elements(self, value: Value) -> int:
         """Number of elements of the array."""
         shape = self.instruction(value).shape
         return shape[value.element if value.element is not None and len(shape) > 1 else 0].elements
 
-    def operands(self, value: Value) -> list[Value]:
+    def operands(self, value: Value) -> tuple[Value, ...]:
         """Operands of the instruction that computes ``value``."""
-        return [Value(value.path, value.computation, name) for name in self.instruction(value).operands]
+        return tuple(Value(value.path, value.computation, name) for name in self.instruction(value).operands)
 
     def source(self, value: Value, *also: str) -> Value:
         """The array that ``value`` is a copy of; ``also`` names opcodes that count as copies."""
-        while (before := self._before(value, *also)) is not None and len(before) == 1:
+        while (before := self.inputs(value, *also)) is not None and len(before) == 1:
             value = before[0]
         return value
 
@@ -83,7 +100,7 @@ class Flow:
             value = left.pop()
             if value not in seen:
                 seen.add(value)
-                before = self._before(value, "pad")
+                before = self.addends(value)
                 if before is None:
                     parts[value] = None
                 else:
@@ -92,14 +109,16 @@ class Flow:
 
     def depends(self, values: Iterable[Value], origins: set[Value]) -> bool:
         """True if one of ``values`` is computed from one of ``origins``, permutes, and not through other permutes."""
+        first = min(map(self.position, origins))
         seen, left = set[Value](), list(values)
         while left:
             value = left.pop()
             if value in origins:
                 return True
-            if value not in seen and self.instruction(value).opcode not in PERMUTES:
+            # All that a value is computed from precedes it.
+            if value not in seen and self.position(value) > first and not self.is_permute(value):
                 seen.add(value)
-                before = self._before(value)
+                before = self.inputs(value)
                 left += self.operands(value) if before is None else before
         return False
 
@@ -112,19 +131,37 @@ class Flow:
             return instruction.literal.strip("-") in ("0", "0.0")
         return instruction.opcode == "custom-call" and '"AllocateBuffer"' in instruction.attributes
 
-    def _before(self, value: Value, *also: str) -> list[Value] | None:
-        """The values that ``value`` is copied or composed from; None if it is computed in another way."""
+    def addends(self, value: Value) -> tuple[Value, ...] | None:
+        """The ``inputs`` of a value that is a part of a sum: padding adds nothing."""
+        return self.inputs(value, "pad")
+
+    def inputs(self, value: Value, *also: str) -> tuple[Value, ...] | None:
+        """The values that ``value`` is copied or composed from, none for zeros; None if it is computed in another way.
+
+        ``also`` names opcodes that count as copies.
+        """
+        if also and self.instruction(value).opcode in also:
+            return (self._copied(value),)
+        if value not in self._inputs:
+            self._inputs[value] = self._read(value)
+        return self._inputs[value]
+
+    def _copied(self, value: Value) -> Value:
+        return Value(value.path, value.computation, self.instruction(value).operands[0], value.element)
+
+    def _read(self, value: Value) -> tuple[Value, ...] | None:
+        """Read the inputs of a value from its instruction."""
         instruction, element, path = self.instruction(value), value.element, value.path
         opcode, operands = instruction.opcode, self.operands(value)
-        if opcode in MOVES or opcode in also:
-            return [Value(path, value.computation, operands[0].name, element)]
+        if opcode in MOVES:
+            return (self._copied(value),)
         if opcode == "custom-call" and '"ConcatBitcast"' in instruction.attributes:
             # A copy from HBM to VMEM in several slices.
             return self.operands(self.operands(operands[0])[0])[:1]
         if opcode == "get-tuple-element":
-            return [Value(path, value.computation, operands[0].name, int(instruction.attribute("index")))]
+            return (Value(path, value.computation, operands[0].name, int(instruction.attribute("index"))),)
         if opcode == "tuple" and element is not None:
-            return [operands[element]]
+            return (operands[element],)
         if opcode in ("add", "concatenate") or (opcode == "maximum" and all(map(self._is_padded, operands))):
             return operands
         if opcode == "dynamic-update-slice":
@@ -133,24 +170,24 @@ class Flow:
             return operands[1:]
         if opcode == "fusion":
             inner = self.module.computations[instruction.called[0]]
-            return [Value((*path, (value.computation, value.name, 0)), inner.name, inner.root, element)]
+            return (Value((*path, (value.computation, value.name, 0)), inner.name, inner.root, element),)
         if opcode == "parameter" and path:
             return self._argument(value)
-        if opcode == "while" and element is not None and is_unrolled(self.module, instruction.called_as("body")):
-            trips = self._trips(self.module.computations[value.computation], instruction)
-            return [self._carried(path, value.computation, instruction, trips, element)]
-        return [] if self.is_zero(value) else None
+        if opcode == "while" and element is not None:
+            if trips := self._unrolled_trips(value.computation, instruction):
+                return (self._carried(path, value.computation, instruction, trips, element),)
+        return () if self.is_zero(value) else None
 
-    def _argument(self, value: Value) -> list[Value] | None:
+    def _argument(self, value: Value) -> tuple[Value, ...] | None:
         """The value of a parameter: an operand of the fusion, or a carried element of the loop."""
         computation, name, trip = value.path[-1]
         caller = self.module.computations[computation].instructions[name]
         if caller.opcode != "while":
             operand = caller.operands[int(self.instruction(value).literal)]
-            return [Value(value.path[:-1], computation, operand, value.element)]
+            return (Value(value.path[:-1], computation, operand, value.element),)
         if value.element is None:
             return None
-        return [self._carried(value.path[:-1], computation, caller, trip, value.element)]
+        return (self._carried(value.path[:-1], computation, caller, trip, value.element),)
 
     def _carried(self, path: Path, computation: str, loop: Instruction, trip: int, element: int) -> Value:
         """An element of a loop's tuple before trip number ``trip``."""
@@ -159,8 +196,14 @@ class Flow:
         body = self.module.computations[loop.called_as("body")]
         return Value((*path, (computation, loop.name, trip - 1)), body.name, body.root, element)
 
-    def _trips(self, computation: HloComputation, loop: Instruction) -> int:
-        return self.module.trip_count(computation, loop) or 0
+    def _unrolled_trips(self, computation: str, loop: Instruction) -> int:
+        """Trips of a loop that is followed trip by trip; 0 for any other."""
+        place = computation, loop.name
+        if place not in self._trips:
+            unrolled = is_unrolled(self.module, loop.called_as("body"))
+            trips = self.module.trip_count(self.module.computations[computation], loop) if unrolled else 0
+            self._trips[place] = trips or 0
+        return self._trips[place]
 
     def _is_padded(self, value: Value) -> bool:
         """True if a value is padded to its index in a larger array: the maximum of two is XLA's concatenation."""
@@ -177,14 +220,46 @@ def rendezvous(instruction: Instruction) -> str:
 
 
 def is_unrolled(module: Module, name: str) -> bool:
-    """True if a computation is the body of a loop that may be (part of) one ring: it permutes, and has few trips."""
-    permutes = (instruction for instruction in module.computations[name] if instruction.opcode in PERMUTES)
+    """True if a computation is the body of a loop that may be (part of) one ring.
+
+    It permutes what earlier trips have permuted, and has few trips.
+    """
+    permutes = [instruction for instruction in module.computations[name] if instruction.opcode in PERMUTES]
     longest = max((_orbit(permute.attributes) for permute in permutes), default=0)
     loops = [caller for caller in module.callers.get(name, ()) if caller[1].opcode == "while"]
     if not longest or len(loops) != 1 or loops[0][1].called_as("body") != name:
         return False
     trips = module.trip_count(*loops[0])
-    return trips is not None and trips <= longest + 1
+    return trips is not None and trips <= longest + 1 and _permutes_again(Flow(module, name), permutes)
+
+
+def _permutes_again(body: Flow, permutes: Iterable[Instruction]) -> bool:
+    """True if one of the ``permutes`` of a loop's body moves what an earlier trip has permuted."""
+    root = body.module.computations[body.frame].root
+    results = range(len(body.instruction(Value((), body.frame, root)).shape))
+    inputs = {index: _upstream(body, Value((), body.frame, root, index)) for index in results}
+    # Elements of the loop's tuple that hold permuted data after a trip, and after further ones.
+    permuted = {index for index, values in inputs.items() if any(map(body.is_permute, values))}
+    while more := {index for index in set(inputs) - permuted if not permuted.isdisjoint(_elements(body, inputs[index]))}:
+        permuted |= more
+    sent = (value for permute in permutes for value in _upstream(body, Value((), body.frame, permute.operands[0])))
+    return not permuted.isdisjoint(_elements(body, sent))
+
+
+def _upstream(flow: Flow, value: Value) -> set[Value]:
+    """The values that an array is copied, sliced, permuted or added from, at any distance, and itself."""
+    upstream, left = set[Value](), [value]
+    while left:
+        value = left.pop()
+        if value not in upstream:
+            upstream.add(value)
+            left += flow.operands(value)[:1] if flow.is_permute(value) else flow.inputs(value, "pad", "slice") or ()
+    return upstream
+
+
+def _elements(body: Flow, values: Iterable[Value]) -> set[int | None]:
+    """Elements of a loop's tuple among the values of its body."""
+    return {value.element for value in values if not value.path and body.instruction(value).opcode == "parameter"}
 
 
 @lru_cache(maxsize=1024)

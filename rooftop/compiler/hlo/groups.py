@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -100,10 +101,12 @@ def _transposed(reshape: tuple[int, ...], permutation: tuple[int, ...]) -> npt.N
 
 
 def _integers(text: str | None) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",")) if text else ()
+    return tuple(map(int, text.split(","))) if text else ()
 
 
+@lru_cache(maxsize=64)
 def _lists(text: str) -> Groups:
+    """Groups in braces. Many instructions list the same thousands of pairs."""
     return tuple(_integers(group) for group in re.findall(r"\{([\d,]+)\}", text))
 
 

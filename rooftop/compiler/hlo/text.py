@@ -79,7 +79,7 @@ class Instruction:
         channel_id = _first(r"\bchannel_id=(\d+)", self.attributes)
         return int(channel_id) if channel_id else None
 
-    @property
+    @cached_property
     def called(self) -> tuple[str, ...]:
         """Names of the computations that it calls, fuses, loops over or reduces with."""
         return tuple(
