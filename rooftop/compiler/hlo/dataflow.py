@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from rooftop.compiler.hlo.groups import replica_groups
-from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
+from rooftop.compiler.hlo.text import Instruction, Module
 
 PERMUTES: tuple[str, ...] = ("collective-permute", "collective-permute-start")
 #: Opcodes that do not change the elements of an array.
@@ -173,9 +173,9 @@ class Flow:
             return (Value((*path, (value.computation, value.name, 0)), inner.name, inner.root, element),)
         if opcode == "parameter" and path:
             return self._argument(value)
-        if opcode == "while" and element is not None:
-            if trips := self._unrolled_trips(value.computation, instruction):
-                return (self._carried(path, value.computation, instruction, trips, element),)
+        trips = self._unrolled_trips(value.computation, instruction) if opcode == "while" else 0
+        if trips and element is not None:
+            return (self._carried(path, value.computation, instruction, trips, element),)
         return () if self.is_zero(value) else None
 
     def _argument(self, value: Value) -> tuple[Value, ...] | None:
@@ -238,9 +238,10 @@ def _permutes_again(body: Flow, permutes: Iterable[Instruction]) -> bool:
     root = body.module.computations[body.frame].root
     results = range(len(body.instruction(Value((), body.frame, root)).shape))
     inputs = {index: _upstream(body, Value((), body.frame, root, index)) for index in results}
-    # Elements of the loop's tuple that hold permuted data after a trip, and after further ones.
+    # Elements of the loop's tuple that hold permuted data after a trip, then after further trips.
     permuted = {index for index, values in inputs.items() if any(map(body.is_permute, values))}
-    while more := {index for index in set(inputs) - permuted if not permuted.isdisjoint(_elements(body, inputs[index]))}:
+    carried = {index: _elements(body, values) for index, values in inputs.items()}
+    while more := {index for index in carried if index not in permuted and not permuted.isdisjoint(carried[index])}:
         permuted |= more
     sent = (value for permute in permutes for value in _upstream(body, Value((), body.frame, permute.operands[0])))
     return not permuted.isdisjoint(_elements(body, sent))
