@@ -61,7 +61,7 @@ def sample(count: int) -> Iterator[tuple[str, Prices, Einsum]]:
 
 def compare(prices: Prices, asked: Einsum) -> dict[str, object]:
     """One row of the table."""
-    found = check(asked, prices)
+    answer = check(asked, prices)
     layout = prices.mesh.layout
     arguments = {
         "expression": str(asked), "dims": DIMS, "slice": prices.mesh.slice.name, "layout": layout, "rank": 0,
@@ -72,25 +72,24 @@ def compare(prices: Prices, asked: Einsum) -> dict[str, object]:
     schedule = timeline(written.module, written.mesh)
     best = planned_program(strategies(asked, prices, overlapped=False)[0], prices)
     kept = compiled_program(written, schedule, prices, "bf16").keys == best.keys
-    theirs, ours = found["compiled"], found["planned"]
+    theirs, ours = answer.program, answer.planned
     return {
         "slice": prices.mesh.slice.name,
         "layout": layout,
         "einsum": asked,
-        "agrees": found["agrees"],
-        "ours": "; ".join(f"{kind}_{''.join(axes)} {size:.0f}" for kind, axes, size in ours["collectives"]),
-        "ours_ms": round(1e3 * ours["time_s"], 4),
+        "agrees": answer.agrees,
+        "ours": "; ".join(f"{moved.kind}_{''.join(moved.axes)} {moved.bytes:.0f}" for moved in ours.collectives),
+        "ours_ms": round(1e3 * ours.time_s, 4),
         "ours_scheduled_ms": round(1e3 * schedule.total_s, 4),
         "ours_kept": kept,
         "xla": "; ".join(
-            f"{each['kind']}_{''.join(each['axes'])} {each['bytes']:.0f} x{each['count']}"
-            for each in theirs["collectives"]
+            f"{moved.kind}_{''.join(moved.axes)} {moved.bytes:.0f} x{moved.count}" for moved in theirs.collectives
         ),
-        "xla_ms": round(1e3 * theirs["time_s"], 4),
-        "xla_scheduled_ms": round(1e3 * theirs["schedule"]["total_s"], 4),
-        "xla_exposed_ms": round(1e3 * theirs["schedule"]["exposed_s"], 4),
-        "verdict": found["verdict"],
-        "versions": ", ".join(f"{name} {version}" for name, version in theirs["versions"].items()),
+        "xla_ms": round(1e3 * theirs.time_s, 4),
+        "xla_scheduled_ms": round(1e3 * answer.scheduled_s, 4),
+        "xla_exposed_ms": round(1e3 * answer.exposed_s, 4),
+        "verdict": answer.verdict,
+        "versions": ", ".join(f"{name} {version}" for name, version in answer.versions.items()),
     }  # fmt: skip
 
 

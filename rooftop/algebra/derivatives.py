@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rooftop.algebra import steps
 from rooftop.algebra.einsums import Einsum, Strategy, priced
@@ -57,16 +56,6 @@ class Backward:
     output: Strategy
     left: Strategy
     right: Strategy
-
-    @property
-    def time_s(self) -> float:
-        """Seconds, one step after another."""
-        return self.output.time_s + self.left.time_s + self.right.time_s
-
-    def to_json(self) -> dict[str, Any]:
-        """The programs as plain JSON values."""
-        parts = {"output": self.output, "left": self.left, "right": self.right}
-        return {"time_s": self.time_s} | {name: program.to_json() for name, program in parts.items()}
 
 
 def backward(einsum: Einsum, strategy: Strategy, prices: Prices) -> Backward:

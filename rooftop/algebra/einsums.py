@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
-from typing import Any
 
 from rooftop.algebra import steps
 from rooftop.algebra.pricing import Cost, Prices
@@ -21,6 +20,7 @@ from rooftop.algebra.resharding import Paths
 from rooftop.algebra.steps import Step
 from rooftop.arrays import ShardedArray
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +55,12 @@ class Einsum:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Record):
     """One of the four cases of the book that an einsum falls under, on the mesh axes that make it so."""
 
     number: int
     axes: tuple[str, ...]
     rule: str
-
-    def to_json(self) -> dict[str, Any]:
-        """The case as plain JSON values."""
-        return {"case": self.number, "axes": list(self.axes), "rule": self.rule}
 
 
 def cases(einsum: Einsum) -> tuple[Case, ...]:
@@ -131,36 +127,6 @@ class Strategy:
     def flops(self) -> float:
         """FLOPs of one device."""
         return sum(cost.flops for cost in self.costs)
-
-    def to_json(self) -> dict[str, Any]:
-        """The strategy as plain JSON values: seconds, bytes and FLOPs of one device."""
-        return {
-            "rule": self.rule,
-            "time_s": self.time_s,
-            "lower_s": self.lower_s,
-            "bound": self.bound,
-            "resources": self.resources,
-            "flops": self.flops,
-            "memory_bytes": self.memory_bytes,
-            "steps": [
-                {
-                    "op": step.op,
-                    "axes": list(step.axes),
-                    "dims": list(step.dims),
-                    "in": [str(array) for array in step.inputs],
-                    "out": str(step.output),
-                    "bytes": cost.bytes,
-                    "flops": cost.flops,
-                    "hbm_bytes": cost.hbm_bytes,
-                    "resources": dict(cost.resources),
-                    "latency_s": cost.latency_s,
-                    "time_s": cost.time_s,
-                    "bound": cost.bound,
-                }
-                | ({"bidirectional": step.bidirectional} if step.op in steps.OVERLAPPED_OPS else {})
-                for step, cost in zip(self.steps, self.costs, strict=True)
-            ],
-        }
 
     @property
     def rule(self) -> str:

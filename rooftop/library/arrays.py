@@ -3,60 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rooftop.algebra.einsums import Einsum, Strategy
-from rooftop.algebra.expression import Reshard, parse
+from rooftop.algebra.einsums import Case, Strategy
+from rooftop.algebra.expression import parse
 from rooftop.algebra.pricing import Prices
-from rooftop.algebra.steps import Step
 from rooftop.arrays import Mesh, ShardedArray
+from rooftop.arrays.mesh import MeshLayout
+from rooftop.core.amounts import Count
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype
+from rooftop.core.records import Record
+from rooftop.explain.compiled.checks import EinsumCheck
 from rooftop.hardware import Slice
 from rooftop.library.inputs import AxesLike, CountLike, SliceLike, axes_of, chip_of, mesh_on, slice_of
 from rooftop.library.results import Result, flat
-from rooftop.simulate.expressions import ArrayFacts, parse_sizes, price_expression, simulate_strategies
+from rooftop.simulate.expressions import (
+    ArrayFacts,
+    ExpressionKind,
+    MeasuredStrategies,
+    PricedStrategy,
+    ShardedExpression,
+    parse_sizes,
+    price_expression,
+    simulate_strategies,
+)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class MatmulResult(Result):
-    """Arrays of an expression and the priced strategies that do it, the fastest first.
+class MatmulResult(Record, Result):
+    """Arrays of an expression and the strategies that do it, the fastest first, as many as were asked for.
 
-    ``data`` is the JSON object, with ``strategies`` as far as they were asked for.
+    ``level`` is the kind of the prices; without a ``slice`` there are neither prices nor a layout of the ``mesh``.
+    ``strategies_found`` counts all strategies. ``backward`` has the programs of the derivatives: of an einsum that of
+    the output, then of the left and the right operand, of a collective that of its input.
     """
 
     document_kind = "matmul"
 
-    data: Mapping[str, object]
-    arrays: tuple[Mapping[str, object], ...]
-    strategies: tuple[Strategy, ...] = ()
-
-    def to_json(self) -> dict[str, object]:
-        """Arrays, cases, strategies with their steps, and comparisons that were asked for."""
-        return dict(self.data)
+    expression: str
+    kind: ExpressionKind
+    dims: Mapping[str, int]
+    mesh: MeshLayout
+    slice: str | None = None
+    level: str | None = None
+    arrays: tuple[ArrayFacts, ...]
+    cases: tuple[Case, ...] = ()
+    strategies_found: Count = 0
+    strategies: tuple[PricedStrategy, ...] = ()
+    backward: Mapping[str, PricedStrategy] = field(default_factory=dict)
+    compiled: EinsumCheck | None = None
+    measured: MeasuredStrategies | None = None
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """A strategy a row; an array alone is the only row."""
-        strategies = [flat(strategy.to_json()) for strategy in self.strategies]
-        return strategies or [flat(array) for array in self.arrays]
+        return [flat(row.to_json()) for row in self.strategies or self.arrays]
 
     @property
     def summary(self) -> str:
         """The best strategy, or the bytes of an array."""
         if not self.strategies:
             array = self.arrays[0]
-            return f"{array['array']}: {format_bytes(float(str(array['device_bytes'])))} a device"
+            return f"{array.array}: {format_bytes(array.device_bytes)} a device"
         best = self.strategies[0]
-        rule = best.to_json()["rule"]
         if not best.steps:
-            return f"{self.data['expression']}: nothing to do"
-        return f"{self.data['expression']}: {format_seconds(best.time_s)}, {best.bound} binds\n{rule}"
+            return f"{self.expression}: nothing to do"
+        return f"{self.expression}: {format_seconds(best.time_s)}, {best.bound} binds\n{best.rule}"
 
 
 def matmul(
-    expression: str | Einsum | Reshard | Step | ShardedArray,
+    expression: str | ShardedExpression,
     *,
     mesh: AxesLike | Mesh,
     dims: Mapping[str, int] | str | None = None,
@@ -98,32 +116,48 @@ def matmul(
     """
     asked = parse(expression, parse_dtype(dtype)) if isinstance(expression, str) else expression
     sizes = parse_sizes(dims) if dims is None or isinstance(dims, str) else dict(dims)
-    shape = mesh.shape if isinstance(mesh, Mesh) else axes_of(mesh)
-    data: dict[str, object] = {"expression": str(expression), "dims": sizes, "mesh": {"axes": shape}}
     if on is None:
         if not isinstance(asked, ShardedArray):
             raise RooftopError("on", None, "a slice, such as v5e:4x4: without one there are no times")
-        array = ArrayFacts.of(asked, sizes, shape).to_json()
-        return MatmulResult(data=data | {"kind": "array", "arrays": [array]}, arrays=(array,))
+        shape = mesh.shape if isinstance(mesh, Mesh) else axes_of(mesh)
+        return MatmulResult(
+            expression=str(expression),
+            kind="array",
+            dims=sizes,
+            mesh=MeshLayout(axes=shape, layout={}),
+            arrays=(ArrayFacts.of(asked, sizes, shape),),
+        )
     where = slice_of(on)
     if figures:
         where = Slice(chip_of(where.chip, figures), where.shape, where.num_slices)
     laid = mesh_on(where, mesh, layout)
     prices = Prices(mesh=laid, dims=sizes, kind=level)
-    facts, strategies = price_expression(asked, prices, overlapped=overlap, backward=backward)
-    count = len(strategies) if top == "all" else min(parse_count(top, "top"), len(strategies))
-    listed = [
-        strategy.to_json() | {"fits": strategy.memory_bytes <= where.device_hbm_usable_bytes}
-        for strategy in strategies[:count]
-    ]
-    if simulate:
-        simulate_strategies(listed, strategies, prices, bidirectional=bidirectional)
-    data |= {"slice": where.name, "mesh": laid.to_json(), "price": level} | facts
-    data |= {"strategies_found": len(strategies), "strategies": listed}
+    answer = price_expression(asked, prices, overlapped=overlap, backward=backward)
+    count = len(answer.strategies) if top == "all" else min(parse_count(top, "top"), len(answer.strategies))
+    listed = answer.strategies[:count]
+
+    def record(strategy: Strategy) -> PricedStrategy:
+        return PricedStrategy.of(strategy, prices)
+
+    result = MatmulResult(
+        expression=str(expression),
+        kind=answer.kind,
+        dims=sizes,
+        mesh=laid.described,
+        slice=where.name,
+        level=level,
+        arrays=answer.arrays,
+        cases=answer.cases,
+        strategies_found=len(answer.strategies),
+        strategies=(
+            simulate_strategies(listed, prices, bidirectional=bidirectional) if simulate else tuple(map(record, listed))
+        ),
+        backward={name: record(strategy) for name, strategy in answer.backward.items()},
+    )
     if compile:
         from rooftop.explain.compiled.einsum import check
 
-        data |= check(asked, prices)
+        result = replace(result, compiled=check(asked, prices))
     if measure:
         from rooftop.runs.environment import prefer_cpus, uninterrupted
 
@@ -132,5 +166,5 @@ def matmul(
             from rooftop.profile.microbench.strategies import measure as run_and_time
 
         measured = run_and_time(asked, prices, count, overlapped=overlap, on_progress=on_progress)
-        data["measured"] = measured.to_json()
-    return MatmulResult(data=data, arrays=tuple(facts["arrays"]), strategies=strategies)
+        result = replace(result, measured=measured)
+    return result

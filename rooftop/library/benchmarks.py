@@ -15,6 +15,7 @@ from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh
 from rooftop.core.errors import Infeasible, RooftopError, unknown
 from rooftop.core.ledger import COLLECTIVES
+from rooftop.core.measurements import Provenance
 from rooftop.core.quantities import format_bytes, format_seconds, parse_bytes, parse_count, parse_dtype
 from rooftop.hardware import Slice
 from rooftop.library.inputs import AxesLike, CountLike, SliceLike, TimeLike, axes_of, slice_of
@@ -30,7 +31,6 @@ from rooftop.simulate.serving.traces import RequestTrace
 if TYPE_CHECKING:
     from rooftop.present.document import Document
     from rooftop.profile.microbench.collectives import Measurement
-    from rooftop.profile.microbench.timing import Provenance
     from rooftop.serve.client.prediction import PredictionInput
     from rooftop.serve.client.replay import Replayed
 

@@ -7,8 +7,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import jsonschema
 import pytest
 
+from rooftop.core.records import read_record, schema
+from rooftop.library import arrays as library
 from tests.conftest import Answer
 
 Call = Callable[..., Answer]
@@ -30,18 +33,18 @@ def test_strategies_come_best_first_with_every_step(rooftop: Call) -> None:
     data = rooftop("matmul", SHOWN, *GIVEN, "--json").json
     times = [strategy["time_s"] for strategy in data["strategies"]]
     assert times == sorted(times) and len(times) == 8 < data["strategies_found"]
-    assert data["cases"][0]["case"] == 3
+    assert data["cases"][0]["number"] == 3
     for strategy in data["strategies"]:
         assert strategy.keys() >= {"steps", "time_s", "bound", "rule", "flops", "memory_bytes", "fits"}
         assert strategy["time_s"] == pytest.approx(sum(step["time_s"] for step in strategy["steps"]))
         for step in strategy["steps"]:
-            assert step.keys() >= {"op", "axes", "in", "out", "bytes", "flops", "time_s"}
+            assert step.keys() >= {"op", "axes", "inputs", "output", "bytes", "flops", "time_s"}
     plain = next(each for each in data["strategies"] if each["rule"].startswith("multiply, then all_reduce"))
     multiply, total = plain["steps"]
     assert multiply["flops"] == 2 * 8192 * 8192 * 32768 / 16
     assert multiply["time_s"] == pytest.approx(multiply["flops"] / 1.97e14)
     assert (total["axes"], total["bytes"]) == (["Y"], 2048 * 32768 * 2)
-    assert total["out"] == "bf16[B_X, F]"
+    assert total["output"] == "bf16[B_X, F]"
     # A line of four, pipelined: V/w.
     assert total["time_s"] == pytest.approx(total["bytes"] / 4.5e10)
 
@@ -51,6 +54,25 @@ def test_the_table_says_what_binds(rooftop: Call) -> None:
     assert answer.status == 0
     for text in ("Case 3 over Y", "best first", "ici binds", "Backward", "lower bounds"):
         assert text in answer.out
+
+
+@pytest.mark.parametrize(
+    ("expression", "programs"),
+    [
+        ("bf16[I, J_X] @ bf16[J_X, K] -> bf16[I, K]", ["output", "left", "right"]),
+        ("AllGather_X(bf16[I_X, J])", ["input"]),
+        ("bf16[I_X, J] -> bf16[I, J_X]", []),
+        ("bf16[I_X, J]", []),
+    ],
+)
+def test_json_follows_its_schema(expression: str, programs: list[str]) -> None:
+    result = library.matmul(
+        expression, dims="I=512,J=512,K=512", mesh="X=4", on="v5e:2x2", backward=True, simulate=True
+    )
+    data = result.to_json()
+    jsonschema.validate(data, schema(library.MatmulResult))
+    assert list(data["backward"]) == programs
+    assert read_record(library.MatmulResult, data, "answer") == result
 
 
 def test_prices_are_bound_expected_or_the_books(rooftop: Call) -> None:
@@ -279,26 +301,30 @@ def test_x2_reduce_scatter_of_a_profile(rooftop: Call) -> None:
 
 
 def test_check_sets_xlas_collectives_beside_ours(rooftop: Call) -> None:
-    data = rooftop("matmul", SHOWN, *GIVEN, "--compile", "--json").json
-    (collective,) = data["compiled"]["collectives"]
-    assert collective["kind"] == "all_reduce" and collective["axes"] == ["Y"]
-    assert collective["bytes"] == 2048 * 32768 * 2
-    assert collective.keys() >= {"wire_bytes", "critical", "time_s", "expected_s", "exposed_s", "count", "synchronous"}
-    assert data["agrees"] is True
-    assert data["compiled"]["flops"] == data["planned"]["flops"] == 2 * 8192 * 8192 * 32768 / 16
-    assert data["compiled"]["schedule"]["exposed_s"] <= data["compiled"]["schedule"]["total_s"]
-    assert set(data["compiled"]["versions"]) == {"jax", "jaxlib", "libtpu"}
+    result = library.matmul(SHOWN, dims="B=8192,D=8192,F=32768", mesh="X=4,Y=4", on="v5e:4x4", compile=True)
+    check = result.compiled
+    assert check is not None
+    jsonschema.validate(result.to_json(), schema(library.MatmulResult))
+    (collective,), (ours,) = check.program.collectives, check.planned.collectives
+    assert collective.kind == ours.kind == "all_reduce" and collective.axes == ours.axes == ("Y",)
+    assert collective.bytes == ours.bytes == 2048 * 32768 * 2
+    assert collective.wire_bytes == ours.wire_bytes == 2 * 3 / 4 * collective.bytes
+    assert check.agrees
+    assert check.program.flops == check.planned.flops == 2 * 8192 * 8192 * 32768 / 16
+    assert check.program.time_s == pytest.approx(check.planned.time_s)
+    assert 0 < check.exposed_s <= check.scheduled_s
+    assert set(check.versions) == {"jax", "jaxlib", "libtpu"}
 
 
 def test_check_says_who_found_better(rooftop: Call) -> None:
     """An operand split over the contracted dim alone: XLA gathers it, where multiplying shards moves less."""
     given = ("--dims", "I=512,J=16384,K=512", "--mesh", "X=2,Y=4", "--on", "v5e:2x4")
     data = rooftop("matmul", "bf16[I, J_XY] @ bf16[J, K] -> bf16[I, K]", *given, "--compile", "--json").json
-    kinds = {kind for kind, _, _ in data["planned"]["collectives"]}
-    assert kinds == {"all_reduce"}
-    if not data["agrees"]:
-        assert data["verdict"].startswith("the plan is better")
-        assert data["compiled"]["time_s"] > data["planned"]["time_s"]
+    check = data["compiled"]
+    assert {collective["kind"] for collective in check["planned"]["collectives"]} == {"all_reduce"}
+    if not check["agrees"]:
+        assert check["verdict"].startswith("the plan is better")
+        assert check["program"]["time_s"] > check["planned"]["time_s"]
 
 
 @pytest.mark.parametrize(
@@ -320,6 +346,7 @@ def test_measured_strategies_say_that_they_are_emulated(rooftop: Call) -> None:
     assert data["measured"]["emulated"] is True
     assert [each["rule"] for each in data["measured"]["strategies"]] == [each["rule"] for each in data["strategies"]]
     assert all(each["median_s"] > 0 and each["checked"] for each in data["measured"]["strategies"])
+    jsonschema.validate(data, schema(library.MatmulResult))
 
 
 def test_what_no_device_holds_is_said_first(rooftop: Call) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from rooftop.algebra.einsums import Einsum, Strategy, priced, strategies
 from rooftop.algebra.expression import Reshard
@@ -17,103 +15,71 @@ from rooftop.compiler.compiling import Compiled, CompileRequest, compile_ahead_o
 from rooftop.compiler.ledger import read_ledger
 from rooftop.compiler.machine.schedule import ScheduleTimeline, timeline
 from rooftop.core.errors import RooftopError
-from rooftop.core.ledger import Collective
 from rooftop.core.quantities import dtype_bytes, format_seconds
+from rooftop.explain.compiled.checks import CheckedCollective, CheckedProgram, EinsumCheck
+from rooftop.roofline.collectives import price
+from rooftop.simulate.expressions import ShardedExpression
 
 #: Prices that differ by less are called the same.
 SAME = 0.01
 
-#: A collective by what must agree: kind, mesh axes and payload.
-Key = tuple[str, frozenset[str], int]
 
-
-@dataclass(frozen=True, kw_only=True)
-class EinsumProgram:
-    """A program by what it communicates and computes on one device, priced alike for plan and compiler.
-
-    ``communication_s`` and ``compute_s`` are one after the other; nothing is assumed to overlap.
-    """
-
-    collectives: tuple[Collective, ...]
-    counts: tuple[float, ...]
-    flops: float
-    communication_s: float
-    compute_s: float
-
-    @property
-    def time_s(self) -> float:
-        """Seconds without any overlap."""
-        return self.communication_s + self.compute_s
-
-    @property
-    def keys(self) -> Counter[Key]:
-        """The collectives as a bag."""
-        bag: Counter[Key] = Counter()
-        for collective, count in zip(self.collectives, self.counts, strict=True):
-            bag[collective.kind, frozenset(collective.axes), round(float(collective.bytes))] += round(count)
-        return bag
-
-    def __str__(self) -> str:
-        named = [
-            f"{collective.kind} over {','.join(collective.axes)}" + (f" x {count}" if count > 1 else "")
-            for collective, count in zip(self.collectives, self.counts, strict=True)
-        ]
-        return ", ".join(named) or "no collectives"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EinsumComparison:
-    """``agrees``: the compiler's collectives are those of the best strategy, or of one that costs the same."""
-
-    planned: EinsumProgram
-    compiled: EinsumProgram
-    schedule: ScheduleTimeline
-    agrees: bool
-    verdict: str
-
-
-def planned_program(strategy: Strategy, prices: Prices) -> EinsumProgram:
+def planned_program(strategy: Strategy, prices: Prices) -> CheckedProgram:
     """A strategy as a program. Collectives of one device alone are left out."""
-    result = [
-        Collective(kind=step.collective, axes=step.axes, bytes=cost.bytes, wire_bytes=0.0, critical=True)
+    moving = [
+        (step.collective, step.axes, cost)
         for step, cost in zip(strategy.steps, strategy.costs, strict=True)
-        if step.collective is not None and prices.mesh.size(*step.axes) > 1
+        if step.collective is not None
     ]
-    moving = sum(cost.time_s for step, cost in zip(strategy.steps, strategy.costs, strict=True) if step.collective)
     dtype = next((step.inputs[0].dtype for step in strategy.steps if step.multiplies), "bf16")
-    return EinsumProgram(
-        collectives=tuple(result),
-        counts=(1,) * len(result),
+    return CheckedProgram(
+        collectives=tuple(
+            CheckedCollective(
+                kind=kind,
+                axes=axes,
+                bytes=cost.bytes,
+                critical=True,
+                expected_s=cost.time_s,
+                exposed_s=cost.time_s,
+                wire_bytes=float(cost.bytes * price(kind, prices.mesh.span(*axes)).wire_per_byte),
+            )
+            for kind, axes, cost in moving
+            if prices.mesh.size(*axes) > 1
+        ),
         flops=strategy.flops,
-        communication_s=moving,
+        communication_s=sum(cost.time_s for _, _, cost in moving),
         compute_s=_compute_s(strategy.flops, dtype, prices),
     )
 
 
-def compiled_program(compiled: Compiled, schedule: ScheduleTimeline, prices: Prices, dtype: str) -> EinsumProgram:
+def compiled_program(compiled: Compiled, schedule: ScheduleTimeline, prices: Prices, dtype: str) -> CheckedProgram:
     """The compiled program, its collectives priced as ours are."""
-    seconds = [
-        prices.collective_s(collective.collective.kind, collective.collective.axes, collective.collective.bytes)
-        for collective in schedule.collectives
-    ]
-    entries = tuple(
-        replace(collective.ledger_entry, time_s=collective.by_resource(price_s))
-        for collective, price_s in zip(schedule.collectives, seconds, strict=True)
-    )
-    counts = tuple(collective.collective.executions for collective in schedule.collectives)
+    collectives = []
+    communication_s = 0.0
+    for entry in schedule.collectives:
+        moved = entry.collective
+        price_s = prices.collective_s(moved.kind, moved.axes, moved.bytes)
+        communication_s += moved.executions * price_s
+        collectives.append(
+            CheckedCollective(
+                **vars(replace(entry.ledger_entry, time_s=entry.by_resource(price_s))),
+                count=moved.executions,
+                ring=moved.hops > 0,
+                synchronous=moved.synchronous,
+                hidden_s=entry.hidden_s,
+                source=moved.source,
+            )
+        )
     flops = float(read_ledger(compiled.module, compiled.mesh.shape, compiled.mesh).flops())
-    return EinsumProgram(
-        collectives=entries,
-        counts=counts,
+    return CheckedProgram(
+        collectives=tuple(collectives),
         flops=flops,
-        communication_s=sum(count * price_s for count, price_s in zip(counts, seconds, strict=True)),
+        communication_s=communication_s,
         compute_s=_compute_s(flops, dtype, prices),
     )
 
 
-def compare(
-    candidates: Sequence[Strategy], compiled: Compiled, prices: Prices, dtype: str = "bf16"
-) -> EinsumComparison:
+def compare(candidates: Sequence[Strategy], compiled: Compiled, prices: Prices, dtype: str = "bf16") -> EinsumCheck:
     """Set a compiled program next to strategies without overlap, best first."""
     schedule = timeline(compiled.module, compiled.mesh)
     theirs = compiled_program(compiled, schedule, prices, dtype)
@@ -121,65 +87,31 @@ def compare(
     best = ours[0]
     like = next((place for place, candidate in enumerate(ours) if candidate.keys == theirs.keys), None)
     same = like == 0 or (like is not None and _near(ours[like].time_s, best.time_s))
-    return EinsumComparison(
+    return EinsumCheck(
+        program=theirs,
         planned=best,
-        compiled=theirs,
-        schedule=schedule,
         agrees=same,
         verdict=_verdict(best, theirs, like, same),
+        scheduled_s=schedule.total_s,
+        exposed_s=schedule.exposed_s,
+        peak_bytes=compiled.peak_bytes,
+        compile_s=compiled.compile_s,
+        versions=compiled.versions,
     )
 
 
-def check(expression: object, prices: Prices) -> dict[str, Any]:
-    """Compile an expression for the slice and compare; JSON values ``compiled``, ``planned``, ``agrees``, ``verdict``.
+def check(expression: ShardedExpression, prices: Prices) -> EinsumCheck:
+    """Compile an expression for the slice, and compare it with the strategies that do it.
 
     Raises RooftopError for what cannot be compiled: a single array, arrays on hosts or single chips, GPUs.
     """
     if prices.mesh.slice.chip.kind != "tpu":
         raise RooftopError("compile", prices.mesh.slice.name, "a TPU slice: XLA:TPU is the compiler that is here")
     request, candidates, dtype = _request(expression, prices)
-    compiled = compile_ahead_of_time(request)
-    result = compare(candidates, compiled, prices, dtype)
-    collectives = [
-        asdict(entry)
-        | {"axes": list(entry.axes), "time_s": dict(entry.time_s), "count": count}
-        | {"ring": collective.collective.hops > 0, "synchronous": collective.collective.synchronous}
-        | {"hidden_s": collective.hidden_s, "source": collective.collective.source}
-        for entry, count, collective in zip(
-            result.compiled.collectives, result.compiled.counts, result.schedule.collectives, strict=True
-        )
-    ]
-    return {
-        "compiled": {
-            "collectives": collectives,
-            "flops": result.compiled.flops,
-            "communication_s": result.compiled.communication_s,
-            "compute_s": result.compiled.compute_s,
-            "time_s": result.compiled.time_s,
-            "schedule": {
-                "total_s": result.schedule.total_s,
-                "compute_s": result.schedule.compute_s,
-                "exposed_s": result.schedule.exposed_s,
-            },
-            "peak_bytes": compiled.peak_bytes,
-            "compile_s": compiled.compile_s,
-            "versions": dict(compiled.versions),
-        },
-        "planned": {
-            "collectives": [
-                [collective.kind, list(collective.axes), collective.bytes] for collective in result.planned.collectives
-            ],
-            "flops": result.planned.flops,
-            "communication_s": result.planned.communication_s,
-            "compute_s": result.planned.compute_s,
-            "time_s": result.planned.time_s,
-        },
-        "agrees": result.agrees,
-        "verdict": result.verdict,
-    }
+    return compare(candidates, compile_ahead_of_time(request), prices, dtype)
 
 
-def _request(expression: object, prices: Prices) -> tuple[CompileRequest, Sequence[Strategy], str]:
+def _request(expression: ShardedExpression, prices: Prices) -> tuple[CompileRequest, Sequence[Strategy], str]:
     """The compile request, the strategies to compare with it, and the dtype of the multiplication."""
     if isinstance(expression, Einsum):
         arrays: tuple[ShardedArray, ...] = (expression.left, expression.right, expression.output)
@@ -217,7 +149,7 @@ def _near(one: float, other: float) -> bool:
     return abs(one - other) <= SAME * max(one, other)
 
 
-def _verdict(best: EinsumProgram, theirs: EinsumProgram, like: int | None, same: bool) -> str:
+def _verdict(best: CheckedProgram, theirs: CheckedProgram, like: int | None, same: bool) -> str:
     """One line that compares both programs at the same prices."""
     times = f"{format_seconds(theirs.time_s)} against {format_seconds(best.time_s)} without overlap"
     if like == 0:

@@ -18,7 +18,7 @@ _PRICES = {
 
 def matmul(data: Mapping[str, Any]) -> Document:
     """A sharded array, product or collective."""
-    place = f" on {data['slice']}" if "slice" in data else ""
+    place = f" on {data['slice']}" if data["slice"] else ""
     axes = ", ".join(f"{name}={size}" for name, size in data["mesh"]["axes"].items())
     return Document(
         title=data["expression"],
@@ -29,28 +29,24 @@ def matmul(data: Mapping[str, Any]) -> Document:
 
 def _no(data: Mapping[str, Any]) -> str:
     """A sentence if no strategy fits the memory of a device."""
-    strategies = data.get("strategies", ())
-    if not strategies or any(strategy["fits"] is not False for strategy in strategies):
+    strategies = data["strategies"]
+    if not strategies or any(strategy["fits"] for strategy in strategies):
         return ""
     return "does not fit: every strategy needs more memory than a device has"
 
 
 def _charts(data: Mapping[str, Any]) -> Iterator[Chart]:
     yield _arrays(data["arrays"], layouts=data["kind"] == "array")
-    for case in data.get("cases", ()):
+    for case in data["cases"]:
         over = f" over {','.join(case['axes'])}" if case["axes"] else ""
-        yield prose(f"Case {case['case']}{over}: {case['rule']}.")
-    if data.get("strategies"):
+        yield prose(f"Case {case['number']}{over}: {case['rule']}.")
+    if data["strategies"]:
         yield from _strategies(data)
-    if "backward" in data:
-        parts = data["backward"]
-        for name in ("output", "left", "right") if "left" in parts else ():
-            yield _steps(parts[name]["steps"], f"Backward: derivative of the {name}")
-        if "left" not in parts:
-            yield _steps(parts["steps"], "Backward")
-    if "compiled" in data:
-        yield from _compiled(data)
-    if "measured" in data:
+    for name, program in data["backward"].items():
+        yield _steps(program["steps"], "Backward" if name == "input" else f"Backward: derivative of the {name}")
+    if data["compiled"]:
+        yield from _compiled(data["compiled"])
+    if data["measured"]:
         yield from _measured(data["measured"])
 
 
@@ -97,22 +93,22 @@ def _strategies(data: Mapping[str, Any]) -> Iterator[Chart]:
         yield prose("Nothing to do: it already is sharded so.")
         return
     yield _steps(best["steps"], "")
-    yield prose(f"{format_seconds(best['time_s'])} in all, {best['bound']} binds; {_PRICES[data['price']]}.")
+    yield prose(f"{format_seconds(best['time_s'])} in all, {best['bound']} binds; {_PRICES[data['level']]}.")
 
 
 def _steps(steps: Sequence[Mapping[str, Any]], title: str) -> Table:
-    simulated = any("simulated_s" in step or "mxu_utilisation" in step for step in steps)
+    simulated = any(step[name] is not None for step in steps for name in ("simulated_s", "mxu_utilisation"))
     rows = []
     for step in steps:
-        shown = format_seconds(step["simulated_s"]) if "simulated_s" in step else ""
-        if "mxu_utilisation" in step:
+        shown = "" if step["simulated_s"] is None else format_seconds(step["simulated_s"])
+        if step["mxu_utilisation"] is not None:
             shown = f"MXU {step['mxu_utilisation']:.1%}"
         rows.append(
             (
                 step["op"],
                 ",".join(step["axes"]),
-                " * ".join(step["in"]),
-                step["out"],
+                " * ".join(step["inputs"]),
+                step["output"],
                 format_bytes(step["bytes"]) if step["bytes"] else "",
                 format_count(step["flops"]) if step["flops"] else "",
                 format_seconds(step["time_s"]) if step["time_s"] else "free",
@@ -127,21 +123,20 @@ def _steps(steps: Sequence[Mapping[str, Any]], title: str) -> Table:
     return Table(title=title, columns=headings, rows=tuple(rows))
 
 
-def _compiled(data: Mapping[str, Any]) -> Iterator[Chart]:
-    compiled = data["compiled"]
+def _compiled(compiled: Mapping[str, Any]) -> Iterator[Chart]:
     versions = ", ".join(f"{name} {version}" for name, version in compiled["versions"].items())
     rows = [
         (
-            moved["kind"] + (" (ring)" if moved.get("ring") else ""),
+            moved["kind"] + (" (ring)" if moved["ring"] else ""),
             ",".join(moved["axes"]),
             format_bytes(moved["bytes"]),
             str(moved["count"]),
             format_seconds(moved["expected_s"]),
             format_seconds(moved["exposed_s"]),
         )
-        for moved in compiled["collectives"]
+        for moved in compiled["program"]["collectives"]
     ]
-    verdict = ("Agrees: " if data["agrees"] else "Differs: ") + data["verdict"]
+    verdict = ("Agrees: " if compiled["agrees"] else "Differs: ") + compiled["verdict"]
     title = f"XLA:TPU ({versions})"
     if rows:
         names = columns("collective", "axes", "bytes", "times", "price", "exposed", text=2)

@@ -22,10 +22,11 @@ from rooftop.arrays.mesh import span
 from rooftop.core.amounts import Amount, Count, Positive
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import COLLECTIVES
+from rooftop.core.measurements import TimedRecord
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.records import derived
 from rooftop.hardware import PhysicalAxis
-from rooftop.profile.microbench.timing import Progress, TimedRecord, compile_program, time_program
+from rooftop.profile.microbench.timing import Progress, compile_program, time_program
 from rooftop.programs.einsum.sharded import DTYPES
 from rooftop.roofline.collectives import price
 

@@ -17,15 +17,11 @@ from rooftop.algebra.einsums import Einsum, Strategy, priced, strategies
 from rooftop.algebra.expression import Reshard
 from rooftop.algebra.pricing import Prices
 from rooftop.algebra.resharding import reshard
-from rooftop.algebra.steps import Step
 from rooftop.arrays import ShardedArray
-from rooftop.core.amounts import Amount
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_count
 from rooftop.profile.microbench.timing import (
     Progress,
-    Provenance,
-    TimedRecord,
     compile_program,
     device_mesh,
     empty_call,
@@ -33,6 +29,7 @@ from rooftop.profile.microbench.timing import (
     time_program,
 )
 from rooftop.programs.einsum.sharded import abstract, einsum_program, path_program
+from rooftop.simulate.expressions import MeasuredStrategies, ShardedExpression, StrategyTiming
 
 #: Limit on the elements of operands and result, partial sums included, for which one device checks the result.
 CHECKED_ELEMENTS = 1e8
@@ -63,28 +60,8 @@ class _TimedStrategy:
         return {dim: size for array in self.inputs for dim, size in zip(array.dims, array.shape(dims), strict=True)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class StrategyTiming(TimedRecord):
-    """A strategy by its ``rule``: measured here, and ``planned_s`` for the slice.
-
-    ``checked``: its result was first compared with that of one device.
-    """
-
-    rule: str
-    planned_s: Amount
-    checked: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredStrategies(Provenance):
-    """Strategies timed on the devices here, and the seconds of an empty call."""
-
-    empty_call_s: Amount
-    strategies: tuple[StrategyTiming, ...]
-
-
 def measure(
-    expression: Einsum | Reshard | Step | ShardedArray,
+    expression: ShardedExpression,
     prices: Prices,
     count: int,
     *,
@@ -139,7 +116,7 @@ def measure(
 
 
 def _work(
-    expression: Einsum | Reshard | Step | ShardedArray,
+    expression: ShardedExpression,
     prices: Prices,
     count: int,
     mesh: DeviceMesh,

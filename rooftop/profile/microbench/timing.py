@@ -19,10 +19,9 @@ from jax.sharding import AxisType
 from jax.sharding import Mesh as DeviceMesh
 
 from rooftop import __version__
-from rooftop.core.amounts import Amount, Positive
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.measurements import Provenance
 from rooftop.core.quantities import format_bytes
-from rooftop.core.records import Record
 
 #: Callback (done, total, label of the next item).
 Progress = Callable[[int, int, str], None]
@@ -57,30 +56,6 @@ class Timing:
     def runs(self) -> int:
         """Number of runs."""
         return len(self.seconds)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimedRecord(Record):
-    """Seconds of a program, from its call until its results are ready: the median and the fastest of ``runs``."""
-
-    median_s: Amount
-    fastest_s: Amount
-    runs: Positive
-
-
-@dataclass(frozen=True, kw_only=True)
-class Provenance(Record):
-    """Origin of measured numbers: devices, versions of rooftop, JAX and libtpu, the runtime, and the date."""
-
-    devices: str
-    count: Positive
-    emulated: bool
-    platform: str
-    device_kind: str
-    host_cpus: int | None
-    versions: Mapping[str, str]
-    runtime: str
-    date: str
 
 
 def time_program(program: Callable[..., Any], *arguments: Any, least_s: float = 0.2, least_runs: int = 5) -> Timing:

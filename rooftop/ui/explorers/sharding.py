@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import Any
 
 from rooftop.algebra.einsums import Strategy
 from rooftop.algebra.expression import parse
@@ -27,7 +26,7 @@ from rooftop.present.document import (
     Table,
     columns,
 )
-from rooftop.simulate.expressions import parse_sizes, price_expression
+from rooftop.simulate.expressions import PricedExpression, ShardedExpression, parse_sizes, price_expression
 from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider, text
 
 #: Devices that are drawn along each side of a mesh, arrays that are drawn, and strategies that are listed.
@@ -57,9 +56,9 @@ _SOURCE = (
 def answer(state: State) -> Document:
     """Blocks of each array on the mesh; the best strategy step by step, and the ones after it."""
     named = ("expression", "dtype", "dims", "mesh", "on", "price")
-    asked, prices, facts, result = _priced(*(state[name] for name in named))
+    asked, prices, priced = _priced(*(state[name] for name in named))
     dims, shape, where = prices.dims, prices.mesh.shape, prices.mesh.slice
-    arrays = _arrays(asked)
+    arrays, result = _arrays(asked), priced.strategies
     command = command_line(
         "matmul",
         state["expression"],
@@ -89,8 +88,8 @@ def answer(state: State) -> Document:
         figures=(*_times(chosen, prices.kind), *_sizes(arrays[-1], dims, shape)),
         charts=(*blocks, *_programs(result, max(way, _LISTED)), _steps(chosen, way)),
         notes=tuple(
-            f"Case {case['case']}{' over ' + ','.join(case['axes']) if case['axes'] else ''}: {case['rule']}."
-            for case in facts.get("cases", ())
+            f"Case {case.number}{' over ' + ','.join(case.axes) if case.axes else ''}: {case.rule}."
+            for case in priced.cases
         ),
         command=command,
         sources=(_SOURCE,),
@@ -100,17 +99,17 @@ def answer(state: State) -> Document:
 @lru_cache(maxsize=16)
 def _priced(
     expression: str, dtype: str, dims: str, mesh: str, on: str, price: str
-) -> tuple[Any, Prices, Mapping[str, Any], tuple[Strategy, ...]]:
-    """The expression, its prices, its facts, and all strategies. Cached while the user steps through the strategies."""
+) -> tuple[ShardedExpression, Prices, PricedExpression]:
+    """The expression, its prices, and all strategies. Cached while the user steps through the strategies."""
     asked = parse(expression, dtype)
     sizes, shape = parse_sizes(dims), parse_axes(mesh, None)
     if len(shape) > _AXES:
         raise RooftopError("mesh", mesh, f"{_AXES} axes at most: the ways of more take minutes (rooftop matmul)")
     prices = Prices(mesh=Mesh.lay(Slice.parse(on), shape), dims=sizes, kind=price)
-    return asked, prices, *price_expression(asked, prices, overlapped=False, backward=False)
+    return asked, prices, price_expression(asked, prices, overlapped=False, backward=False)
 
 
-def _arrays(asked: object) -> tuple[ShardedArray, ...]:
+def _arrays(asked: ShardedExpression) -> tuple[ShardedArray, ...]:
     """The arrays of an expression, its result last."""
     if isinstance(asked, ShardedArray):
         return (asked,)
