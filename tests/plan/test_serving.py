@@ -15,6 +15,7 @@ from rooftop.arrays.rules import SERVING_AXES
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, load_model
+from rooftop.plan.serving import fleet as fleets
 from rooftop.plan.serving.answer import plan_serving
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.batches import search_batches
@@ -447,10 +448,10 @@ def test_the_plan_adds_up_to_what_the_sweep_saw() -> None:
         assert plan.generate_on.mesh.axes == found.best(at).mesh.axes
 
 
-def _recommend(objective: str = "cost", **targets: float) -> object:
+def _recommend(objective: str = "cost", model: ModelConfig = LLAMA, **targets: float) -> object:
     where = {name: candidate_slices(Slice.parse(f"{name}:4x4")) for name in ("v5e", "v6e")}
-    given = problem(batch=None, **targets)
-    return recommend(given, where, [INT8, ServingNumerics()], ["disaggregated", "interleaved"], objective)
+    asked = problem(model, batch=None, **targets)
+    return recommend(asked, where, [INT8, ServingNumerics()], ["disaggregated", "interleaved"], objective)
 
 
 def test_recommendation_meets_the_targets_and_beats_the_others() -> None:
@@ -467,6 +468,17 @@ def test_recommendation_meets_the_targets_and_beats_the_others() -> None:
     assert all("dollars an hour against" in found.why(other) for other in found.others)
     fewest = _recommend("chips", requests_per_second=40.0, ttft_s=0.5, tpot_s=0.03)
     assert fewest.best.chips <= best.chips
+
+
+@pytest.mark.parametrize("rate", [None, 2.0, 40.0])
+def test_slices_that_are_not_priced_have_no_better_fleet(rate: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = {"ttft_s": 0.5, "tpot_s": 0.03} | ({} if rate is None else {"requests_per_second": rate})
+    small = load_model("llama3.2-1b")
+    pruned = _recommend(model=small, **targets)
+    monkeypatch.setattr(fleets, "_is_settled", lambda best, slice_: False)
+    whole = _recommend(model=small, **targets)
+    assert [one.name for one in (whole.best, *whole.others)] == [one.name for one in (pruned.best, *pruned.others)]
+    assert (whole.searched > pruned.searched) == (rate is not None)
 
 
 def test_an_unreachable_target_names_the_nearest() -> None:
@@ -495,9 +507,9 @@ def test_where_a_server_runs_may_be_fixed() -> None:
 def test_a_chip_without_measurements_says_that_its_times_are_bounds() -> None:
     where = {name: candidate_slices(Slice.parse(on)) for name, on in (("v6e", "v6e:4x4"), ("h100", "h100:8"))}
     found = recommend(problem(requests_per_second=10.0), where, [INT8], ["disaggregated"])
-    fleets = {fleet.plan.problem.slice.chip.name: fleet for fleet in (found.best, *found.others)}
-    assert (fleets["v6e"].is_bound, fleets["h100"].is_bound) == (False, True)
-    assert "and its times are bounds" in found.why(fleets["h100"])
+    by_chip = {fleet.plan.problem.slice.chip.name: fleet for fleet in (found.best, *found.others)}
+    assert (by_chip["v6e"].is_bound, by_chip["h100"].is_bound) == (False, True)
+    assert "and its times are bounds" in found.why(by_chip["h100"])
 
 
 def test_the_front_over_chips_is_faster_or_cheaper() -> None:

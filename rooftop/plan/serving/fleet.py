@@ -7,8 +7,10 @@ service times (M/D/1).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from itertools import product
 from math import ceil, inf
 from typing import Literal, get_args
@@ -240,13 +242,21 @@ def recommend(
     best_of_kinds: list[Fleet] = []
     searched = 0
     for slices, mode in product(where.values(), modes):
-        placed = [(slice_, *_placements(problem, slice_, mode)) for slice_ in slices]
-        choose = _interleaved if mode == "interleaved" else _disaggregated
+        placements = lru_cache(None)(partial(_placements, problem, mode=mode))
         for kinds in numerics:
-            fleets = list(choose(replace(problem, slice=slices[0], numerics=kinds, mode=mode), placed))
-            searched += len(fleets)
-            if fleets:
-                best_of_kinds.append(min(fleets, key=lambda fleet: _order(fleet, objective)))
+            fleets_of = _interleaved if mode == "interleaved" else _Disaggregated()
+            best: Fleet | None = None
+            # Smallest first: a fleet has a whole server at least.
+            for slice_ in sorted(slices, key=lambda slice_: slice_.chips):
+                if best is not None and _is_settled(best, slice_):
+                    break
+                sized = replace(problem, slice=slice_, numerics=kinds, mode=mode)
+                for fleet in fleets_of(sized, *placements(slice_)):
+                    searched += 1
+                    if best is None or _order(fleet, objective) < _order(best, objective):
+                        best = fleet
+            if best is not None:
+                best_of_kinds.append(best)
     if not best_of_kinds:
         largest = ", ".join(max(slices, key=lambda slice_: slice_.chips).name for slices in where.values())
         raise Infeasible(f"{problem.model.name} does not fit", f"not one sequence on slices up to {largest}")
@@ -265,7 +275,7 @@ def recommend(
     return Recommendation(best=best, others=others, objective=objective, searched=searched)
 
 
-def _placements(problem: ServingProblem, slice_: Slice, mode: Mode) -> tuple[list[Placement], list[Placement]]:
+def _placements(problem: ServingProblem, slice_: Slice, *, mode: Mode) -> tuple[list[Placement], list[Placement]]:
     """Placements of generation on this slice and, on a server of its own, of prefill: those of engines."""
     sized = replace(problem, slice=slice_, mode=mode)
     generate = sized.generate_placements()
@@ -280,6 +290,12 @@ def _order(fleet: Fleet, objective: Objective) -> tuple[float, bool, float, floa
     if excess > 1:
         return excess, True, 0.0, 0.0, 0.0
     return 1.0, bool(fleet.plan.obstacles), fleet.score(objective), fleet.chips, fleet.tpot_s
+
+
+def _is_settled(best: Fleet, slice_: Slice) -> bool:
+    """True if no fleet with a server on a slice, of the same chip, can be as good as one that meets the targets."""
+    whole = best.plan.problem.workload.requests_per_second is not None
+    return whole and slice_.chips > best.chips and _excess(best) <= 1 and not best.plan.obstacles
 
 
 def _excess(fleet: Fleet) -> float:
@@ -342,76 +358,85 @@ def front(
     return undominated
 
 
-Placed = Sequence[tuple[Slice, list[Placement], list[Placement]]]
+@dataclass(frozen=True)
+class _Disaggregated:
+    """Prefill and generate servers of every slice so far, by key/value heads of their caches, copies included.
 
+    An engine sends a cache to another only if both have as many.
+    """
 
-def _disaggregated(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
-    # An engine sends a cache to another only if both have as many key/value heads, copies included.
-    prefills: dict[int, list[_FleetServer]] = {}
-    generates: dict[int, list[_FleetServer]] = {}
-    work = problem.workload
-    rate = work.requests_per_second
-    for slice_, generate, prefill in placed:
-        sized = replace(problem, slice=slice_)
-        swept = PrefillSweep.of(sized, prefill)
-        for copies in {sized.cache_heads(placement) for placement in prefill}:
-            best = swept.best(copies)
-            assert best is not None
-            placement, seconds = best
-            memory = sized.memory(placement, 1.0, prefilling=True, generating=False)
-            if float(memory.total) <= sized.capacity:
-                count, wait = _prefill_servers(seconds, rate, work.ttft_s)
-                prefills.setdefault(copies, []).append(
-                    _FleetServer(
-                        problem=sized,
-                        placement=placement,
-                        batch=1,
-                        count=count,
-                        seconds=seconds,
-                        latency_s=seconds + wait,
-                    )
-                )
-        for place, batch, seconds in _steps(sized, generate):
-            generates.setdefault(sized.cache_heads(place), []).append(
+    prefills: defaultdict[int, list[_FleetServer]] = field(default_factory=lambda: defaultdict(list))
+    generates: defaultdict[int, list[_FleetServer]] = field(default_factory=lambda: defaultdict(list))
+
+    def __call__(
+        self, problem: ServingProblem, generate: Sequence[Placement], prefill: Sequence[Placement]
+    ) -> Iterator[Fleet]:
+        """Yield fleets with servers on the problem's slice, and on those of earlier calls."""
+        work = problem.workload
+        changed = set[int]()
+        for server in _prefill_servers(problem, prefill):
+            heads = problem.cache_heads(server.placement)
+            self.prefills[heads].append(server)
+            changed.add(heads)
+        rate = work.requests_per_second
+        for placement, batch, seconds in _steps(problem, generate):
+            heads = problem.cache_heads(placement)
+            count = _whole((rate or 1.0) * work.generate * seconds / (LOAD * batch), rate)
+            self.generates[heads].append(
                 _FleetServer(
-                    problem=sized, placement=place, batch=batch, seconds=seconds, latency_s=seconds,
-                    count=_whole((rate or 1.0) * work.generate * seconds / (LOAD * batch), rate),
+                    problem=problem, placement=placement, batch=batch, count=count, seconds=seconds, latency_s=seconds
                 )
-            )  # fmt: skip
-    for copies, servers in generates.items():
-        if copies not in prefills:
-            continue
-        before = _best(prefills[copies], work.ttft_s)
-        for first, second in product(before, _best(servers, work.tpot_s)):
-            joint = replace(second.problem, prefill_slice=first.placement.slice)
-            plan = ServingPlan(
-                problem=joint, generate_on=second.placement, prefill_on=first.placement, batch=second.batch
             )
-            yield Fleet(
-                plan=plan,
-                prefill_servers=first.count,
-                generate_servers=second.count,
-                ttft_s=first.latency_s,
-                tpot_s=plan.tpot_s,
-            )
+            changed.add(heads)
+        for heads in changed:
+            if not (self.prefills[heads] and self.generates[heads]):
+                continue
+            pairs = product(_best(self.prefills[heads], work.ttft_s), _best(self.generates[heads], work.tpot_s))
+            for first, second in pairs:
+                joint = replace(second.problem, prefill_slice=first.placement.slice)
+                plan = ServingPlan(
+                    problem=joint, generate_on=second.placement, prefill_on=first.placement, batch=second.batch
+                )
+                yield Fleet(
+                    plan=plan,
+                    prefill_servers=first.count,
+                    generate_servers=second.count,
+                    ttft_s=first.latency_s,
+                    tpot_s=plan.tpot_s,
+                )
 
 
-def _interleaved(problem: ServingProblem, placed: Placed) -> Iterator[Fleet]:
+def _prefill_servers(problem: ServingProblem, placements: Sequence[Placement]) -> Iterator[_FleetServer]:
+    """The fastest prefill servers that fit, one for each number of key/value heads."""
     work = problem.workload
-    for slice_, generate, _ in placed:
-        sized = replace(problem, slice=slice_)
-        steps = list(_steps(sized, generate))
-        prefills = [sized.shared_prefill(place) for place, _, _ in steps]
-        different = list({id(on): on for on in prefills}.values())
-        seconds_of = dict(zip(map(id, different), price_prompts(sized, different).tolist(), strict=True))
-        for (place, batch, seconds), on in zip(steps, prefills, strict=True):
-            prefill = seconds_of[id(on)]
-            between = interleaved_token_s(seconds, prefill, batch, work.generate)
-            served = LOAD * batch / (work.generate * between)
-            wait = queue_wait_s(prefill, min(served * prefill, 0.99)) + seconds / 2
-            plan = ServingPlan(problem=sized, generate_on=place, prefill_on=on, batch=batch)
-            count = _whole((work.requests_per_second or 1.0) / served, work.requests_per_second)
-            yield Fleet(plan=plan, prefill_servers=0, generate_servers=count, ttft_s=prefill + wait, tpot_s=between)
+    swept = PrefillSweep.of(problem, placements)
+    for heads in {problem.cache_heads(placement) for placement in placements}:
+        best = swept.best(heads)
+        assert best is not None
+        placement, seconds = best
+        memory = problem.memory(placement, 1.0, prefilling=True, generating=False)
+        if float(memory.total) <= problem.capacity:
+            count, wait = _prefill_count(seconds, work.requests_per_second, work.ttft_s)
+            yield _FleetServer(
+                problem=problem, placement=placement, batch=1, count=count, seconds=seconds, latency_s=seconds + wait
+            )
+
+
+def _interleaved(problem: ServingProblem, generate: Sequence[Placement], _: Sequence[Placement]) -> Iterator[Fleet]:
+    """Yield fleets of one kind of server on the problem's slice."""
+    work = problem.workload
+    steps = list(_steps(problem, generate))
+    prefills = [problem.shared_prefill(place) for place, _, _ in steps]
+    different = list({id(on): on for on in prefills}.values())
+    seconds_of = dict(zip(map(id, different), price_prompts(problem, different).tolist(), strict=True))
+    for (place, batch, seconds), on in zip(steps, prefills, strict=True):
+        prefill = seconds_of[id(on)]
+        between = interleaved_token_s(seconds, prefill, batch, work.generate)
+        served = LOAD * batch / (work.generate * between)
+        wait = queue_wait_s(prefill, min(served * prefill, 0.99)) + seconds / 2
+        plan = ServingPlan(problem=problem, generate_on=place, prefill_on=on, batch=batch)
+        count = _whole((work.requests_per_second or 1.0) / served, work.requests_per_second)
+        yield Fleet(plan=plan, prefill_servers=0, generate_servers=count, ttft_s=prefill + wait, tpot_s=between)
 
 
 def _steps(problem: ServingProblem, placements: Sequence[Placement]) -> Iterator[tuple[Placement, int, float]]:
@@ -430,7 +455,7 @@ def _steps(problem: ServingProblem, placements: Sequence[Placement]) -> Iterator
         yield swept.best(0), batch_seqs, float(swept.fastest_s[0])
 
 
-def _prefill_servers(seconds: float, rate: float | None, target_s: float | None) -> tuple[float, float]:
+def _prefill_count(seconds: float, rate: float | None, target_s: float | None) -> tuple[float, float]:
     """Servers that keep the load and, if it can be, the mean time to first token; and the mean wait before one."""
     if rate is None:
         return seconds / LOAD, queue_wait_s(seconds, LOAD)

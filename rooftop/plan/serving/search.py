@@ -63,18 +63,19 @@ class GenerateSweep:
         A batch of more sequences than groups of devices is rounded down to a multiple of the groups: other slots of an
         engine would stay empty.
         """
-        sizes: dict[int, set[int]] = {}
-        for at in np.flatnonzero(np.isfinite(self.fastest_s)):
-            place = int(np.argmin(np.where(self.fits[:, at], self.expected_s[:, at], np.inf)))
-            sizes.setdefault(place, set()).add(even_batch(int(self.batches[at]), self.placements[place]))
         fastest: dict[int, BatchChoice] = {}
-        places = [self.placements[place] for place in sizes]
-        every = sorted(set().union(*sizes.values()))
-        priced = price_generate(self.problem, places, np.array(every, np.float64))
-        for placement, batches, seconds in zip(places, sizes.values(), priced.tolist(), strict=True):
-            for batch, step_s in zip(every, seconds, strict=True):
-                if batch in batches and (batch not in fastest or step_s < fastest[batch].seconds):
-                    fastest[batch] = BatchChoice(placement=placement, batch=batch, seconds=step_s)
+        rounded: dict[tuple[int, int], Placement] = {}
+        for at in np.flatnonzero(np.isfinite(self.fastest_s)).tolist():
+            placement, size = self.best(at), int(self.batches[at])
+            batch = even_batch(size, placement)
+            if batch == size:
+                fastest[batch] = BatchChoice(placement=placement, batch=batch, seconds=float(self.fastest_s[at]))
+            else:
+                rounded[id(placement), batch] = placement
+        seconds = price_each(self.problem, list(rounded.values()), [batch for _, batch in rounded])
+        for ((_, batch), placement), step_s in zip(rounded.items(), seconds.tolist(), strict=True):
+            if batch not in fastest or step_s < fastest[batch].seconds:
+                fastest[batch] = BatchChoice(placement=placement, batch=batch, seconds=step_s)
         return [fastest[batch] for batch in sorted(fastest)]
 
 
@@ -109,6 +110,14 @@ def price_generate(problem: ServingProblem, placements: Sequence[Placement], bat
     for rows, some in together(placements):
         expected[rows] = token_s(problem, some, _sizes(batches))
     return expected
+
+
+def price_each(problem: ServingProblem, placements: Sequence[Placement], batches: Sequence[int]) -> Floats:
+    """``token_s`` of every placement with a batch of its own, [P]."""
+    expected, own = np.empty((len(placements), 1)), np.array(batches, np.float64)[:, None]
+    for rows, some in together(placements):
+        expected[rows] = token_s(problem, some, own[rows])
+    return expected[:, 0]
 
 
 def _sizes(batches: Floats) -> float | Floats:
