@@ -95,7 +95,8 @@ def ask(options: argparse.Namespace, *, rate: float, seed: int) -> dict[str, Any
     after = PredictionInput.read(url)
     assert before is not None and after is not None and len(replayed.served) == len(trace)
     policy, _ = after.policy
-    measured = replayed.to_json()
+    measured = replayed.metrics
+    assert measured.ttft_s is not None
     deployment = deployment_of(after, measured_times(before, after), policy=policy, prefix_cache=False)
     predicted = predict(replayed.trace(), deployment, Targets())
     row: dict[str, Any] = {
@@ -103,17 +104,17 @@ def ask(options: argparse.Namespace, *, rate: float, seed: int) -> dict[str, Any
         "requests": len(trace), "prompt": options.prompt, "generate": options.generate,
     }  # fmt: skip
     for name in ("ttft", "tpot"):
-        ours, theirs = (each[f"{name}_s"]["p50"] for each in (predicted, measured))
+        ours, theirs = (getattr(figures, f"{name}_s").p50 for figures in (predicted, measured))
         row |= {
             f"measured_{name}_p50_ms": round(1e3 * theirs, 2),
             f"predicted_{name}_p50_ms": round(1e3 * ours, 2),
             f"{name}_p50_off": round(ours / theirs - 1, 3),
         }
-    outside = outside_s(before, after, measured["ttft_s"]["mean"])
+    outside = outside_s(before, after, measured.ttft_s.mean)
     assert outside is not None
     row |= {
-        "measured_ttft_mean_ms": round(1e3 * measured["ttft_s"]["mean"], 2),
-        "predicted_ttft_mean_ms": round(1e3 * predicted["ttft_s"]["mean"], 2),
+        "measured_ttft_mean_ms": round(1e3 * measured.ttft_s.mean, 2),
+        "predicted_ttft_mean_ms": round(1e3 * predicted.ttft_s.mean, 2),
         "outside_ttft_ms": round(1e3 * outside, 2),
         "load_average": round(os.getloadavg()[0], 1),
         "jax": importlib.metadata.version("jax"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rooftop.core.amounts import Amount, Positive
-from rooftop.core.records import Record
+from rooftop.core.amounts import Amount, Count, Positive
+from rooftop.core.records import Record, derived
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +31,32 @@ class Provenance(Record):
     versions: Mapping[str, str]
     runtime: str
     date: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveTiming(TimedRecord):
+    """One collective over ``axes``, ``devices`` in a group: payload, bytes sent by one device, and times.
+
+    ``planned`` has the priced seconds, by the name of the price.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    devices: Positive
+    bytes: Count
+    wire_bytes: Amount
+    planned: Mapping[str, Amount]
+
+    @derived
+    def wire_bytes_per_s(self) -> Amount:
+        """The achieved bandwidth of one device: ``wire_bytes`` divided by the median time."""
+        return self.wire_bytes / self.median_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCollectives(Provenance):
+    """Collectives timed on the devices here, the command that did it, and the seconds of an empty call."""
+
+    command: str
+    empty_call_s: Amount
+    collectives: tuple[CollectiveTiming, ...]

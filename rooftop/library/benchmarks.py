@@ -9,14 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from rooftop import __version__
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh
+from rooftop.arrays.mesh import MeshLayout
 from rooftop.core.errors import Infeasible, RooftopError, unknown
 from rooftop.core.ledger import COLLECTIVES
-from rooftop.core.measurements import Provenance
+from rooftop.core.measurements import MeasuredCollectives
 from rooftop.core.quantities import format_bytes, format_seconds, parse_bytes, parse_count, parse_dtype
+from rooftop.core.records import Record
 from rooftop.hardware import Slice
 from rooftop.library.inputs import AxesLike, CountLike, SliceLike, TimeLike, axes_of, slice_of
 from rooftop.library.results import Result, flat
@@ -25,12 +28,11 @@ from rooftop.library.simulation import LengthsLike, read_serving_plan, targets_o
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.runs.environment import prefer_cpus, require_packages, uninterrupted
 from rooftop.scheduling.serving.scheduler import Policy
-from rooftop.simulate.serving.metrics import Targets
+from rooftop.serve.client.metrics import ReplayMetrics
+from rooftop.simulate.serving.metrics import ServingFigures, SimulatedTrace, Targets
 from rooftop.simulate.serving.traces import RequestTrace
 
 if TYPE_CHECKING:
-    from rooftop.present.document import Document
-    from rooftop.profile.microbench.collectives import Measurement
     from rooftop.serve.client.prediction import PredictionInput
     from rooftop.serve.client.replay import Replayed
 
@@ -43,49 +45,32 @@ _VOCAB = 1000
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class CollectivesResult(Result):
-    """Times of collectives over ``axes`` of a mesh; with a slice, next to what is planned for it."""
+class CollectivesResult(Record, Result):
+    """Times of collectives over ``axes`` of a mesh; with a ``slice``, next to what is planned for it."""
 
-    axes: Mapping[str, int]
-    over: Sequence[str]
+    document_kind = "bench collectives"
+
+    kind: Literal["collectives"] = "collectives"
+    mesh: MeshLayout
+    axes: tuple[str, ...]
     dtype: str
-    slice: Slice | None
-    command: str
-    provenance: Provenance
-    empty_call_s: float
-    measurements: Sequence[Measurement]
-
-    def to_json(self) -> dict[str, object]:
-        """Mesh, versions and date, and every measurement."""
-        return {
-            "kind": "collectives",
-            "mesh": {"axes": dict(self.axes)},
-            "axes": list(self.over),
-            "dtype": self.dtype,
-            "slice": None if self.slice is None else self.slice.name,
-            "measured": {"command": self.command}
-            | self.provenance.to_json()
-            | {"empty_call_s": self.empty_call_s, "collectives": [one.to_json() for one in self.measurements]},
-        }
+    slice: str | None
+    measured: MeasuredCollectives
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """A collective of a size a row."""
-        return [flat(one.to_json()) for one in self.measurements]
-
-    @property
-    def document(self) -> Document:
-        """The measured collectives."""
-        from rooftop.present.documents import document
-
-        return document(self.to_json(), kind="bench collectives")
+        return [flat(timing.to_json()) for timing in self.measured.collectives]
 
     @property
     def summary(self) -> str:
         """Every collective at its largest size."""
-        largest = {one.kind: one for one in sorted(self.measurements, key=lambda one: one.bytes)}
-        times = [f"{kind} of {format_bytes(one.bytes)} {format_seconds(one.median_s)}" for kind, one in largest.items()]
-        return f"{self.provenance.devices}, over {','.join(self.over)}: {'; '.join(times)}"
+        largest = {timing.kind: timing for timing in sorted(self.measured.collectives, key=lambda timing: timing.bytes)}
+        times = [
+            f"{kind} of {format_bytes(timing.bytes)} {format_seconds(timing.median_s)}"
+            for kind, timing in largest.items()
+        ]
+        return f"{self.measured.devices}, over {','.join(self.axes)}: {'; '.join(times)}"
 
 
 def bench_collectives(
@@ -141,17 +126,19 @@ def bench_collectives(
         "--dtype": dtype,
         **({} if where is None else {"--on": where.name}),
     }
+    command = shlex.join(["rooftop", "bench", "collectives", *(word for option in written.items() for word in option)])
+    timings = tuple(measure(names, axes, payloads, dtype, used, prices=prices, on_progress=on_progress))
     return CollectivesResult(
-        axes=shape,
-        over=axes,
+        mesh=prices[0].mesh.described if prices else MeshLayout(axes=shape, layout={}),
+        axes=tuple(axes),
         dtype=dtype,
-        slice=where,
-        command=shlex.join(
-            ["rooftop", "bench", "collectives", *(word for option in written.items() for word in option)]
+        slice=None if where is None else where.name,
+        measured=MeasuredCollectives(
+            **vars(provenance(list(used.devices.flat))),
+            command=command,
+            empty_call_s=empty_call(used).median_s,
+            collectives=timings,
         ),
-        measurements=list(measure(names, axes, payloads, dtype, used, prices=prices, on_progress=on_progress)),
-        provenance=provenance(list(used.devices.flat)),
-        empty_call_s=empty_call(used).median_s,
     )
 
 
@@ -182,77 +169,50 @@ def _prices(where: Slice | None, shape: Mapping[str, int]) -> list[Prices]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ServingBenchResult(Result):
+class ServingBenchResult(Record, Result):
     """Latencies that clients of a server measured, next to a simulation of the same requests.
 
     ``predicted_by`` names the step times of the simulation, or says why there is none. ``outside_engine_ttft_s`` is the
     part of the mean TTFT that the engine did not measure; None if the server does not tell.
     """
 
+    document_kind = "bench serve"
+
+    kind: Literal["bench serve"] = "bench serve"
+    schema: Literal[1] = 1
+    rooftop_version: str
     command: str
     date: str
     url: str
     model: str
-    trace: RequestTrace
-    replayed: Replayed
-    predicted: Mapping[str, object] | None
-    predicted_by: str
+    trace: SimulatedTrace
+    measured: ReplayMetrics
     outside_engine_ttft_s: float | None
-
-    def to_json(self) -> dict[str, object]:
-        """Command, trace, measured and predicted latencies."""
-        from rooftop import __version__
-
-        return {
-            "kind": "bench serve",
-            "schema": 1,
-            "rooftop_version": __version__,
-            "command": self.command,
-            "date": self.date,
-            "url": self.url,
-            "model": self.model,
-            "trace": {
-                "requests": len(self.trace),
-                "seconds": float(self.trace.arrival_s[-1]),
-                "mean_prompt_tokens": float(self.trace.prompt_tokens.mean()),
-                "mean_output_tokens": float(self.trace.output_tokens.mean()),
-            },
-            "measured": self.replayed.to_json(),
-            "outside_engine_ttft_s": self.outside_engine_ttft_s,
-            "predicted": None if self.predicted is None else dict(self.predicted),
-            "predicted_by": self.predicted_by,
-        }
+    predicted: ServingFigures | None
+    predicted_by: str
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """A latency a row, measured and predicted."""
-        sources = {"measured": self.replayed.to_json(), "predicted": self.predicted or {}}
+        sides = {"measured": self.measured, "predicted": self.predicted}
         return [
-            {"time": name, "source": source} | dict(values)
+            {"time": name, "source": source} | spread.to_json()
             for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s")
-            for source, figures in sources.items()
-            if isinstance(values := figures.get(name), Mapping)
+            for source, figures in sides.items()
+            if figures is not None and (spread := getattr(figures, name)) is not None
         ]
-
-    @property
-    def document(self) -> Document:
-        """Measured and predicted latencies."""
-        from rooftop.present.documents import document
-
-        return document(self.to_json(), kind="bench serve")
 
     @property
     def summary(self) -> str:
         """Requests served and mean latencies."""
-        measured = self.replayed.to_json()
+        requests = self.measured.requests
         means = [
-            f"{name} {format_seconds(measured[key]['mean'])}"
-            for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))
-            if measured[key] is not None
+            f"{name} {format_seconds(spread.mean)}"
+            for name, spread in (("TTFT", self.measured.ttft_s), ("TPOT", self.measured.tpot_s))
+            if spread is not None
         ]
-        requests = measured["requests"]
         return (
-            f"{self.model} at {self.url}: {requests['finished']:,} of {requests['offered']:,} requests; "
+            f"{self.model} at {self.url}: {requests.finished:,} of {requests.offered:,} requests; "
             f"{', '.join(means)}, mean; predicted by {self.predicted_by}"
         )
 
@@ -320,23 +280,23 @@ def bench_serving(
     target = ReplayTarget(url=url, model=name, vocab=ids, key=api_key, exact=ignore_eos)
     before = PredictionInput.read(url)
     replayed = asyncio.run(replay(requests, prompts_of(requests, ids, seed), target, targets, on_progress))
-    measured = replayed.to_json()
     if not replayed.served:
-        raise Infeasible("no request was answered", str(measured["requests"]["why"]))
+        raise Infeasible("no request was answered", str(replayed.metrics.requests.why))
     after = PredictionInput.read(url)
     predicted, predicted_by = _prediction(replayed, requests, before, after, planned, targets)
     outside_s = None
-    if before is not None and after is not None:
+    if before is not None and after is not None and replayed.metrics.ttft_s is not None:
         from rooftop.serve.client.prediction import outside_s as outside_engine_s
 
-        outside_s = outside_engine_s(before, after, measured["ttft_s"]["mean"])
+        outside_s = outside_engine_s(before, after, replayed.metrics.ttft_s.mean)
     return ServingBenchResult(
+        rooftop_version=__version__,
         command=shlex.join(["rooftop", *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         url=url,
         model=name,
-        trace=requests,
-        replayed=replayed,
+        trace=SimulatedTrace.of(requests),
+        measured=replayed.metrics,
         predicted=predicted,
         predicted_by=predicted_by,
         outside_engine_ttft_s=outside_s,
@@ -350,7 +310,7 @@ def _prediction(
     after: PredictionInput | None,
     plan: ServingPlan | None,
     targets: Targets,
-) -> tuple[dict[str, object] | None, str]:
+) -> tuple[ServingFigures | None, str]:
     """Simulated figures of the replayed requests, and the source of their step times or why there are none."""
     from rooftop.serve.client.prediction import deployment_of, measured_times, predict
 

@@ -17,6 +17,8 @@ import jsonschema
 import pytest
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import schema
+from rooftop.library.benchmarks import ServingBenchResult
 from rooftop.models import count_params, from_huggingface
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.api.texts import Texts
@@ -129,6 +131,7 @@ def test_a_replay_stands_beside_its_simulation(served: Served, rooftop: Callable
     trace.write_text("\n".join(map(json.dumps, rows)))
     answer = rooftop("bench", "serve", "--url", served.url, "--trace", str(trace), "--ttft", "1000s", "--json")
     assert (answer.status, answer.err) == (0, "")
+    jsonschema.validate(answer.json, schema(ServingBenchResult))
     measured, predicted = answer.json["measured"], answer.json["predicted"]
     assert answer.json["predicted_by"] == "step times that the server measured"
     assert measured["requests"]["finished"] == predicted["requests"]["finished"] == 30

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jsonschema
 import numpy as np
 import pytest
 
@@ -26,7 +27,9 @@ from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh, parse_axes
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import COLLECTIVES
+from rooftop.core.records import schema
 from rooftop.hardware import Slice
+from rooftop.library.benchmarks import CollectivesResult
 from rooftop.profile.microbench import collectives, timing
 from rooftop.profile.microbench import strategies as measured
 from tests.conftest import Answer
@@ -263,7 +266,8 @@ def test_the_answer_in_json(bench: Callable[..., Answer], tmp_path: Path) -> Non
     assert (answer.status, answer.err) == (0, "")
     data = answer.json
     assert json.loads(written.read_text(encoding="utf-8")) == data
-    assert data["mesh"] == {"axes": MESH}
+    jsonschema.validate(data, schema(CollectivesResult))
+    assert data["mesh"] == Mesh.lay(Slice.parse("v5e:2x4"), MESH).to_json()
     assert (data["axes"], data["slice"]) == (["Y"], "v5e:2x4")
     run = data["measured"]
     assert run["command"].startswith("rooftop bench collectives --mesh X=2,Y=4 --axis Y --kinds all_gather,")

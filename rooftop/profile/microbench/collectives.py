@@ -8,8 +8,7 @@ own data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,40 +18,14 @@ from jax.sharding import Mesh as DeviceMesh
 
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays.mesh import span
-from rooftop.core.amounts import Amount, Count, Positive
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import COLLECTIVES
-from rooftop.core.measurements import TimedRecord
+from rooftop.core.measurements import CollectiveTiming
 from rooftop.core.quantities import dtype_bytes
-from rooftop.core.records import derived
 from rooftop.hardware import PhysicalAxis
 from rooftop.profile.microbench.timing import Progress, compile_program, time_program
 from rooftop.programs.einsum.sharded import DTYPES
 from rooftop.roofline.collectives import price
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement(TimedRecord):
-    """One collective over ``axes``, ``devices`` in a group: payload, bytes sent by one device, and times.
-
-    ``planned`` has the priced seconds, by the name of the price.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    devices: Positive
-    bytes: Count
-    planned: Mapping[str, Amount]
-
-    @derived
-    def wire_bytes(self) -> Amount:
-        """Bytes that one device sends."""
-        return wire_bytes(self.kind, self.devices, self.bytes)
-
-    @derived
-    def wire_bytes_per_s(self) -> Amount:
-        """The achieved bandwidth of one device: ``wire_bytes`` divided by the median time."""
-        return self.wire_bytes / self.median_s
 
 
 def wire_bytes(kind: str, devices: int, payload: float) -> float:
@@ -122,7 +95,7 @@ def measure(
     prices: Sequence[Prices] = (),
     on_progress: Progress | None = None,
     least_s: float = 0.2,
-) -> Iterator[Measurement]:
+) -> Iterator[CollectiveTiming]:
     """Time each kind of collective over ``axes`` for payloads of about ``sizes`` bytes.
 
     ``prices``, on a mesh of the same axes, give the planned times. Raises RooftopError on an unknown kind, axis or
@@ -138,11 +111,12 @@ def measure(
             program(kind, axes, mesh), array, what=f"{kind} of {payload} bytes", advice="give smaller --sizes"
         )
         timing = time_program(compiled, jnp.ones(array.shape, array.dtype, device=array.sharding), least_s=least_s)
-        yield Measurement(
+        yield CollectiveTiming(
             kind=kind,
             axes=tuple(axes),
             devices=members,
             bytes=payload,
+            wire_bytes=wire_bytes(kind, members, payload),
             median_s=timing.median_s,
             fastest_s=timing.fastest_s,
             runs=timing.runs,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,7 +12,7 @@ from rooftop.scheduling.serving.scheduler import Policy, Routing
 from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving.engine import simulate
 from rooftop.simulate.serving.measured import MeasuredProgram, MeasuredTimes
-from rooftop.simulate.serving.metrics import ServingMetrics, Targets
+from rooftop.simulate.serving.metrics import ServingFigures, ServingMetrics, Targets
 from rooftop.simulate.serving.records import Deployment
 from rooftop.simulate.serving.traces import RequestTrace
 
@@ -136,6 +135,6 @@ def deployment_of(
     )
 
 
-def predict(trace: RequestTrace, deployment: Deployment, targets: Targets) -> dict[str, Any]:
+def predict(trace: RequestTrace, deployment: Deployment, targets: Targets) -> ServingFigures:
     """The figures of a simulation of ``trace``. Raises RooftopError for what cannot be simulated."""
-    return ServingMetrics(simulation=simulate(trace, deployment), targets=targets).figures.to_json()
+    return ServingMetrics(simulation=simulate(trace, deployment), targets=targets).figures

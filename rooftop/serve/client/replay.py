@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.records import Record
-from rooftop.simulate.serving.metrics import Goodput, Spread, Targets, spread
+from rooftop.serve.client.metrics import ReplayMetrics, RequestCounts, TokenCounts
+from rooftop.simulate.serving.metrics import Goodput, Targets, spread
 from rooftop.simulate.serving.traces import RequestTrace
 
 Floats = npt.NDArray[np.float64]
@@ -57,42 +57,6 @@ class ReplayedRequest:
     output_tokens: int = 0
     refused: bool = False
     error: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestCounts(Record):
-    """Numbers of requests. ``why`` is the first error of those that were not answered whole."""
-
-    offered: int
-    finished: int
-    refused: int
-    failed: int
-    why: str | None
-    per_second: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenCounts(Record):
-    """Tokens of the requests that were answered whole."""
-
-    prompt: int
-    generated: int
-    generated_per_second: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayMetrics(Record):
-    """Figures of a replay, by the names of a simulation. ``worst_lag_s``: the latest that a request was sent."""
-
-    requests: RequestCounts
-    tokens: TokenCounts
-    duration_s: float
-    worst_lag_s: float
-    ttft_s: Spread | None
-    tpot_s: Spread | None
-    itl_s: Spread | None
-    e2e_s: Spread | None
-    goodput: Goodput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,10 +126,6 @@ class Replayed:
                 share=good / len(self.records),
             ),
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """The metrics as plain JSON values."""
-        return self.metrics.to_json()
 
     def _good(self, ttft: Floats, tpot: Floats) -> int:
         met = np.ones(len(ttft), bool)
