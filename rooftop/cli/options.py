@@ -19,6 +19,7 @@ from rooftop.cli.output import write_examples
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import (
     DTYPE_BYTES,
+    LARGEST_QUANTITY,
     parse_bytes,
     parse_count,
     parse_dtype,
@@ -247,7 +248,7 @@ COUNT = Parsed("n", parse_count)
 COUNT_OR_ZERO = Parsed("n", _count_or_zero)
 #: A number of rows, or "all".
 TOP = Parsed("n", _top)
-QUANTITY = Parsed("x", parse_quantity)
+QUANTITY = Parsed("x", lambda text, field: parse_quantity(text, field, largest=LARGEST_QUANTITY))
 BYTES = Parsed("bytes", parse_bytes)
 SHARE = Parsed("share", parse_share)
 #: Seconds, as a float, of a time with its unit.
@@ -283,7 +284,7 @@ def _figures(ctx: click.Context, param: click.Parameter, entries: tuple[str, ...
         name, equals, value = (part.strip() for part in entry.partition("="))
         if not equals:
             raise RooftopError("figure", entry, "NAME=VALUE, such as ici_bytes_per_s=4.5e10")
-        figures[name] = parse_quantity(value, f"figure {name}")
+        figures[name] = parse_quantity(value, f"figure {name}", largest=LARGEST_QUANTITY)
     return figures
 
 

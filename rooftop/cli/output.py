@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.errors import Infeasible, RooftopError, unknown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,6 +51,21 @@ def show(
     from rooftop.present.documents import document
 
     show_document(document(data, **context), written)
+
+
+@contextmanager
+def no_answer(*, as_json: bool) -> Iterator[None]:
+    """Print the reason why there is no answer as the only line of stdout, and exit with status 1.
+
+    With ``as_json`` nothing is printed here: the reason is that of every Infeasible, on stderr.
+    """
+    try:
+        yield
+    except Infeasible as no:
+        if as_json:
+            raise
+        click.echo(str(no))
+        sys.exit(no.exit_status)
 
 
 def show_document(document: Document, written: Mapping[str, object] | None = None) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from rooftop.cli.options import (
     ASSUMPTIONS,
@@ -59,7 +61,8 @@ from rooftop.cli.options import (
     weights_dtype_option,
     xprof_option,
 )
-from rooftop.cli.output import VerbGroup, emit_json, progress_bar, show
+from rooftop.cli.output import VerbGroup, emit_json, no_answer, progress_bar, show
+from rooftop.core.errors import RooftopError
 
 if TYPE_CHECKING:
     from rooftop.library.serving import ServingFrontResult, ServingPlanResult
@@ -122,7 +125,7 @@ def train(
     from rooftop.core.files import write_text
     from rooftop.library.planning import plan_training
 
-    with progress_bar(shown=not as_json, after_s=1.0) as on_progress:
+    with no_answer(as_json=as_json), progress_bar(shown=not as_json, after_s=1.0) as on_progress:
         result = plan_training(seq=seq_len, on_progress=on_progress, **options)
     if output is not None:
         result.write_plan(output)
@@ -211,11 +214,11 @@ def serve(
     from rooftop.library.serving import ServingFrontResult, plan_serving, serving_front
 
     result: ServingPlanResult | ServingFrontResult
-    if objective == "pareto":
-        front = {name: value for name, value in options.items() if name in signature(serving_front).parameters}
-        result = serving_front(**front)
-    else:
-        result = plan_serving(**options, objective=objective)
+    with no_answer(as_json=as_json):
+        if objective == "pareto":
+            result = serving_front(**_of_front(options, tuple(signature(serving_front).parameters)))
+        else:
+            result = plan_serving(**options, objective=objective)
     data = result.to_json()
     if plot is not None:
         from rooftop.present.documents.parts import front_chart
@@ -235,6 +238,15 @@ def serve(
         show(data, {"plan": output, "picture": plot})
     result.raise_if_infeasible()
     return 0
+
+
+def _of_front(options: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """Options that the front of several chips has. Raises RooftopError for another that was given."""
+    context = click.get_current_context()
+    for name in options.keys() - known:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise RooftopError(name.replace("_", "-"), options[name], "this without --for pareto")
+    return {name: options[name] for name in known if name in options}
 
 
 def _title(result: ServingPlanResult | ServingFrontResult, on: str) -> str:
@@ -268,7 +280,8 @@ def embed(*, output: Path | None, as_json: bool, **options: Any) -> int:
     """Plan the embedding TABLES (a TOML file) on a slice: memory, step time, and what binds."""
     from rooftop.library.embedding import plan_embedding
 
-    result = plan_embedding(**options)
+    with no_answer(as_json=as_json):
+        result = plan_embedding(**options)
     if output is not None:
         result.write_plan(output)
     if as_json:

@@ -26,14 +26,15 @@ class RooftopError(Exception):
 
 
 class Infeasible(Exception):
-    """The answer is no. One line says what does not hold and by how much (exit status 1)."""
+    """The answer is no. One line says what does not hold, by how much, and the nearest that does (exit status 1)."""
 
     exit_status = 1
 
-    def __init__(self, what: str, by: str) -> None:
+    def __init__(self, what: str, by: str, nearest: str | None = None) -> None:
         self.what = what
         self.by = by
-        super().__init__(f"{what}: {by}")
+        self.nearest = nearest
+        super().__init__(f"{what}: {by}" + (f"; nearest that does: {nearest}" if nearest else ""))
 
 
 def unknown(field: str, given: str, known: Iterable[str]) -> RooftopError:

@@ -38,6 +38,10 @@ DTYPE_ALIASES: dict[str, str] = {
 
 #: The largest number of tokens, steps, dims or requests that is accepted: more is a slip of the keyboard.
 LARGEST_COUNT = 10**15
+#: The largest figure that an option takes and that is no count: FLOP/s of a chip have sixteen digits.
+LARGEST_QUANTITY = 1e18
+#: The longest time, thirty years.
+LARGEST_SECONDS = 1e9
 
 _SECONDS = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]{1,3})?)\s*(us|ms|s|m|h)\s*")
 _SECONDS_OF = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -136,6 +140,8 @@ def parse_seconds(text: str, field: str) -> float:
     seconds = float(match[1]) * _SECONDS_OF[match[2]] if match else 0.0
     if not 0 < seconds < math.inf:
         raise RooftopError(field, text, "a time with its unit: 500ms, 1.5s, 10m")
+    if seconds > LARGEST_SECONDS:
+        raise RooftopError(field, text, f"at most {LARGEST_SECONDS:g}s")
     return seconds
 
 

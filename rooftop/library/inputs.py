@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import read_json_object
-from rooftop.core.quantities import parse_quantity, parse_seconds
+from rooftop.core.quantities import LARGEST_QUANTITY, parse_quantity, parse_seconds
 from rooftop.hardware import Chip, Slice, chip
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def figures_of(figures: Mapping[str, float | str]) -> dict[str, float | dict[str
     numbers: dict[str, float | dict[str, float]] = {}
     rates: dict[str, float] = {}
     for name, value in figures.items():
-        number = parse_quantity(value, f"figure {name}")
+        number = parse_quantity(value, f"figure {name}", largest=LARGEST_QUANTITY)
         if name.startswith("flops_per_s."):
             rates[name.removeprefix("flops_per_s.")] = number
         else:

@@ -41,6 +41,8 @@ from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES
 from rooftop.simulate.pipeline import of_plan
 from rooftop.simulate.planned import planned_lanes
 
+#: The longest run, a century, and the largest budget in dollars: more is a slip of the keyboard.
+LARGEST_DAYS, LARGEST_BUDGET = 36_500, 1e12
 #: Tokens of a step where slices are compared and no batch is given: LLaMA-2's 4 Mi, doubled until a run takes no more
 #: than a million steps, as LLaMA-3's 15 T tokens at 16 Mi.
 _LEAST_BATCH, _MOST_STEPS = 4 * 2**20, 1e6
@@ -187,8 +189,10 @@ def plan_training(
     Infeasible if slices are compared and nothing fits any, and RooftopError naming the argument that is wrong.
     """
     limits = Limits(
-        days=None if days is None else parse_quantity(days, "days"),
-        budget_usd=None if budget is None else parse_quantity(str(budget).removeprefix("$"), "budget"),
+        days=None if days is None else parse_quantity(days, "days", largest=LARGEST_DAYS),
+        budget_usd=None
+        if budget is None
+        else parse_quantity(str(budget).removeprefix("$"), "budget", largest=LARGEST_BUDGET),
         chips=None if chips is None else parse_count(chips, "chips"),
     )
     places, comparing = _places(on, price, limits, smallest)

@@ -124,6 +124,11 @@ def test_names_are_those_of_the_modules_that_read_them() -> None:
         (("plan", "train", "llama3-8b", "--weights-dtype", "int3"), "weights-dtype: got 'int3'; accepted: did you"),
         (("plan", "train", "llama3-8b", "--tokens", "1e30"), "tokens: got '1e30'; accepted: at most 1e+15"),
         (("plan", "train", "llama3-8b", "--price", "1e300"), "price: got '1e300'; accepted: at most 1e+06"),
+        (("simulate", "plan.json", "--duration", "1e300s"), "duration: got '1e300s'; accepted: at most 1e+09s"),
+        (
+            ("plan", "serve", "--requests-per-second", "1e30"),
+            "requests-per-second: got '1e30'; accepted: at most 1e+18",
+        ),
         (("model", "llama3-8b", "--seq", "1e30"), "seq: got '1e30'; accepted: at most 1e+15"),
         (("matmul", "A[I, J]", "--mesh", "X=1", "--level", "best"), "level: got 'best'; accepted: one of book"),
         (("matmul", "A[I, J]", "--mesh", "X=1", "--top", "few"), "top: got 'few'; accepted: a positive number"),

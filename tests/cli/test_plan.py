@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,6 +101,15 @@ def test_nothing_fits_is_status_one_and_one_line(rooftop: Run) -> None:
     assert line.endswith(" are optimizer")
 
 
+def test_slices_of_which_none_fits_are_one_line_that_names_the_nearest(rooftop: Run) -> None:
+    answer = rooftop("plan", "train", "llama3-8b", "--on", "v5e:2x2,v5e:1x1", "--batch-seqs", "16")
+    assert (answer.status, answer.err) == (1, "")
+    (line,) = answer.out.splitlines()
+    assert line.startswith("llama3-8b cannot be trained on v5e:2x2, v5e:1x1: does not fit: ")
+    sequences, near = re.search(r"nearest that does: (\d+) sequences a step on (\S+):", line).groups()
+    assert rooftop("plan", "train", "llama3-8b", "--on", near, "--batch-seqs", sequences).status == 0
+
+
 def test_the_first_line_says_that_nothing_fits_and_what_does(rooftop: Run) -> None:
     asked = ("plan", "train", "llama3-70b", "--on", "h100:8x8", "--batch-tokens", "4Mi", "--remat", "none")
     answer = rooftop(*asked, "--mesh", "stage=8,data=2,tensor=4", "--alternatives", "1")
@@ -194,6 +204,9 @@ def test_bad_arguments_are_one_line(rooftop: Run, change: dict[int, str], messag
         (("--optimizer", "adamww"), "did you mean adamw"),
         (("--matmul-dtype", "int3"), "int8"),
         (("--price", "-1"), "positive number"),
+        (("--days", "1e300"), "days: got '1e300'; accepted: at most 1e+18"),
+        (("--days", "1e6"), "days: got 1000000.0; accepted: at most 36500"),
+        (("--budget", "1e300"), "budget: got '1e300'; accepted: at most 1e+12"),
         (("--assume", "tensor=2"), "between 0 and 1"),
         (("--bounds", "loose"), "book"),
         (("--batch-seqs", "4"), "one of --batch-tokens and --batch-seqs"),

@@ -194,14 +194,47 @@ def test_placements_are_not_fixed_where_chips_are_searched(rooftop: Run, option:
 def test_an_unreachable_target_names_the_nearest(rooftop: Run) -> None:
     answer = rooftop("plan", "serve", "--on", "v5e", "--ttft", "1ms", "--tpot", "10us", "--requests-per-second", "1")
     assert answer.status == 1
-    (line,) = answer.err.strip().splitlines()
-    assert "nearest is TTFT" in line
+    (line,) = answer.out.splitlines()
+    assert "nearest is TTFT" in line and answer.err == ""
+
+
+@pytest.mark.parametrize(("option", "target"), [("--tpot", "1 ms"), ("--ttft", "10 ms")])
+def test_the_first_line_says_which_target_is_missed(rooftop: Run, option: str, target: str) -> None:
+    first = rooftop(*JOB, option, target.replace(" ", "")).out.splitlines()[0]
+    assert first.startswith(f"Misses its {option[2:].upper()} of {target} with ")
+
+
+def test_a_fleet_that_does_not_fit_names_the_nearest_server_that_does(rooftop: Run) -> None:
+    job = ("plan", "serve", "llama3-70b", "--on", "v5e:2x2", "--requests-per-second", "1")
+    answer = rooftop(*job)
+    assert (answer.status, answer.err) == (1, "")
+    (line,) = answer.out.splitlines()
+    assert line.startswith(
+        "llama3-70b does not fit: not one sequence on slices up to v5e:2x2; nearest that does: batch "
+    )
+    near = line.rpartition(" on ")[2]
+    assert rooftop("plan", "serve", "llama3-70b", "--on", near).status == 0
+    # The one object of --json is an answer, and there is none.
+    answer = rooftop(*job, "--json")
+    assert (answer.status, answer.out, answer.err) == (1, "", f"rooftop: {line}\n")
+
+
+def test_the_first_line_says_that_contexts_are_longer_than_the_models(rooftop: Run) -> None:
+    answer = rooftop(*JOB, "--contexts", "2k,32k")
+    assert answer.status == 0
+    first = " ".join(answer.out.splitlines()[:2])
+    assert "batch 32, disaggregated; contexts of 32,000, the model was made for 8,192" in first
+
+
+def test_options_that_a_front_of_chips_ignores_are_refused(rooftop: Run) -> None:
+    answer = rooftop("plan", "serve", "llama3-8b", "--on", "v5e", "--for", "pareto", "--contexts", "2k")
+    assert (answer.status, answer.err) == (2, "rooftop: contexts: got '2k'; accepted: this without --for pareto\n")
 
 
 def test_a_fleet_that_no_one_could_build_is_a_no(rooftop: Run) -> None:
     answer = rooftop("plan", "serve", "llama3-8b", "--on", "v5e", "--requests-per-second", "1e9")
-    assert (answer.status, answer.out) == (1, "")
-    (line,) = answer.err.strip().splitlines()
+    assert (answer.status, answer.err) == (1, "")
+    (line,) = answer.out.splitlines()
     assert "chips, more than 10,000,000; those serve" in line
 
 
@@ -222,6 +255,7 @@ def test_a_fleet_that_no_one_could_build_is_a_no(rooftop: Run) -> None:
         (("--context", "1e15", "--bounds", "book"), "context: got 1000000000000000"),
         (("--contexts", "1e15"), "context: got 1000000000000000"),
         (("--draft", "llama3.1-405b"), "draft: got 'llama3.1-405b'; accepted: a model with fewer parameters than"),
+        (("--draft", "llama3-70b"), "draft: got 'llama3-70b'; accepted: a model with fewer parameters than"),
         (("--mfu", "1.5"), "between 0 and 1"),
         (("--mfu", "0"), "between 0 and 1"),
         (("--hit-rate", "1"), "not including"),
@@ -243,9 +277,10 @@ def test_a_fleet_that_no_one_could_build_is_a_no(rooftop: Run) -> None:
         (("--price", "1e300"), "price: got '1e300'; accepted: at most 1e+06"),
         (("--price", "1e-300"), "price: got 1e-300; accepted: at least 1e-06"),
         (("--price", "nan"), "positive number"),
-        (("--requests-per-second", "1e300"), "at most 1e+12"),
+        (("--requests-per-second", "1e15"), "at most 1e+12"),
         (("--requests-per-second", "1e-300"), "at least 1e-09"),
-        (("--ttft", "1e300s"), "up to 86,400 s"),
+        (("--ttft", "1e300s"), "at most 1e+09s"),
+        (("--ttft", "1e6s"), "up to 86,400 s"),
         (("--tpot", "nan"), "500ms"),
         (("--kv-sharing", "100"), "at most the 80 layers"),
         (("--weight-group", "1M"), "at most the 28672 inputs of a matmul"),

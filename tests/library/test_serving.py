@@ -47,9 +47,9 @@ def test_a_serving_plan_is_that_of_the_verb(rooftop: Run) -> None:
 
 
 def test_a_recommendation_is_that_of_the_verb(rooftop: Run) -> None:
-    job = ("plan", "serve", "llama3-8b", "--on", "v5e,v6e", "--requests-per-second", "10", "--kv-dtype", "bf16")
+    job = ("plan", "serve", "llama3-8b", "--on", "v5e,v6e", "--kv-dtype", "bf16")
     result = library.plan_serving("llama3-8b", on=[chip("v5e"), "v6e"], requests_per_second=10, kv_dtype=["bf16"])
-    assert json.loads(json.dumps(result.to_json())) == rooftop(*job, "--json").json
+    assert json.loads(json.dumps(result.to_json())) == rooftop(*job, "--requests-per-second", "10", "--json").json
     check(result)
     front = library.serving_front("llama3-8b", on="v5e,v6e", kv_dtype="bf16")
     assert json.loads(json.dumps(front.to_json())) == rooftop(*job, "--for", "pareto", "--json").json

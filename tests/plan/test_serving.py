@@ -424,7 +424,7 @@ def test_what_is_recommended_is_executable_and_so_is_the_nearest(
         assert batch is not None or plan.batch % plan.generate_on.spread == 0 or plan.batch < plan.generate_on.spread
         return
     # What does not fit or has no engine says so, and every plan that it names has one.
-    for near in nearest_plans(plan):
+    for near in nearest_plans(plan.problem):
         assert near.fits and not near.obstacles
 
 

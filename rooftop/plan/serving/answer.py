@@ -63,7 +63,7 @@ class ServingAnswer:
         """The nearest plans that fit and that an engine runs; empty if this one is such a plan."""
         if self.plan.fits and not self.plan.obstacles:
             return ()
-        return tuple(NearestServing.of(plan) for plan in nearest_plans(self.plan))
+        return tuple(NearestServing.of(plan) for plan in nearest_plans(self.plan.problem))
 
     @property
     def document(self) -> ServingAnswerDocument:

@@ -22,6 +22,7 @@ from rooftop.core.quantities import format_seconds
 from rooftop.core.records import Record
 from rooftop.hardware import Slice
 from rooftop.plan.serving.answer import ServingAnswerDocument
+from rooftop.plan.serving.nearest import nearest_plans
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import Mode, ServingProblem
@@ -258,8 +259,9 @@ def recommend(
             if best is not None:
                 best_of_kinds.append(best)
     if not best_of_kinds:
-        largest = ", ".join(max(slices, key=lambda slice_: slice_.chips).name for slices in where.values())
-        raise Infeasible(f"{problem.model.name} does not fit", f"not one sequence on slices up to {largest}")
+        largest = [max(slices, key=lambda slice_: slice_.chips) for slices in where.values()]
+        by = f"not one sequence on slices up to {', '.join(slice_.name for slice_ in largest)}"
+        raise Infeasible(f"{problem.model.name} does not fit", by, _smallest_server(problem, largest))
     best_of_kinds.sort(key=lambda fleet: _order(fleet, objective))
     best = best_of_kinds[0]
     if _excess(best) > 1:
@@ -273,6 +275,15 @@ def recommend(
         )
     others = [fleet for fleet in best_of_kinds[1:] if _excess(fleet) <= 1]
     return Recommendation(best=best, others=others, objective=objective, searched=searched)
+
+
+def _smallest_server(problem: ServingProblem, slices: Sequence[Slice]) -> str | None:
+    """The server of fewest chips, of those larger than ``slices``, that an engine runs; None if there is none."""
+    near = [plan for slice_ in slices for plan in nearest_plans(replace(problem, slice=slice_))]
+    if not near:
+        return None
+    plan = min(near, key=lambda plan: plan.problem.slice.chips)
+    return f"batch {plan.batch} on {plan.problem.slice.name}"
 
 
 def _placements(problem: ServingProblem, slice_: Slice, *, mode: Mode) -> tuple[list[Placement], list[Placement]]:

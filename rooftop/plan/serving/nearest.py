@@ -53,15 +53,15 @@ class NearestServing(Record):
         )
 
 
-def nearest_plans(plan: ServingPlan) -> Iterator[ServingPlan]:
+def nearest_plans(problem: ServingProblem) -> Iterator[ServingPlan]:
     """Plans that fit and that an engine runs: on the same slice with fewer sequences if need be, and on another one.
 
     The first has number formats, lengths and a mesh that engines have. The second is there if the first has another
     batch than was asked for, or does not exist: on the smallest slice that is larger, or else the largest other one.
     """
-    if plan.problem.book:
+    if problem.book:
         return
-    runnable = _runnable(plan.problem)
+    runnable = _runnable(problem)
     asked = runnable.workload.batch_seqs
     here = _first(runnable, replace(runnable, axes=None, kv_split=None))
     if here is None and asked is not None:

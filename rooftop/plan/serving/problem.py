@@ -108,7 +108,7 @@ class ServingProblem:
         if self.draft is not None and self.draft.length > self.workload.generate:
             accepted = f"at most the {self.workload.generate} tokens of an answer"
             raise RooftopError("draft-length", self.draft.length, accepted)
-        if self.draft is not None and count_params(self.draft.model).total > self.params[0]:
+        if self.draft is not None and count_params(self.draft.model).total >= self.params[0]:
             accepted = f"a model with fewer parameters than {self.model.name}, for which it guesses"
             raise RooftopError("draft", self.draft.model.name, accepted)
 

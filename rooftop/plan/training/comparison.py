@@ -25,7 +25,7 @@ from rooftop.core.records import Record, field_values
 from rooftop.hardware import Slice
 from rooftop.models import flops_per_token
 from rooftop.plan.training.answer import TrainingAnswerDocument
-from rooftop.plan.training.nearest import OUTLINE_AXES, refusal, smallest_chips
+from rooftop.plan.training.nearest import OUTLINE_AXES, nearest_executable, refusal, smallest_chips
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
@@ -241,8 +241,10 @@ def compare(
         else:
             left_out.append(LeftOut(name=name, why=_nothing(problem, sizes, limits)))
     if not bests:
-        names = ", ".join(where)
-        raise Infeasible(f"{problem.model.name} cannot be trained on {names}", "; ".join(e.why for e in left_out))
+        what = f"{problem.model.name} cannot be trained on {', '.join(where)}"
+        largest = max((size for sizes in where.values() for size in sizes), key=lambda size: size.hbm_bytes)
+        near = _nearest(replace(problem, slice=largest), on_progress)
+        raise Infeasible(what, "; ".join(entry.why for entry in left_out), near)
     bests.sort(key=lambda offer: _order(offer, aim))
     best = bests[0]
     by_size = sorted(of_best[best.slice.name], key=lambda offer: offer.slice.chips)
@@ -398,6 +400,15 @@ def _order(offer: Offer, aim: Aim) -> tuple[float, float, float, int]:
 
 def _best(offers: Sequence[Offer], aim: Aim) -> Offer:
     return min(offers, key=lambda offer: _order(offer, aim))
+
+
+def _nearest(problem: Problem, on_progress: OnProgress | None) -> str | None:
+    """The nearest plan that programs run and memory holds, and is not on the slice of the problem, as a text."""
+    searched = sweep(problem)
+    if (plan := nearest_executable(searched.plan(searched.best), on_progress)) is None:
+        return None
+    sequences = plan.problem.workload.batch_seqs
+    return f"{sequences:,} sequences a step on {plan.problem.slice.name}: {format_seconds(plan.expected_s)} a step"
 
 
 def _nothing(problem: Problem, sizes: Sequence[Slice], limits: Limits) -> str:

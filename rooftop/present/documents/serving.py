@@ -59,7 +59,7 @@ def serving_plan(data: Mapping[str, Any]) -> Document:
     """A serving plan: the fleet, a step and its latencies, both ledgers, why, and the front of batches."""
     where, generate, prefill = data["slice"]["name"], data["generate"], data["prefill"]
     memory, fleet = data["memory"]["per_device"], data.get("recommendation")
-    subject = f"{data['model']['name']} on {where}: batch {generate['batch']}, {data['mode']}"
+    subject = f"{data['model']['name']} on {where}: batch {generate['batch']}, {data['mode']}{_too_long(data)}"
     return Document(
         title=f"{data['model']['name']} on {where}: a serving plan",
         verdict=ShownVerdict(
@@ -98,12 +98,33 @@ def _no(data: Mapping[str, Any]) -> str:
     memory = data["memory"]["per_device"]
     if not data["memory"]["fits"]:
         reason = f"does not fit: {format_bytes(memory['total'])} of {format_bytes(memory['capacity'])} a device"
+    elif missed := list(_missed(data)):
+        return f"misses {' and '.join(missed)}; nearest is with batch {data['generate']['batch']}"
     elif data["obstacles"] and data["assumptions"]["bounds"] != "book":
         reason = f"not executable: {data['obstacles'][0]}"
     else:
         return ""
     near = [_near(data, item) for item in data["nearest"]]
     return reason + (f"; nearest: {', or '.join(near)}" if near else "; no slice of this chip has a plan that runs")
+
+
+def _too_long(data: Mapping[str, Any]) -> str:
+    """A warning if the front has contexts that are longer than those for which the model was made."""
+    longest = data["model"]["config"]["max_seq_len"]
+    most = max((point["context"] for point in data["pareto"]), default=0)
+    if most <= max(longest, data["generate"]["context"]):
+        return ""
+    return f"; contexts of {most:,.0f}, the model was made for {longest:,}"
+
+
+def _missed(data: Mapping[str, Any]) -> Iterator[str]:
+    """Targets that the plan of one slice misses, with what it reaches."""
+    if data.get("recommendation") is not None:
+        return
+    for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")):
+        target = data["workload"][key]
+        if target is not None and data[key] > target:
+            yield f"its {name} of {format_seconds(target)} with {format_seconds(data[key])}"
 
 
 def _near(data: Mapping[str, Any], near: Mapping[str, Any]) -> str:
