@@ -322,7 +322,7 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
     Capability(
         name="D, F, heads, key/value heads, latents, vocabulary, experts",
         accepted="any: padded with zeros where a mesh does not divide them",
-        obstacle=lambda spec: None,
+        obstacle=_runs,
     ),
     Capability(name="matmul dtype", accepted="as activations", obstacle=_matmul_dtype),
     Capability(

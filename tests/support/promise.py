@@ -1,10 +1,12 @@
 """Random train steps that a table of capabilities says run, or do not, and what becomes of them.
 
-    python -m tests.support.promise --count 500 --seed 0
+    python -m tests.support.promise --seed 1 --count 500
+    python -m tests.support.promise --seed 1 --count 4000 --refusals
 
-Draws so many specs, builds, compiles and runs one step of those without obstacles on emulated devices, compares each
-with one device, and prints how many ran and how many were refused for which reason. With ``--bypass`` those that are
-refused run as well: the table says of each property how many of them fail.
+The first draws so many specs, builds, compiles and runs one step of those without obstacles on emulated devices, and
+compares each with one device. With ``--bypass`` those that are refused for one reason run as well: the table says of
+each property how many of them fail. The second runs nothing, draws kernels that no CPU runs as well, and prints the
+table of refusals in docs/capabilities.md. A draw has a number, and ``--start`` begins with it.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -30,8 +35,6 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 import optax
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 
 from rooftop.arrays.rules import (
     AXES,
@@ -44,7 +47,7 @@ from rooftop.arrays.rules import (
     Rules,
     ways,
 )
-from rooftop.capabilities import CONTEXT_CHUNKS, OPTIMIZERS, STATE_DTYPES, TRAINING, TrainingSpec, obstacles
+from rooftop.capabilities import CONTEXT_CHUNKS, KERNELS, OPTIMIZERS, TRAINING, AttentionKernel, TrainingSpec
 from rooftop.models import MLA, ModelConfig, MoE
 from rooftop.models.activations import POLICIES
 from rooftop.programs.attention.context import sequence_order
@@ -57,149 +60,184 @@ from tests.support.curves import mesh_of
 
 #: Largest error of the loss, and of an updated array relative to its largest change, by whether all is in float32.
 TOLERANCE = {True: (2e-5, 2e-3), False: (3e-2, 0.2)}
+#: Largest distance of neighbouring numbers, relative to them; that of float32 is within the tolerance.
+SPACING = {"bf16": 2.0**-7, "f32": 0.0}
 #: Kernels that run on a CPU.
-KERNELS = ("reference", "chunked")
+CPU_KERNELS: tuple[AttentionKernel, ...] = ("reference", "chunked")
+#: Options of a step's compiler. XLA's pass AllReducePromotion ends the process on some sums of bf16 over CPUs.
+OPTIONS = QUICKLY | {"xla_disable_hlo_passes": "all-reduce-promotion"}
+#: Tokens of a model's longest sequence. A step of a model without learned positions may have longer ones.
+LONGEST = 64
+#: One in so many random steps runs with dropped tokens as well.
+DROPPING = 4
+#: Fields of steps that no program runs.
+UNSUPPORTED = (
+    {"compute": "f16", "matmul": "f16"},
+    {"matmul": "int8"},
+    *({name: "f16"} for name in ("weights", "moments", "gradients")),
+    {"optimizer": "adafactor"},
+    {"schedule": "dual_pipe"},
+)
 
 
-@st.composite
-def models(draw: st.DrawFn, axes: dict[str, int], chunks: int) -> ModelConfig:
-    """Models whose sizes divide over ``axes``."""
+def random_spec(seed: int, number: int, kernels: tuple[AttentionKernel, ...] = CPU_KERNELS) -> TrainingSpec:
+    """Train step number ``number`` of a seed, on up to eight devices: half have a size that an axis may not divide.
+
+    One in five has something that no program runs.
+    """
+    rng = Random(f"{seed}/{number}")
+    axes = _mesh(rng)
+    schedule = rng.choice(list(SCHEDULES)) if ways(axes, *STAGE_AXES) > 1 else "1f1b"
+    chunks = rng.randint(2, 3) if schedule == "interleaved" else 1
+    model = _model(rng, axes, chunks)
+    microbatches = rng.choice((1, 2, 2, 3, 4))
+    spread, pieces = ways(axes, *BATCH_AXES), ways(axes, *RESIDUAL_AXES)
+    ring = CONTEXT_CHUNKS * ways(axes, *SEQUENCE_AXES)
+    sizes = {
+        "sequences": spread * microbatches * rng.randint(1, 2),
+        "seq_len": int(np.lcm(pieces, ring)) * rng.randint(1, 2),
+    }
+    dtypes = {name: rng.choice(("f32", "f32", "bf16")) for name in ("compute", "gradients", "weights", "moments")}
+    more: dict[str, Any] = dtypes | {"matmul": dtypes["compute"], "optimizer": rng.choice(list(OPTIMIZERS))}
+    if rng.random() < 0.5:
+        odd = rng.choice(("sequences", "seq_len", "layers", "d_model", "d_ff", "heads", "vocab", "experts"))
+        if odd in sizes:
+            sizes[odd] = rng.randint(1, 2 * sizes[odd] + 1)
+        else:
+            model = _odd(rng, model, odd)
+    if rng.random() < 0.1:
+        more |= rng.choice(UNSUPPORTED)
+    if model.positions == "learned" and rng.random() < 0.2:
+        sizes["seq_len"] += LONGEST
+    return TrainingSpec(
+        model=model,
+        axes=axes,
+        kernel=rng.choice(kernels),
+        attention_block=rng.choice((4, 8, 512)),
+        microbatches=microbatches,
+        remat=rng.choice((*POLICIES, "block,qkv=offload", "full,mlp_up=save")),
+        chunks=chunks,
+        rules=Rules().only({axis: size for axis, size in axes.items() if size > 1}),
+        **(sizes | {"schedule": schedule} | more),
+    )
+
+
+def _mesh(rng: Random) -> dict[str, int]:
+    """Axes of up to eight devices: every factor of their number lies on an axis of its own choice."""
+    axes = dict.fromkeys(AXES, 1)
+    for factor in rng.choice(((2, 2, 2), (2, 2, 2), (2, 2, 2), (2, 2), (2, 2), (2,), (3, 2), (3,), (5,), (7,), ())):
+        axes[rng.choice(AXES)] *= factor
+    return axes
+
+
+def _model(rng: Random, axes: dict[str, int], chunks: int) -> ModelConfig:
+    """A model whose sizes divide over ``axes``."""
     tensor, stages = ways(axes, *COLUMN_AXES), ways(axes, *STAGE_AXES) * chunks
-    latent = draw(st.integers(0, 4)) == 0
-    experts = ways(axes, *EXPERT_AXES) > 1 or draw(st.integers(0, 2)) == 0
-    heads = draw(st.sampled_from([n for n in (4, 8) if n % tensor == 0] or [tensor]))
-    kv_heads = heads if latent else draw(st.sampled_from([n for n in (tensor, 2 * tensor, heads) if heads % n == 0]))
-    layers = stages * draw(st.integers(1, 2 if stages < 4 else 1))
-    alone = draw(st.integers(0, 1)) if experts and layers < 4 else 0
+    latent = rng.random() < 0.2
+    experts = rng.random() < (0.95 if ways(axes, *EXPERT_AXES) > 1 else 0.3)
+    heads = rng.choice([n for n in (4, 8) if n % tensor == 0] or [tensor])
+    kv_heads = heads if latent else rng.choice([n for n in (tensor, 2 * tensor, heads) if heads % n == 0])
+    layers = stages * rng.randint(1, 2 if stages < 4 else 1)
+    alone = rng.randint(0, 1) if experts and layers < 4 else 0
     moe = None
     if experts:
-        groups = draw(st.sampled_from((1, 2)))
+        groups = rng.choice((1, 2))
         moe = MoE(
             experts=8,
-            active=draw(st.integers(1, 3)),
-            d_ff=draw(st.sampled_from((8, 16))),
-            shared_d_ff=draw(st.sampled_from((0, 8, 16))),
+            active=rng.randint(1, 3),
+            d_ff=rng.choice((8, 16)),
+            shared_d_ff=rng.choice((0, 8, 16)),
             dense_layers=alone,
-            bias=draw(st.booleans()),
-            scoring=draw(st.sampled_from(("softmax", "sigmoid"))),
-            normalise=draw(st.booleans()),
+            bias=_coin(rng),
+            scoring=rng.choice(("softmax", "sigmoid")),
+            normalise=_coin(rng),
             groups=groups,
             active_groups=groups,
-            correction_bias=draw(st.booleans()),
+            correction_bias=_coin(rng),
         )
     mla = None
     if latent:
-        mla = MLA(
-            q_rank=draw(st.sampled_from((None, 8, 16))),
-            kv_rank=8,
-            d_nope=4,
-            d_rope=4,
-            d_v=draw(st.sampled_from((4, 8))),
-        )
+        mla = MLA(q_rank=rng.choice((None, 8, 16)), kv_rank=8, d_nope=4, d_rope=4, d_v=rng.choice((4, 8)))
     layers += alone
-    pattern = draw(st.sampled_from(((None,), (None,), (5,), (None, 5), (3, None))))
-    windows = tuple(pattern[at % len(pattern)] for at in range(layers))
+    pattern = rng.choice(((None,), (None,), (5,), (None, 5), (3, None)))
     plain = not latent
-    learned = plain and draw(st.integers(0, 4)) == 0
-    gated = draw(st.integers(0, 3)) > 0
     return ModelConfig(
-        name="drawn",
+        name="the model",
         family="llama",
         layers=layers,
-        d_model=draw(st.sampled_from((16, 24, 32))),
-        d_ff=draw(st.sampled_from((16, 24))),
+        d_model=rng.choice((16, 24, 32)),
+        d_ff=rng.choice((16, 24)),
         heads=heads,
         kv_heads=kv_heads,
         d_head=8,
-        vocab=draw(st.sampled_from((32, 64))),
-        max_seq_len=64,
-        mlp_matrices=3 if gated else 2,
-        activation=draw(st.sampled_from(("silu", "gelu_tanh"))),
-        tied_embeddings=draw(st.booleans()),
-        qkv_bias=plain and draw(st.booleans()),
-        attn_out_bias=plain and draw(st.booleans()),
-        mlp_bias=draw(st.booleans()),
-        norm=draw(st.sampled_from(("rms", "rms", "layer"))),
-        norms_per_layer=draw(st.sampled_from((2, 2, 4))),
-        qk_norm=plain and draw(st.booleans()),
-        attention_sinks=plain and draw(st.integers(0, 3)) == 0,
-        attn_softcap=draw(st.sampled_from((None, None, 20.0))),
-        final_softcap=draw(st.sampled_from((None, None, 10.0))),
-        layer_windows=windows,
-        positions="learned" if learned else "rope",
+        vocab=rng.choice((32, 64)),
+        max_seq_len=LONGEST,
+        mlp_matrices=rng.choice((3, 3, 3, 2)),
+        activation=rng.choice(("silu", "gelu_tanh")),
+        tied_embeddings=_coin(rng),
+        qkv_bias=plain and _coin(rng),
+        attn_out_bias=plain and _coin(rng),
+        mlp_bias=_coin(rng),
+        norm=rng.choice(("rms", "rms", "layer")),
+        norms_per_layer=rng.choice((2, 2, 4)),
+        qk_norm=plain and _coin(rng),
+        attention_sinks=plain and rng.random() < 0.25,
+        attn_softcap=rng.choice((None, None, 20.0)),
+        final_softcap=rng.choice((None, None, 10.0)),
+        layer_windows=tuple(pattern[at % len(pattern)] for at in range(layers)),
+        positions="learned" if plain and rng.random() < 0.2 else "rope",
         moe=moe,
         mla=mla,
     )
 
 
-@st.composite
-def meshes(draw: st.DrawFn) -> dict[str, int]:
-    """Axes of up to eight devices: every factor of their number lies on an axis of its own choice."""
-    axes = dict.fromkeys(AXES, 1)
-    for factor in draw(st.sampled_from(((2, 2, 2), (2, 2, 2), (2, 2, 2), (2, 2), (2,), (3, 2), (3,), (5,), (7,), ()))):
-        axes[draw(st.sampled_from(AXES))] *= factor
-    return axes
+def _coin(rng: Random) -> bool:
+    return rng.random() < 0.5
 
 
-@st.composite
-def specs(draw: st.DrawFn) -> TrainingSpec:
-    """Train steps on up to eight devices: half of them with a size that an axis may not divide."""
-    axes = draw(meshes())
-    schedule = draw(st.sampled_from(tuple(SCHEDULES))) if ways(axes, *STAGE_AXES) > 1 else "1f1b"
-    chunks = draw(st.integers(2, 3)) if schedule == "interleaved" else 1
-    model = draw(models(axes, chunks))
-    microbatches = draw(st.sampled_from((1, 2, 4)))
-    spread, pieces = ways(axes, *BATCH_AXES), ways(axes, *RESIDUAL_AXES)
-    ring = CONTEXT_CHUNKS * ways(axes, *SEQUENCE_AXES)
-    sizes = {
-        "sequences": spread * microbatches * draw(st.integers(1, 2)),
-        "seq_len": int(np.lcm(pieces, ring)) * draw(st.integers(1, 2)),
-    }
-    # XLA's compiler for CPUs ends the process on some sums of bf16 over devices (its pass AllReducePromotion), so what
-    # is sent is float32; tests of single programs have bf16 there.
-    dtypes = {"compute": "f32", "gradients": "f32"}
-    dtypes |= {name: draw(st.sampled_from(("f32", *STATE_DTYPES))) for name in ("weights", "moments")}
-    if draw(st.booleans()):
-        odd = draw(st.sampled_from(("sequences", "seq_len", "layers", "d_model", "d_ff", "heads", "vocab", "experts")))
-        if odd in sizes:
-            sizes[odd] = draw(st.integers(1, 2 * sizes[odd] + 1))
-        else:
-            model = draw(_odd(model, odd))
-    return TrainingSpec(
-        model=model,
-        axes=axes,
-        **sizes,
-        kernel=draw(st.sampled_from(KERNELS)),
-        attention_block=draw(st.sampled_from((4, 8, 512))),
-        microbatches=microbatches,
-        remat=draw(st.sampled_from((*POLICIES, "block,qkv=offload", "full,mlp_up=save"))),
-        schedule=schedule,
-        chunks=chunks,
-        optimizer=draw(st.sampled_from(tuple(OPTIMIZERS))),
-        matmul=dtypes["compute"] if draw(st.integers(0, 19)) else "int8",
-        **dtypes,
-        rules=Rules().only({axis: size for axis, size in axes.items() if size > 1}),
-    )
-
-
-@st.composite
-def _odd(draw: st.DrawFn, model: ModelConfig, name: str) -> ModelConfig:
+def _odd(rng: Random, model: ModelConfig, name: str) -> ModelConfig:
     """The model with another size of one dim."""
     if name == "experts":
         if model.moe is None:
-            return replace(model, d_ff=draw(st.integers(5, 30)))
-        moe = replace(
-            model.moe, experts=draw(st.integers(4, 9)), d_ff=draw(st.integers(5, 17)), groups=1, active_groups=1
-        )
+            return replace(model, d_ff=rng.randint(5, 30))
+        moe = replace(model.moe, experts=rng.randint(4, 9), d_ff=rng.randint(5, 17), groups=1, active_groups=1)
         return replace(model, moe=moe)
     if name == "heads":
-        heads = draw(st.integers(1, 9))
-        kv_heads = heads if model.mla else draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+        heads = rng.randint(1, 9)
+        kv_heads = heads if model.mla else rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
         return replace(model, heads=heads, kv_heads=kv_heads)
     if name == "layers":
         least = 1 if model.moe is None else model.moe.dense_layers + 1
-        return replace(model, layers=draw(st.integers(least, 7)), layer_windows=())
-    return replace(model, **{name: draw(st.integers(9, 40))})
+        return replace(model, layers=rng.randint(least, 7), layer_windows=())
+    return replace(model, **{name: rng.randint(9, 40)})
+
+
+def refusals(spec: TrainingSpec) -> list[tuple[str, str]]:
+    """Properties for which programs refuse a spec, each with the obstacle, its numbers folded to N."""
+    return [
+        (item.name, re.sub(r"\b\d[\d,]*\b", "N", obstacle))
+        for item in TRAINING
+        if (obstacle := item.obstacle(spec)) is not None
+    ]
+
+
+def refusal_table(drawn: Iterable[TrainingSpec]) -> str:
+    """How many specs are executable, and a Markdown table of why the others are not, as in docs/capabilities.md."""
+    reasons = [refusals(spec) for spec in drawn]
+    counts = Counter(reason for several in reasons for reason in several)
+    lines = [
+        f"{sum(not several for several in reasons):,} of {len(reasons):,} random train steps are executable.",
+        "",
+        "| property | refusal | steps |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {name} | {text} | {count} |" for (name, text), count in sorted(counts.items(), key=_most_frequent)]
+    return "\n".join(lines) + "\n"
+
+
+def _most_frequent(row: tuple[tuple[str, str], int]) -> tuple[int, tuple[str, str]]:
+    reason, count = row
+    return -count, reason
 
 
 @dataclass(frozen=True)
@@ -210,24 +248,30 @@ class Outcome:
     failure: str | None = None
 
 
-def outcome(spec: TrainingSpec, *, bypass: bool = False) -> Outcome:
-    """Build, compile and run a spec without obstacles, or any if the check is to be bypassed."""
-    refused = tuple(item.name for item in TRAINING if item.obstacle(spec) is not None)
+def outcome(spec: TrainingSpec, *, bypass: bool = False, drops: bool = False) -> Outcome:
+    """Build, compile and run a spec without obstacles, or any if the check is to be bypassed.
+
+    With ``drops`` also as it stands, where experts drop tokens.
+    """
+    refused = tuple(name for name, _ in refusals(spec))
     if refused and not bypass:
         return Outcome(refused)
     try:
         with mock.patch.object(program_module, "require") if refused else nullcontext():
             program = TrainProgram.from_spec(spec, "any")
-        return Outcome(refused, difference(program, spec))
+        return Outcome(refused, difference(program, spec, drops=drops))
     except Exception as error:  # Whatever a program raises breaks the promise.
         return Outcome(refused, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
 
 
-def difference(program: TrainProgram, spec: TrainingSpec) -> str | None:
-    """The difference between a step of the program on its mesh and one of a plain program on one device, if any."""
+def difference(program: TrainProgram, spec: TrainingSpec, *, drops: bool) -> str | None:
+    """The difference between a step of the program on its mesh and one of a plain program on one device, if any.
+
+    No token is dropped in either; with ``drops`` a step that drops some must have a finite loss.
+    """
     mesh = mesh_of(**spec.axes)
     moe = spec.model.moe is not None
-    if moe and not np.isfinite(stepped(program, mesh)[0]):
+    if moe and drops and not np.isfinite(stepped(program, mesh)[0]):
         return "the loss is not finite where experts drop tokens"
     loss, before, after = stepped(_comparable(program), mesh)
     expected_loss, _, expected = _one_device(
@@ -240,6 +284,7 @@ def difference(program: TrainProgram, spec: TrainingSpec) -> str | None:
     if moe and not exact:
         # Rounded scores choose other experts now and then.
         return None
+    spacing = SPACING[spec.moments if spec.optimizer == "lion" else spec.weights]
     for path, ours, theirs, old in zip(
         jax.tree_util.tree_leaves_with_path(after),
         jax.tree.leaves(after),
@@ -249,7 +294,8 @@ def difference(program: TrainProgram, spec: TrainingSpec) -> str | None:
     ):
         if ours.shape != theirs.shape:
             return f"{jax.tree_util.keystr(path[0])} of shape {ours.shape}, not {theirs.shape}"
-        error = np.abs(ours - theirs).max() / max(np.abs(theirs - old).max(), 1e-3)
+        # Two results that are almost the same may be stored as neighbours.
+        error = (np.abs(ours - theirs) - spacing * np.abs(theirs)).max() / max(np.abs(theirs - old).max(), 1e-3)
         if not error <= of_weights:
             return f"{jax.tree_util.keystr(path[0])} differs by {error:.2g} of its largest change"
     return None
@@ -315,7 +361,7 @@ def stepped(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, Any,
 
     before = figures(state)
     with jax.set_mesh(mesh):
-        step = jax.jit(train_step(program, program.specs(mesh)), donate_argnums=0, compiler_options=QUICKLY)
+        step = jax.jit(train_step(program, program.specs(mesh)), donate_argnums=0, compiler_options=OPTIONS)
         state, metrics = jax.block_until_ready(step(state, dataclasses.replace(like, **ids)))
     return float(metrics.loss), before, figures(state)
 
@@ -323,42 +369,39 @@ def stepped(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, Any,
 def main() -> None:
     """Draw, run, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="number of the first draw")
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--refusals", action="store_true", help="run nothing: count refusals")
     parser.add_argument("--bypass", action="store_true", help="also run what is refused for one reason alone")
     chosen = parser.parse_args()
-    ran, broken, drawn = 0, 0, 0
-    refused, failing = Counter[str](), Counter[str]()
-
-    @seed(chosen.seed)
-    @settings(
-        max_examples=chosen.count, deadline=None, database=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    @given(specs())
-    def run(spec: TrainingSpec) -> None:
-        nonlocal ran, broken, drawn
-        drawn += 1
-        if drawn % 10 == 0:
-            jax.clear_caches()
-            print(f"{drawn} drawn, {ran} ran, {broken} broke the promise", file=sys.stderr, flush=True)
-        reasons = list(obstacles(TRAINING, spec))
-        result = outcome(spec, bypass=chosen.bypass and len(reasons) == 1)
-        refused.update(result.refused)
-        if not result.refused:
-            ran += 1
+    numbers = range(chosen.start, chosen.start + chosen.count)
+    if chosen.refusals:
+        print(refusal_table(random_spec(chosen.seed, number, KERNELS) for number in numbers), end="")
+        return
+    executable, broken = 0, 0
+    failing = Counter[str]()
+    for drawn, number in enumerate(numbers, start=1):
+        spec = random_spec(chosen.seed, number)
+        reasons = refusals(spec)
+        # On stderr before the step runs: XLA may end the process.
+        print(f"{number}: {executable} ran, {broken} broke the promise", file=sys.stderr, flush=True)
+        result = outcome(spec, bypass=chosen.bypass and len(reasons) == 1, drops=number % DROPPING == 0)
+        if not reasons:
+            executable += 1
             if result.failure is not None:
                 broken += 1
-                print(f"BROKEN {result.failure}\n  {spec}", flush=True)
-        elif chosen.bypass and len(result.refused) == 1:
-            failing[f"{result.refused[0]}: {'fails' if result.failure else 'RUNS'}"] += 1
+                print(f"BROKEN {number}: {result.failure}\n  {spec}", flush=True)
+        elif chosen.bypass and len(reasons) == 1:
+            failing[f"{reasons[0][0]}: {'fails' if result.failure else 'RUNS'}"] += 1
             if result.failure is None:
-                print(f"REFUSED, but runs: {reasons[0]}\n  {spec}", flush=True)
-
-    run()
-    print(f"{drawn} drawn, {ran} ran, {broken} broke the promise")
-    for name, count in refused.most_common():
-        print(f"  {count:5d} refused for: {name}")
+                print(f"REFUSED {number}, but runs: {reasons[0][1]}\n  {spec}", flush=True)
+        if drawn % 10 == 0:
+            jax.clear_caches()
+    print(
+        f"{chosen.count} drawn, {executable} executable, {executable - broken} equal to one device, {broken} broke the "
+        "promise"
+    )
     for name, count in sorted(failing.items()):
         print(f"  {count:5d} bypassed: {name}")
 
