@@ -8,8 +8,8 @@ c S + s of all, in the order in which a microbatch meets them. A stage does one 
   before waits for);
 - WEIGHTS, the other half of a split one: gradients of weights (dW), for which nobody waits, so that they fill gaps.
 
-A result that another stage needs is there in the next slot. ``slot_mixes`` counts slots by the tasks that they contain,
-which is all that the time of stages in lockstep depends on. What the slots last is the business of
+A result that another stage needs is there in the next slot. ``slot_counts`` counts slots by the tasks that they
+contain, which is all that the time of stages in lockstep depends on. What the slots last is the business of
 ``rooftop.plan.training.pricing`` and ``rooftop.simulate.pipeline``. Sources: chapter 5 of the book and the papers that
 each schedule names.
 """
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from fractions import Fraction
 from functools import lru_cache
 from itertools import cycle
 from typing import Literal, NamedTuple
@@ -29,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError, one_of
-from rooftop.core.ledger import Number
 
 
 class StageOp(IntEnum):
@@ -59,8 +59,6 @@ class ModelPart(IntEnum):
 
 #: Tasks of one slot that differ in length, over all stages.
 SlotMix = frozenset[tuple[StageOp, ModelPart]]
-#: True or False, or an array of them.
-Flag = bool | npt.NDArray[np.bool_]
 #: A stage's tasks in the order in which it does them.
 Order = Sequence[Task]
 #: Names of pipeline schedules.
@@ -181,13 +179,25 @@ def _slots(schedule: PipelineSchedule, stages: int, microbatches: int, chunks: i
     return _placed(orders, stages, chunks, turns=_IN_TURN if schedule == "eager_1f1b" else _ANY)
 
 
-@lru_cache(maxsize=1 << 12)
-def slot_mixes(schedule: PipelineSchedule, stages: int, microbatches: int, chunks: int = 1) -> Mapping[SlotMix, int]:
-    """Numbers of slots by the tasks that may be the longest in them.
+@dataclass(frozen=True, kw_only=True)
+class SlotCounts:
+    """The trips of a schedule's table (``TripTable``), and the numbers of its slots by the tasks that may be longest.
 
     Tasks of the first part are at least as long as those of inner ones, and those of the last part have no more layers:
     of a slot the mix has no task that another of the same kind is sure to outlast.
     """
+
+    trips: int
+    mixes: Mapping[SlotMix, int]
+
+
+@lru_cache(maxsize=1 << 12)
+def slot_counts(schedule: PipelineSchedule, stages: int, microbatches: int, chunks: int = 1) -> SlotCounts:
+    """The counts of a schedule's table, which need not be made."""
+    if schedule in ("eager_1f1b", "gpipe"):
+        waves = microbatches + stages - 1
+        trips = waves + stages - 1 if schedule == "eager_1f1b" else 2 * waves - 1
+        return SlotCounts(trips=trips, mixes=Counter(_waves(stages, microbatches)))
     if schedule == "interleaved" and microbatches > stages:
         # Other numbers have no table.
         microbatches = -(-microbatches // stages) * stages
@@ -196,16 +206,35 @@ def slot_mixes(schedule: PipelineSchedule, stages: int, microbatches: int, chunk
     whole = 2 * stages
     if microbatches > whole + period:
         near = whole + (microbatches - whole) % period
-        fewer, more = (slot_mixes(schedule, stages, count, chunks) for count in (near, near + period))
+        fewer, more = (slot_counts(schedule, stages, count, chunks) for count in (near, near + period))
         times = (microbatches - near) // period
-        return {
-            mix: count for mix in {**fewer, **more}
-            if (count := fewer.get(mix, 0) + times * (more.get(mix, 0) - fewer.get(mix, 0)))
+        mixes = {
+            mix: count for mix in {**fewer.mixes, **more.mixes}
+            if (count := (1 - times) * fewer.mixes.get(mix, 0) + times * more.mixes.get(mix, 0))
         }  # fmt: skip
+        return SlotCounts(trips=fewer.trips + times * (more.trips - fewer.trips), mixes=mixes)
+    slots = _slots(schedule, stages, microbatches, chunks)
+    return SlotCounts(trips=_trips(slots)[-1] + 1, mixes=_mixes(slots, chunks))
+
+
+def _waves(stages: int, microbatches: int) -> Iterator[SlotMix]:
+    """The mixes of slots in which all stages go forward, or all back, as microbatches come in and leave one by one."""
+    for op in (StageOp.FORWARD, StageOp.BACKWARD):
+        for wave in range(microbatches + stages - 1):
+            begin, end = max(0, wave - microbatches + 1), min(stages - 1, wave)
+            if op == StageOp.BACKWARD:
+                begin, end = stages - 1 - end, stages - 1 - begin
+            # The first and the last stage at work, and any between them.
+            yield _mix((op, _part(stage, stages - 1)) for stage in {begin, (begin + end + 1) // 2, end})
+
+
+def _mixes(slots: _Slots, chunks: int) -> Mapping[SlotMix, int]:
+    """The numbers of slots by mix."""
+    stages = len(slots[0])
     last = stages * chunks - 1
     return Counter(
         _mix((task.op, _part(task.chunk * stages + stage, last)) for stage, task in enumerate(row) if task is not None)
-        for row in _slots(schedule, stages, microbatches, chunks)
+        for row in slots
     )
 
 
@@ -223,12 +252,6 @@ def _mix(tasks: Iterable[tuple[StageOp, ModelPart]]) -> SlotMix:
         if op != StageOp.FORWARD and {(op, ModelPart.FIRST), (op, ModelPart.INNER)} & present:
             present.discard((op, ModelPart.LAST))
     return frozenset(present)
-
-
-def slot_count(*, stages: Number, microbatches: Number, chunks: Number = 1, split: Flag = False) -> Number:
-    """Slots of a schedule's table, in closed form; ``split``: of one with split backward passes (zero_bubble)."""
-    waves = chunks * np.maximum(microbatches, stages) + np.minimum(microbatches, stages) - 1
-    return np.where(split, np.maximum(3 * microbatches + stages - 1, 2 * waves + 1), 2 * waves)
 
 
 def require_schedule(schedule: str, chunks: int) -> PipelineSchedule:
@@ -363,16 +386,22 @@ class StageBuffer(IntEnum):
     SPLIT = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class BufferPlaces:
-    """A table for a program to run; all arrays are int32, [slots, S] but for those of buffers, [slots, S, buffers].
+#: Tasks of a stage in the order in which a trip does them.
+TRIP_OPS = (StageOp.FORWARD, StageOp.BACKWARD, StageOp.WEIGHTS)
 
-    ``op``, ``microbatch`` and ``chunk`` of each task; ``used``, the place in each buffer that it reads or writes; and
-    ``arriving``, the places of what has come from other stages (an input, a gradient) when the slot is over, [slots, S,
-    2]. ``sizes`` are the places in each buffer; the number that follows the last place stands for nowhere.
+
+@dataclass(frozen=True, kw_only=True)
+class TripTable:
+    """A table for a program to run in trips of a loop; arrays are int32, [trips, S, ops, ...], ops as ``TRIP_OPS``.
+
+    A trip is one slot, or one of forward tasks and the next one without any. ``done`` is 1 for a task that a stage has
+    in a trip, of ``microbatch`` and ``chunk``; ``used`` [..., buffers] is the place in each buffer that it reads or
+    writes. ``arriving`` [trips, S, 2] are the places of what comes from other stages: an input, at the end of the trip
+    in which it is made, and a gradient, between the forward and the backward tasks of the next one. ``sizes`` are the
+    places in each buffer; the number that follows the last place of these two stands for nowhere.
     """
 
-    op: npt.NDArray[np.int32]
+    done: npt.NDArray[np.int32]
     microbatch: npt.NDArray[np.int32]
     chunk: npt.NDArray[np.int32]
     used: npt.NDArray[np.int32]
@@ -380,8 +409,8 @@ class BufferPlaces:
     sizes: tuple[int, ...]
 
 
-def places(table: PipelineTable) -> BufferPlaces:
-    """The places of all that a table's tasks make, as few in each buffer as its busiest stage needs."""
+def trip_table(table: PipelineTable) -> TripTable:
+    """The trips of a table, with places for all that its tasks make, as few as the busiest stage needs."""
     at = {
         (stage, task): slot
         for slot, row in enumerate(table.slots)
@@ -395,21 +424,74 @@ def places(table: PipelineTable) -> BufferPlaces:
         1 + max((place for by_stage in assigned[buffer] for place in by_stage.values()), default=-1)
         for buffer in assigned
     )
-    shape = len(table.slots), table.stages
-    op, microbatch, chunk = (np.zeros(shape, np.int32) for _ in range(3))
-    used = np.broadcast_to(np.array(sizes, np.int32), (*shape, len(StageBuffer))).copy()
-    arriving = used[..., : StageBuffer.SAVED].copy()
+    trip_of = _trips(table.slots)
+    shape = trip_of[-1] + 1, table.stages, len(TRIP_OPS)
+    done, microbatch, chunk = (np.zeros(shape, np.int32) for _ in range(3))
+    # Without a task, values that are saved are written back to where they are.
+    nowhere = [sizes[buffer] if buffer < StageBuffer.SAVED else 0 for buffer in StageBuffer]
+    used = np.broadcast_to(np.array(nowhere, np.int32), (*shape, len(StageBuffer))).copy()
+    arriving = used[:, :, 0, : StageBuffer.SAVED].copy()
     for (stage, task), slot in at.items():
-        op[slot, stage], microbatch[slot, stage], chunk[slot, stage] = task.op, task.microbatch, task.chunk
+        place = trip_of[slot], stage, TRIP_OPS.index(task.op)
+        done[place], microbatch[place], chunk[place] = 1, task.microbatch, task.chunk
+        ends = task.chunk * table.stages + stage == table.stages * table.chunks - 1
         for buffer in StageBuffer:
-            if (place := assigned[buffer][stage].get((task.microbatch, task.chunk))) is not None:
-                used[slot, stage, buffer] = place
-        # What a task of another stage has made for this one comes at the end of that task's slot.
+            # A forward task has a place for a gradient if it makes that with the loss.
+            if task.op == StageOp.FORWARD and buffer == StageBuffer.GRADIENT and not ends:
+                continue
+            if (index := assigned[buffer][stage].get((task.microbatch, task.chunk))) is not None:
+                used[(*place, buffer)] = index
         for maker, producer in table.needs(task, stage):
             if producer.op == task.op:
-                buffer = StageBuffer.INPUT if task.op == StageOp.FORWARD else StageBuffer.GRADIENT
-                arriving[at[maker, producer], stage, buffer] = used[slot, stage, buffer]
-    return BufferPlaces(op=op, microbatch=microbatch, chunk=chunk, used=used, arriving=arriving, sizes=sizes)
+                forward = task.op == StageOp.FORWARD
+                buffer = StageBuffer.INPUT if forward else StageBuffer.GRADIENT
+                arriving[trip_of[at[maker, producer]] + (not forward), stage, buffer] = used[(*place, buffer)]
+    return TripTable(done=done, microbatch=microbatch, chunk=chunk, used=used, arriving=arriving, sizes=sizes)
+
+
+def _trips(slots: _Slots) -> list[int]:
+    """The trip of each slot."""
+    trips, alone = list[int](), True
+    for row in slots:
+        ops = {task.op for task in row if task is not None}
+        joins = not alone and StageOp.FORWARD not in ops
+        trips.append((trips[-1] if trips else -1) + (not joins))
+        alone = joins or ops != {StageOp.FORWARD}
+    return trips
+
+
+class TripTask(IntEnum):
+    """Tasks of a trip as a program does them: those of the first and of the last part of the model stand apart."""
+
+    BEGIN = 0
+    FORWARD = 1
+    FINISH = 2
+    BACKWARD = 3
+    BEGIN_BACKWARD = 4
+    WEIGHTS = 5
+
+
+def waited_trips(table: PipelineTable, *, last_chunk: Fraction, loss_longer: bool) -> dict[TripTask, Fraction]:
+    """The number of trips in which all stages wait for a task of each kind; all of it together is a step in lockstep.
+
+    Backward tasks are taken to outlast forward ones, with or without the loss, and these those of weights alone.
+    ``last_chunk`` is the share of a chunk's layers that the last part of the model has; ``loss_longer``: loss and its
+    gradient last longer than the layers that it lacks.
+    """
+    trips = dict.fromkeys(TripTask, Fraction(0))
+    for mix, count in _mixes(table.slots, table.chunks).items():
+        forward, backward = ({part for of, part in mix if of == op} for op in (StageOp.FORWARD, StageOp.BACKWARD))
+        if backward:
+            trips[TripTask.BACKWARD] += count * (last_chunk if backward == {ModelPart.LAST} else 1)
+            trips[TripTask.BEGIN_BACKWARD] += count * (ModelPart.FIRST in backward)
+        elif forward:
+            loss = ModelPart.LAST in forward and (loss_longer or len(forward) == 1)
+            trips[TripTask.FORWARD] += count * (last_chunk if loss else 1)
+            trips[TripTask.FINISH] += count * loss
+            trips[TripTask.BEGIN] += count * (ModelPart.FIRST in forward and not loss)
+        else:
+            trips[TripTask.WEIGHTS] += count
+    return trips
 
 
 #: A microbatch and a chunk, with the slots in which what they need is made and read.

@@ -417,6 +417,33 @@ def test_loops_run_trip_by_trip() -> None:
     assert line.total_s == pytest.approx(1000 * (gather_s() + 2 * DOT_S))
 
 
+def test_a_branch_lasts_as_long_as_its_program_says() -> None:
+    """Of four trips one takes the branch, and in two the device waits for others that take it."""
+    scope = 'metadata={op_name="step/while/body/taken[1:4:2]/layers/mlp/up/dot_general"}'
+
+    def branch(name: str, *lines: str) -> str:
+        body = "\n".join(f"  %{line}" for line in (f"y = {ARRAY} parameter(0)", *lines))
+        start, _, root = body.rpartition("  ")
+        return f"%{name} (y: {ARRAY}) -> {ARRAY} {{\n{start}  ROOT {root}\n}}"
+
+    taken = [
+        f"g = {GATHERED} all-gather(%y), {groups('Y')}",
+        dot("d", "y", "y"),
+        f"e = {ARRAY} dot(%d, %y), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, {scope}",
+    ]
+    body = [
+        "p = pred[] constant(true)",
+        f"c = {ARRAY} conditional(%p, %y, %y), true_computation=%taken, false_computation=%other",
+        dot("f", "c"),
+    ]
+    branches = branch("taken", *taken), branch("other", f"z = {ARRAY} copy(%y)")
+    line = run(call("scan", "x"), *branches, *loop("scan", 4, body, "f"))
+    assert line.total_s == pytest.approx(2 * (gather_s() + 2 * DOT_S) + 4 * DOT_S)
+    (one,) = line.collectives
+    assert one.collective.executions == 1
+    assert (one.price_s, one.exposed_s) == pytest.approx((gather_s(), 2 * gather_s()))
+
+
 def test_an_asynchronous_fusion_counts_once() -> None:
     """Start, step and done carry the same collective; what the step multiplies runs beside it."""
     held = f'all-gather(%p0), channel_id=3, {groups("Y")}, frontend_attributes={{chain_id="0"}}'

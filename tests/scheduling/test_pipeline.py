@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -18,14 +19,17 @@ from rooftop.plan.training.pricing import lockstep_s
 from rooftop.plan.training.strategies import IDLE_SHARES, Choice, Strategies
 from rooftop.scheduling.pipeline import (
     SCHEDULES,
+    TRIP_OPS,
     PipelineSchedule,
     PipelineTable,
     StageBuffer,
     StageOp,
     Task,
+    TripTask,
     pipeline_table,
-    places,
-    slot_count,
+    slot_counts,
+    trip_table,
+    waited_trips,
 )
 from rooftop.simulate.pipeline import Durations, bubble, idle_over_busy, most_in_flight, run
 
@@ -51,13 +55,19 @@ def test_simulated_bubble_and_memory_equal_the_closed_forms(
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
-@given(stages=st.integers(1, 6), microbatches=st.integers(1, 12))
-def test_slots_equal_the_closed_form(schedule: str, chunks: int, stages: int, microbatches: int) -> None:
+@given(stages=st.integers(2, 6), microbatches=st.integers(1, 30))
+def test_trips_of_the_program_are_counted_without_its_table(
+    schedule: PipelineSchedule, chunks: int, stages: int, microbatches: int
+) -> None:
     if schedule == "interleaved" and microbatches > stages:
         microbatches -= microbatches % stages
-    size = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    slots = len(pipeline_table(schedule, **size).slots)
-    assert slot_count(**size, split=schedule == "zero_bubble") == slots
+    table = pipeline_table(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
+    trips = slot_counts(schedule, stages, microbatches, chunks).trips
+    assert trips == len(trip_table(table).done)
+    # A forward and a backward slot of eager 1F1B are one trip, but for its ends.
+    if schedule == "eager_1f1b":
+        assert trips == microbatches + 2 * (stages - 1)
+        assert len(table.slots) == 2 * (microbatches + stages - 1)
 
 
 @pytest.mark.parametrize("stages", [4, 8])
@@ -196,32 +206,65 @@ def test_wrong_durations_are_refused() -> None:
 
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
 def test_nothing_is_overwritten_before_it_is_read(schedule: str, chunks: int) -> None:
-    """Run the table on buffers of names: every task finds in each buffer what was made for it."""
+    """Run the trips on buffers of names, in the program's order: every task reads what was made for it."""
     table = pipeline_table(schedule, stages=4, microbatches=8, chunks=chunks)
-    where = places(table)
-    nowhere = where.sizes
-    held = [{kind: dict[int, tuple[int, int]]() for kind in StageBuffer} for _ in range(table.stages)]
-    parts = table.stages * chunks
-    for slot, row in enumerate(table.slots):
-        sent = []
-        for stage, task in ((stage, task) for stage, task in enumerate(row) if task is not None):
-            key, part = (task.microbatch, task.chunk), task.chunk * table.stages + stage
-            assert (where.op[slot, stage], where.microbatch[slot, stage], where.chunk[slot, stage]) == (task.op, *key)
-            at = dict(zip(StageBuffer, where.used[slot, stage].tolist(), strict=True))
-            reads, makes = {
-                StageOp.FORWARD: ([StageBuffer.INPUT] * (part > 0), [StageBuffer.SAVED]),
-                StageOp.BACKWARD: ([StageBuffer.GRADIENT, StageBuffer.SAVED], [StageBuffer.SPLIT] * table.split),
-                StageOp.WEIGHTS: ([StageBuffer.SPLIT], []),
-            }[task.op]
-            assert all(held[stage][kind][at[kind]] == key for kind in reads)
-            if task.op == StageOp.FORWARD and part + 1 == parts:
-                makes.append(StageBuffer.GRADIENT)
-            for kind in makes:
-                assert at[kind] < nowhere[kind]
-                held[stage][kind][at[kind]] = key
-            if task.op != StageOp.WEIGHTS and 0 <= (to := part + (1 if task.op == StageOp.FORWARD else -1)) < parts:
-                sent.append((to % table.stages, StageBuffer(task.op - 1), (task.microbatch, to // table.stages)))
-        for stage, kind, key in sent:
-            held[stage][kind][int(where.arriving[slot, stage, kind])] = key
-        assert (where.arriving[slot] < nowhere[: StageBuffer.SAVED]).sum() == len(sent)
-    assert where.sizes[StageBuffer.SAVED] == max(round(table.in_flight(s) * chunks) for s in range(4)) or table.split
+    trips = trip_table(table)
+    nowhere, parts = trips.sizes, table.stages * chunks
+    buffers = [{kind: dict[int, tuple[int, int]]() for kind in StageBuffer} for _ in range(table.stages)]
+    # Gradients that neighbours send at the end of a trip arrive in the next one.
+    late: list[tuple[int, tuple[int, int]]] = []
+    order = list[tuple[int, Task]]()
+    for trip in range(len(trips.done)):
+        early = list[tuple[int, tuple[int, int]]]()
+        arriving, late = late, []
+        for at, op in enumerate(TRIP_OPS):
+            for stage in np.flatnonzero(trips.done[trip, :, at]).tolist():
+                key = int(trips.microbatch[trip, stage, at]), int(trips.chunk[trip, stage, at])
+                order.append((stage, Task(op, *key)))
+                part = key[1] * table.stages + stage
+                used = dict(zip(StageBuffer, trips.used[trip, stage, at].tolist(), strict=True))
+                reads, writes = {
+                    StageOp.FORWARD: ([StageBuffer.INPUT] * (part > 0), [StageBuffer.SAVED]),
+                    StageOp.BACKWARD: ([StageBuffer.GRADIENT, StageBuffer.SAVED], [StageBuffer.SPLIT] * table.split),
+                    StageOp.WEIGHTS: ([StageBuffer.SPLIT], []),
+                }[op]
+                assert all(buffers[stage][kind][used[kind]] == key for kind in reads)
+                if op == StageOp.FORWARD and part + 1 == parts:
+                    writes.append(StageBuffer.GRADIENT)
+                # The program writes a gradient, of the loss or zeros, wherever a forward task has a place for one.
+                writes_gradient = op == StageOp.FORWARD and used[StageBuffer.GRADIENT] < nowhere[StageBuffer.GRADIENT]
+                assert writes_gradient == (StageBuffer.GRADIENT in writes)
+                for kind in writes:
+                    assert used[kind] < nowhere[kind]
+                    buffers[stage][kind][used[kind]] = key
+                if op != StageOp.WEIGHTS and 0 <= (to := part + (1 if op == StageOp.FORWARD else -1)) < parts:
+                    (early if op == StageOp.FORWARD else late).append((to % table.stages, (key[0], to // table.stages)))
+            if op == StageOp.FORWARD:
+                for stage, key in arriving:
+                    buffers[stage][StageBuffer.GRADIENT][int(trips.arriving[trip, stage, StageBuffer.GRADIENT])] = key
+                assert (trips.arriving[trip, :, StageBuffer.GRADIENT] < nowhere[StageBuffer.GRADIENT]).sum() == len(
+                    arriving
+                )
+        for stage, key in early:
+            buffers[stage][StageBuffer.INPUT][int(trips.arriving[trip, stage, StageBuffer.INPUT])] = key
+        assert (trips.arriving[trip, :, StageBuffer.INPUT] < nowhere[StageBuffer.INPUT]).sum() == len(early)
+    assert all([task for at, task in order if at == stage] == table.order(stage) for stage in range(table.stages))
+    assert trips.sizes[StageBuffer.SAVED] == max(round(table.in_flight(s) * chunks) for s in range(4)) or table.split
+
+
+@pytest.mark.parametrize("microbatches", [2, 8])
+def test_trips_in_which_stages_wait_add_up_to_lockstep(microbatches: int) -> None:
+    """Of eager 1F1B, by hand: 4 stages, the last of which has half of the layers."""
+    table = pipeline_table("eager_1f1b", stages=4, microbatches=microbatches)
+    waited = waited_trips(table, last_chunk=Fraction(1, 2), loss_longer=True)
+    # Forward slots with the last stage in them last as long as its half of the layers and the loss.
+    assert waited[TripTask.FINISH] == microbatches
+    assert waited[TripTask.FORWARD] == 3 + Fraction(microbatches, 2)
+    assert waited[TripTask.BEGIN] == min(3, microbatches)
+    # In the first backward slot the last stage is alone.
+    assert waited[TripTask.BACKWARD] == microbatches + 3 - Fraction(1, 2)
+    assert waited[TripTask.BEGIN_BACKWARD] == microbatches
+    layers = waited_trips(table, last_chunk=Fraction(1, 2), loss_longer=False)
+    # Only in the last forward slot are no other stages.
+    assert layers[TripTask.FORWARD] == microbatches + 3 - Fraction(1, 2)
+    assert layers[TripTask.FINISH] == 1

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 from rooftop.core.errors import RooftopError
 
@@ -29,12 +30,12 @@ _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _TENSOR = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{[^}]*?S\((\d+)\)[^}]*\})?")
 #: Files of JAX and of libraries on top of it, which are not the user's source lines.
 _LIBRARY = re.compile(r"[/\\]site-packages[/\\](?:jax|jaxlib|optax|flax)[/\\]")
-_ROLES = "calls|to_apply|condition|body|branch_computations|called_computations"
+_ROLES = "calls|to_apply|condition|body|branch_computations|true_computation|false_computation|called_computations"
 _CALLED = re.compile(rf"\b(?:{_ROLES})=(\{{[^}}]*\}}|%?[\w.\-]+)")
 
 
 #: The scope with which a program declares how often it takes a branch of a conditional.
-_TAKEN = re.compile(r"taken\[(\d+):(\d+)\]")
+_TAKEN = re.compile(r"taken\[(\d+):(\d+)(?::(\d+(?:\.\d+)?))?\]")
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,18 @@ class HloComputation:
         return tuple(self.instructions[name] for name in instruction.operands)
 
 
+class Taken(NamedTuple):
+    """Shares of the executions of a conditional: those that take a branch, and those that last as long as it.
+
+    A program declares them by a scope in the branch: ``taken[8:22:11]`` is taken in 8 of 22 executions on a device in
+    the mean, and in 11 the device waits for others that take it. ``taken[8:22]`` says that all of them last as long.
+    Both are 1 without a declaration.
+    """
+
+    executed: Fraction
+    waited: Fraction
+
+
 @dataclass(frozen=True, kw_only=True)
 class Module:
     """A parsed HLO module, of one device's program. ``frames`` has the 'file:line' of every stack frame by its id."""
@@ -151,8 +164,8 @@ class Module:
         """Executions of each computation in one execution of the module, loops multiplied out.
 
         The body of a loop in ``uncounted_loops`` counts once. So does a branch of a conditional, unless its program
-        declares in a scope, ``taken[8:22]``, that it takes it 8 of 22 times: the count is a mean, and may have a
-        fraction. Unreachable computations count zero.
+        declares in a scope that it takes it more rarely (``Taken``): the count is a mean, and may have a fraction.
+        Unreachable computations count zero.
         """
         counts = dict.fromkeys(self.computations, Fraction(0))
         counts[self.entry] = Fraction(1)
@@ -162,21 +175,21 @@ class Module:
                 if instruction.opcode == "while":
                     times = Fraction(self.trip_count(caller, instruction) or 1)
                 elif instruction.opcode == "conditional":
-                    times = self._taken(instruction, self.computations[name])
+                    times = self.taken(instruction, self.computations[name]).executed
                 counts[name] += counts[caller.name] * times
         return {name: int(count) if count.denominator == 1 else float(count) for name, count in counts.items()}
 
-    def _taken(self, conditional: Instruction, branch: HloComputation) -> Fraction:
-        """Share of the executions of a conditional that take a branch; 1 without a declaration.
+    def taken(self, conditional: Instruction, branch: HloComputation) -> Taken:
+        """Return how often a conditional takes a branch.
 
         Scopes around the conditional declare the branches that it is in, not its own.
         """
         outside = len(_TAKEN.findall(conditional.op_name))
         for instruction in branch:
             if declared := _TAKEN.findall(instruction.op_name)[outside:]:
-                times, of = declared[0]
-                return Fraction(int(times), int(of))
-        return Fraction(1)
+                times, of, waited = declared[0]
+                return Taken(Fraction(int(times), int(of)), Fraction(waited) / int(of) if waited else Fraction(1))
+        return Taken(Fraction(1), Fraction(1))
 
     @cached_property
     def uncounted_loops(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ transfers use one after the other. ``rooftop.compiler.machine.schedule`` returns
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -95,8 +95,10 @@ class Machine:
             place = computation.name, instruction.name
             if instruction.opcode == "while":
                 self._loop(computation, instruction)
-            elif instruction.opcode in ("call", "conditional"):
+            elif instruction.opcode == "call":
                 self.run(_longest(self.module, instruction))
+            elif instruction.opcode == "conditional":
+                self._branch(instruction)
             elif place in self.network.places or instruction.opcode.startswith("collective-permute"):
                 self._communicate(computation, instruction)
             elif instruction.opcode.endswith("-start"):
@@ -105,6 +107,33 @@ class Machine:
                 self._wait(_started(computation, instruction), place)
             else:
                 self._compute(computation, instruction)
+
+    def _branch(self, conditional: Instruction) -> None:
+        """Execute the longest branch of a conditional, for the share of its time that the mean execution lasts."""
+        branch = _longest(self.module, conditional)
+        executed, share = map(float, self.module.taken(conditional, branch))
+        start, events, free = self.sums.copy(), len(self.events), dict(self.free)
+        self.run(branch)
+        if executed == share == 1:
+            return
+        begin = float(start[0])
+
+        def shortened(at_s: float) -> float:
+            return begin + share * (at_s - begin)
+
+        shares = np.full(len(self.sums), share)
+        shares[3 : 3 + len(self.collectives)] = executed
+        self.sums = start + shares * (self.sums - start)
+        self.free = {link: until if until == free.get(link) else shortened(until) for link, until in self.free.items()}
+        self.events[events:] = [
+            replace(
+                event,
+                start_s=shortened(event.start_s),
+                end_s=shortened(event.end_s),
+                issued_s=shortened(event.issued_s),
+            )
+            for event in self.events[events:]
+        ]
 
     def _loop(self, computation: HloComputation, loop: Instruction) -> None:
         """Execute trip after trip. Once all sums of a trip equal those of the trip before, multiply instead."""

@@ -375,7 +375,10 @@ def _update(step: TrainingStep) -> list[Work]:
         for table, when in ((sums, 1 - step.staged), (of_stages, step.staged), (step.vectors, 1.0))
         for axes, elements in table.items()
     )
+    # Stages add in every trip, to their own layers and to what other stages do alone, whether or not there is anything.
     more = np.maximum(step.strategies.microbatches - 1, 0)
+    if np.any(step.staged):
+        more = np.where(step.staged, step.strategies.trips, more)
     return [
         Work(
             scope="gradients", phase="update", count=1, collectives=reduce,
@@ -393,10 +396,10 @@ def _pipeline(step: TrainingStep) -> list[Work]:
     """Activations passed to the next stage, and back; the idle time is added when the rest is known."""
     sent = step.tokens * step.model.d_model * step.element_bytes / step.tensor
     transfer = Transfer("permute", STAGE_AXES, sent, "stage")
-    count = step.strategies.slots if np.any(step.staged) else 1.0
+    count = step.strategies.trips if np.any(step.staged) else 1.0
     work = Work(
         scope="pipeline", phase="forward", count=count, collectives=(transfer,),
-        formula="T D bytes to the next stage in each slot of the schedule, whether or not it has a use for them",
+        formula="T D bytes to the next stage in each trip through the schedule, whether or not it has a use for them",
     )  # fmt: skip
     return [work, backward(work, 1.0)]
 

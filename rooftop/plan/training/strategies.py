@@ -22,7 +22,7 @@ from rooftop.models import ModelConfig
 from rooftop.models.activations import CHECKPOINTS, kept_widths
 from rooftop.plan.layouts import Layouts, Ways
 from rooftop.roofline.collectives import Price, price
-from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule, SlotMix, slot_count, slot_mixes
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule, SlotCounts, SlotMix, slot_counts
 
 #: The share of the 1F1B bubble that each pipeline schedule leaves idle. In the zero-bubble one (ZB-H1, Qi et al.
 #: 2023) weight gradients fill the gaps: with forward, dX and dW of equal length a third of the bubble remains.
@@ -164,29 +164,28 @@ class Strategies:
         return np.array([[IDLE_SHARES[choice.schedule] for choice in self.choices]])
 
     @cached_property
-    def slots(self) -> Floats:
-        """Slots of the pipeline's table, [C, K]: in each one, every stage sends a result to both neighbours."""
-        slots: Floats = np.asarray(
-            slot_count(
-                stages=self.devices(*STAGE_AXES),
-                microbatches=self.microbatches,
-                chunks=self.chunks,
-                split=self.splits_backward,
-            )
-        )
-        return slots
+    def _slot_counts(self) -> tuple[Ints, list[list[SlotCounts]]]:
+        """For each layout the index of its number of stages, [C], and counts of tables by that index and choice."""
+        stages, index = np.unique(self.layouts.along(*STAGE_AXES), return_inverse=True)
+        return index, [
+            [slot_counts(choice.schedule, size, choice.microbatches, choice.chunks) for choice in self.choices]
+            for size in stages.tolist()
+        ]
+
+    @cached_property
+    def trips(self) -> Floats:
+        """Trips of the pipeline's program, [C, K]: in each one, every stage sends a result to both neighbours."""
+        index, counts = self._slot_counts
+        return np.array([[float(count.trips) for count in row] for row in counts])[index]
 
     @cached_property
     def slot_mixes(self) -> dict[SlotMix, Floats]:
         """Slots of the pipeline's table by the tasks that may be the longest in them, [C, K]."""
-        stages, index = np.unique(self.layouts.along(*STAGE_AXES), return_inverse=True)
-        mixes: dict[SlotMix, Floats] = {}
-        for row, column in np.ndindex(len(stages), len(self.choices)):
-            choice = self.choices[column]
-            counts = slot_mixes(choice.schedule, int(stages[row]), choice.microbatches, choice.chunks)
-            for mix, count in counts.items():
-                mixes.setdefault(mix, np.zeros((len(stages), len(self.choices))))[row, column] = count
-        return {mix: counts[index] for mix, counts in mixes.items()}
+        index, counts = self._slot_counts
+        mixes = dict.fromkeys(mix for row in counts for count in row for mix in count.mixes)
+        return {
+            mix: np.array([[float(count.mixes.get(mix, 0)) for count in row] for row in counts])[index] for mix in mixes
+        }
 
     @cached_property
     def splits_backward(self) -> npt.NDArray[np.bool_]:

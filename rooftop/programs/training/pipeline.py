@@ -1,9 +1,11 @@
 """Loss and gradients of a batch whose microbatches pass through pipeline stages, by a table of ``rooftop.scheduling``.
 
 One program runs on all devices. It is manual (``jax.shard_map``) over the stage axis, and over the axes that hold
-copies of the weights, whose gradients are summed once at the end. It scans over the table's slots: each stage does its
-own task by ``jax.lax.switch``, and neighbours exchange results (``ppermute``). The collectives of a task are among the
-devices of one stage, which do the same task; collectives between stages are outside of the switch.
+copies of the weights, whose gradients are summed once at the end. It scans over the trips of the table: each kind of
+task is one ``jax.lax.cond``, so that a stage pays only for its own, and neighbours exchange results (``ppermute``)
+while the next kind is done. The collectives of a task are among the devices of one stage, which do the same task;
+collectives between stages are outside of conditionals. Sums over microbatches and buffers are outside too: XLA copies
+what a conditional passes through.
 
 The other mesh axes stay explicit. JAX 0.10.2 has no ``reduced`` and ``unreduced`` types together with manual axes, so
 that here gradients are summed over fsdp, and partial sums over tensor, at the end of the matmul that computes them.
@@ -24,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -35,10 +38,18 @@ from rooftop.models.segments import Segment, segments, shared_segment
 from rooftop.programs.model import transformer
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.model.moe import no_load
-from rooftop.programs.parameters import Batch, Transformer
+from rooftop.programs.parameters import Batch, Norm, Transformer
 from rooftop.programs.sharding import Dim, Specs, in_parts, varying
 from rooftop.programs.training.passes import Layers, Passes, ResidualStream
-from rooftop.scheduling.pipeline import BufferPlaces, PipelineTable, StageBuffer, StageOp, places
+from rooftop.scheduling.pipeline import (
+    TRIP_OPS,
+    PipelineTable,
+    StageBuffer,
+    TripTable,
+    TripTask,
+    trip_table,
+    waited_trips,
+)
 
 
 class _StageSpecs(Specs):
@@ -97,18 +108,29 @@ def pipelined(
 
     def body(stacks: Layers, tables: Transformer[jax.Array], parts: Batch[jax.Array], counted: Any) -> Any:
         stacks, tables, parts, counted = varying((stacks, tables, parts, counted), typed)
+        first = _First(embed=tables.embed, positions=tables.positions, layers=tables.layers[:shared])
+        last = _Last(
+            norm=tables.final_norm,
+            unembed=tables.embed if tables.unembed is None else tables.unembed,
+            layers=tables.layers[shared + 1 :],
+        )
 
-        def begin(tables: Transformer[jax.Array], part: Batch[jax.Array]) -> ResidualStream:
+        def begin(first: _First, part: Batch[jax.Array]) -> ResidualStream:
             with named_scope("embed"):
-                x = transformer.embed(tables, part, inside)
+                x = transformer.embed(replace(tables, embed=first.embed, positions=first.positions), part, inside)
             load = varying(no_load(how.model, inside.specs), typed) if how.balance_loss else None
-            return _through(runs[:shared], tables.layers[:shared], ResidualStream(x=x, load=load), part, inside)
+            return _through(runs[:shared], first.layers, ResidualStream(x=x, load=load), part, inside)
 
-        def finish(
-            stream: ResidualStream, tables: Transformer[jax.Array], part: Batch[jax.Array]
-        ) -> tuple[jax.Array, Terms]:
-            stream = _through(runs[shared + 1 :], tables.layers[shared + 1 :], stream, part, inside)
-            result = transformer.head_loss(stream.x, tables, part, inside, chunks=loss_chunks, counted=counted)
+        def finish(stream: ResidualStream, last: _Last, part: Batch[jax.Array]) -> tuple[jax.Array, Terms]:
+            stream = _through(runs[shared + 1 :], last.layers, stream, part, inside)
+            tied = tables.unembed is None
+            tables_ = replace(
+                tables,
+                final_norm=last.norm,
+                embed=last.unembed if tied else tables.embed,
+                unembed=None if tied else last.unembed,
+            )
+            result = transformer.head_loss(stream.x, tables_, part, inside, chunks=loss_chunks, counted=counted)
             if stream.load is not None:
                 with named_scope("loss"):
                     load = lax.psum(jnp.sum(stream.load, axis=0), copies)
@@ -117,11 +139,19 @@ def pipelined(
             return share
 
         stage = Stage(
-            stacks=stacks, tables=tables, parts=parts, how=inside, segment=runs[shared], begin=begin, finish=finish,
-            table=table, manual=typed,
+            stacks=stacks, first=first, last=last, parts=parts, how=inside, segment=runs[shared], begin=begin,
+            finish=finish, table=table, manual=typed,
         )  # fmt: skip
-        losses, layer_gradients, table_gradients = stage.run(places(table))
+        losses, layer_gradients, begun, finished = stage.run(trip_table(table))
         with named_scope("gradients"):
+            tied = tables.unembed is None
+            table_gradients = Transformer(
+                embed=begun.embed + finished.unembed if tied else begun.embed,
+                positions=begun.positions,
+                layers=(*begun.layers, (), *finished.layers),
+                final_norm=finished.norm,
+                unembed=None if tied else finished.unembed,
+            )
             layer_gradients, table_gradients = jax.tree.map(
                 lambda sum_: sum_.astype(summed), (layer_gradients, table_gradients)
             )
@@ -199,15 +229,37 @@ Terms = dict[str, jax.Array]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
+class _First:
+    """Weights that the first stage uses alone, or their gradients: the embedding, and layers before the shared ones."""
+
+    embed: jax.Array
+    positions: jax.Array | None
+    layers: tuple[Layers, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class _Last:
+    """Weights that the last stage uses alone, or their gradients. ``unembed`` is the embedding table if tied."""
+
+    norm: Norm[jax.Array]
+    unembed: jax.Array
+    layers: tuple[Layers, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
 class _StageCarry:
-    """The carry of a stage from slot to slot. Buffers have a leading dim of places."""
+    """The carry of a stage from trip to trip. Buffers have a leading dim of places; ``sent`` is a gradient to send."""
 
     input: ResidualStream
     gradient: ResidualStream
+    sent: ResidualStream
     saved: list[jax.Array]
     split: list[jax.Array]
     layer_gradients: Layers
-    table_gradients: Transformer[jax.Array]
+    first_gradients: _First
+    last_gradients: _Last
     losses: tuple[jax.Array, Terms]
 
 
@@ -217,24 +269,25 @@ class Stage:
 
     The layers of all stages together are the periods of ``segment``, and padding after them.
 
-    ``begin`` computes the stream before all shared layers, and ``finish`` the objective from the stream after them.
-    Both get the other weights and a microbatch.
+    ``begin`` computes the stream before all shared layers from ``first`` and a microbatch, and ``finish`` the objective
+    from the stream after them, ``last`` and the microbatch.
     """
 
     stacks: Layers
-    tables: Transformer[jax.Array]
+    first: _First
+    last: _Last
     parts: Batch[jax.Array]
     how: Computation
     segment: Segment
-    begin: Callable[[Transformer[jax.Array], Batch[jax.Array]], ResidualStream]
-    finish: Callable[[ResidualStream, Transformer[jax.Array], Batch[jax.Array]], tuple[jax.Array, Terms]]
+    begin: Callable[[_First, Batch[jax.Array]], ResidualStream]
+    finish: Callable[[ResidualStream, _Last, Batch[jax.Array]], tuple[jax.Array, Terms]]
     table: PipelineTable
     manual: tuple[str, ...]
 
-    def run(self, where: BufferPlaces) -> tuple[tuple[jax.Array, Terms], Layers, Transformer[jax.Array]]:
-        """The sums over this stage's tasks: of losses, of its layers' gradients and of the other weights' gradients."""
+    def run(self, trips: TripTable) -> tuple[tuple[jax.Array, Terms], Layers, _First, _Last]:
+        """The sums over this stage's tasks: losses, and gradients of its layers and of the other weights."""
         part, weights_ = _first(self.parts), _first(_first(self.stacks))
-        x, period = self.begin(self.tables, part), transformer.period(self.segment, self.how)
+        x, period = self.begin(self.first, part), transformer.period(self.segment, self.how)
 
         def through(stream: ResidualStream, weights: Layers, at: transformer.Places) -> ResidualStream:
             return stream.after(*period(stream.x, weights, at))
@@ -244,23 +297,22 @@ class Stage:
         )
         stages, chunks, residuals = self.table.stages, self.table.chunks, list(passes.kept_residuals)
         stage = lax.axis_index("stage")
-        first_, last_ = stage == 0, stage == stages - 1
+        at_first, at_last = stage == 0, stage == stages - 1
+        counts = self.counts(trips)
+        nothing = self.zeros_of(jax.tree.map(jax.typeof, x))
 
-        def nothing() -> ResidualStream:
-            return varying(jax.tree.map(jnp.zeros_like, x), self.manual)
+        def once(task: TripTask, condition: jax.Array, do: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+            """One kind of task. Its scope declares how often it is done: HLO does not show that."""
 
-        def idle(carry: _StageCarry, task: _StageTask) -> tuple[_StageCarry, ResidualStream, ResidualStream]:
-            return carry, nothing(), nothing()
+            def taken() -> Any:
+                with named_scope(counts[task]):
+                    return do()
 
-        def forward(carry: _StageCarry, task: _StageTask) -> tuple[_StageCarry, ResidualStream, ResidualStream]:
-            part = self.part(task)
-            x = lax.cond(
-                first_ & (task.chunk == 0),
-                lambda: self.begin(self.tables, part),
-                lambda: _at(carry.input, task.used[StageBuffer.INPUT]),
-            )
+            return lax.cond(condition, taken, otherwise)
+
+        def forward(x: ResidualStream, task: _StageTask) -> tuple[ResidualStream, list[jax.Array]]:
             with named_scope("layers"):
-                at = transformer.places(part, self.how)
+                at = transformer.places(self.part(task), self.how)
                 y, saved = lax.scan(
                     lambda x, of_layer: self.skipped(
                         of_layer.skipped,
@@ -270,32 +322,17 @@ class Stage:
                     x,
                     self.layers(task),
                 )
+                return y, saved
 
-            def head() -> tuple[Any, Transformer[jax.Array], ResidualStream]:
-                loss, pull, terms = jax.vjp(
-                    lambda y, tables: self.finish(y, tables, part), y, self.tables, has_aux=True
-                )
-                dy, more = pull(varying(jnp.ones_like(loss), self.manual))
-                added = jax.tree.map(jnp.add, carry.losses, (loss, terms))
-                return (
-                    added,
-                    _added(carry.table_gradients, more),
-                    _put(carry.gradient, dy, task.used[StageBuffer.GRADIENT]),
-                )
-
-            losses, table_gradients, gradient = lax.cond(
-                last_ & (task.chunk == chunks - 1), head, lambda: (carry.losses, carry.table_gradients, carry.gradient)
-            )
-            buffer = [
-                _put(buffer, x, task.used[StageBuffer.SAVED]) for buffer, x in zip(carry.saved, saved, strict=True)
-            ]
-            new = replace(carry, saved=buffer, gradient=gradient, losses=losses, table_gradients=table_gradients)
-            return new, y, nothing()
-
-        def backward(carry: _StageCarry, task: _StageTask) -> tuple[_StageCarry, ResidualStream, ResidualStream]:
+        def finish(y: ResidualStream, task: _StageTask) -> tuple[tuple[jax.Array, Terms], _Last, ResidualStream]:
             part = self.part(task)
+            loss, pull, terms = jax.vjp(lambda y, last: self.finish(y, last, part), y, self.last, has_aux=True)
+            dy, gradients = pull(varying(jnp.ones_like(loss), self.manual))
+            return (loss, terms), gradients, dy
+
+        def backward(carry: _StageCarry, task: _StageTask) -> tuple[ResidualStream, Any]:
             with named_scope("layers"):
-                at = transformer.places(part, self.how)
+                at = transformer.places(self.part(task), self.how)
                 saved = [_at(buffer, task.used[StageBuffer.SAVED]) for buffer in carry.saved]
                 dx, more = lax.scan(
                     lambda dy, of_layer: self.skipped(
@@ -307,22 +344,14 @@ class Stage:
                     (self.layers(task), saved),
                     reverse=True,
                 )
-                if self.table.split:
-                    buffer = [
-                        _put(into, x, task.used[StageBuffer.SPLIT]) for into, x in zip(carry.split, more, strict=True)
-                    ]
-                    carry = replace(carry, split=buffer)
-                else:
-                    carry = replace(carry, layer_gradients=self.added(carry.layer_gradients, more, task))
+                return dx, more
 
-            def tables() -> Transformer[jax.Array]:
-                _, pull = jax.vjp(lambda tables: self.begin(tables, part), self.tables)
-                return _added(carry.table_gradients, pull(dx)[0])
+        def begin_backward(dx: ResidualStream, task: _StageTask) -> _First:
+            _, pull = jax.vjp(lambda first: self.begin(first, self.part(task)), self.first)
+            gradients: _First = pull(dx)[0]
+            return gradients
 
-            table_gradients = lax.cond(first_ & (task.chunk == 0), tables, lambda: carry.table_gradients)
-            return replace(carry, table_gradients=table_gradients), nothing(), dx
-
-        def weights(carry: _StageCarry, task: _StageTask) -> tuple[_StageCarry, ResidualStream, ResidualStream]:
+        def weights(carry: _StageCarry, task: _StageTask) -> Layers:
             assert passes.weights is not None
             of_weights = passes.weights
             with named_scope("layers"):
@@ -337,63 +366,133 @@ class Stage:
                     None,
                     (self.layers(task), stashed),
                 )
-                return (
-                    replace(carry, layer_gradients=self.added(carry.layer_gradients, more, task)),
-                    nothing(),
-                    nothing(),
-                )
+                gradients: Layers = more
+                return gradients
 
-        ops = [
-            self.declared(op, task)
-            for op, task in ((StageOp.IDLE, idle), (StageOp.FORWARD, forward), (StageOp.BACKWARD, backward))
-        ]
-        ops += [self.declared(StageOp.WEIGHTS, weights)] if self.table.split else []
-        round_ = [(device, (device + 1) % stages) for device in range(stages if chunks > 1 else stages - 1)]
-
-        def slot(carry: _StageCarry, row: tuple[jax.Array, ...]) -> tuple[_StageCarry, None]:
-            op, microbatch, chunk, used, arriving = (_at(column, stage) for column in row)
-            task = _StageTask(microbatch=microbatch, chunk=chunk, used=used)
-            carry, y, dx = lax.switch(op, ops, carry, task)
+        def exchanged(stream: ResidualStream, *, back: bool) -> ResidualStream:
+            """The result of the stage before; ``back``: of the one after."""
+            ahead = [(device, (device + 1) % stages) for device in range(stages if chunks > 1 else stages - 1)]
             with named_scope("pipeline"):
-                y, dx = lax.ppermute(y, "stage", round_), lax.ppermute(dx, "stage", [(b, a) for a, b in round_])
+                sent: ResidualStream = lax.ppermute(stream, "stage", [(b, a) for a, b in ahead] if back else ahead)
+                return sent
+
+        def trip(carry: _StageCarry, row: tuple[jax.Array, ...]) -> tuple[_StageCarry, None]:
+            done, microbatch, chunk, used, arriving = (_at(column, stage) for column in row)
+            ahead, back, later = (
+                _StageTask(done=done[at] > 0, microbatch=microbatch[at], chunk=chunk[at], used=used[at])
+                for at in range(len(TRIP_OPS))
+            )
+            # A gradient arrives while the stage goes forward, and an input while it goes back.
+            arrived = exchanged(carry.sent, back=True)
+            x = once(
+                TripTask.BEGIN,
+                ahead.done & at_first & (ahead.chunk == 0),
+                lambda: self.begin(self.first, self.part(ahead)),
+                lambda: _at(carry.input, ahead.used[StageBuffer.INPUT]),
+            )
+            y, saved = once(
+                TripTask.FORWARD,
+                ahead.done,
+                lambda: forward(x, ahead),
+                lambda: (x, [_at(buffer, ahead.used[StageBuffer.SAVED]) for buffer in carry.saved]),
+            )
+            losses, of_last, dy = once(
+                TripTask.FINISH,
+                ahead.done & at_last & (ahead.chunk == chunks - 1),
+                lambda: finish(y, ahead),
+                lambda: (self.zeros_of(carry.losses), self.zeros_of(self.last), nothing),
+            )
+            gradient = _put(carry.gradient, dy, ahead.used[StageBuffer.GRADIENT])
+            gradient = _put(gradient, arrived, arriving[StageBuffer.GRADIENT])
+            places = ahead.used[StageBuffer.SAVED]
+            carry = replace(
+                carry,
+                gradient=gradient,
+                saved=[_put(buffer, new, places) for buffer, new in zip(carry.saved, saved, strict=True)],
+                losses=jax.tree.map(jnp.add, carry.losses, losses),
+                last_gradients=_added(carry.last_gradients, of_last),
+            )
+            arrived = exchanged(y, back=False)
+            dx, more = once(
+                TripTask.BACKWARD,
+                back.done,
+                lambda: backward(carry, back),
+                lambda: (
+                    nothing,
+                    [_at(buffer, back.used[StageBuffer.SPLIT]) for buffer in carry.split]
+                    if self.table.split
+                    else self.zeros_of(_first(self.stacks)),
+                ),
+            )
+            of_first = once(
+                TripTask.BEGIN_BACKWARD,
+                back.done & at_first & (back.chunk == 0),
+                lambda: begin_backward(dx, back),
+                lambda: self.zeros_of(self.first),
+            )
+            if self.table.split:
+                places = back.used[StageBuffer.SPLIT]
+                carry = replace(
+                    carry, split=[_put(buffer, new, places) for buffer, new in zip(carry.split, more, strict=True)]
+                )
+                more = once(
+                    TripTask.WEIGHTS,
+                    later.done,
+                    lambda: weights(carry, later),
+                    lambda: self.zeros_of(_first(self.stacks)),
+                )
             return replace(
                 carry,
-                input=_put(carry.input, y, arriving[StageBuffer.INPUT]),
-                gradient=_put(carry.gradient, dx, arriving[StageBuffer.GRADIENT]),
+                input=_put(carry.input, arrived, arriving[StageBuffer.INPUT]),
+                sent=dx,
+                layer_gradients=self.added(carry.layer_gradients, more, later if self.table.split else back),
+                first_gradients=_added(carry.first_gradients, of_first),
             ), None
 
-        rows = tuple(map(jnp.asarray, (where.op, where.microbatch, where.chunk, where.used, where.arriving)))
-        carry, _ = lax.scan(slot, self.empty(x, passes, where), rows)
-        return carry.losses, carry.layer_gradients, carry.table_gradients
+        rows = tuple(map(jnp.asarray, (trips.done, trips.microbatch, trips.chunk, trips.used, trips.arriving)))
+        carry, _ = lax.scan(trip, self.empty(x, passes, trips), rows)
+        return carry.losses, carry.layer_gradients, carry.first_gradients, carry.last_gradients
 
-    def declared(self, op: StageOp, branch: _Branch) -> _Branch:
-        """A task in the scope that declares in how many of the slots a stage runs it: HLO does not show that."""
-        slots = self.table.slots
-        times = sum((row[0].op if row[0] else StageOp.IDLE) is op for row in slots)
+    def counts(self, trips: TripTable) -> dict[TripTask, str]:
+        """Scopes that declare for each kind of task how many trips of a stage do it, and for how many all wait."""
+        table, rows = self.table, len(trips.done)
+        missing = min(self.padding, self.periods)
+        layer = sum(leaf.size for leaf in jax.tree.leaves(self.stacks)) / (self.periods * table.chunks)
+        # Forward and backward of the unembedding, and forward of layers.
+        waited = waited_trips(
+            table,
+            last_chunk=Fraction(self.periods - missing, self.periods),
+            loss_longer=3 * self.last.unembed.size >= missing * layer,
+        )
+        every = table.microbatches * table.chunks
+        times = {
+            TripTask.BEGIN: table.microbatches, TripTask.FORWARD: every, TripTask.FINISH: table.microbatches,
+            TripTask.BACKWARD: every, TripTask.BEGIN_BACKWARD: table.microbatches, TripTask.WEIGHTS: every,
+        }  # fmt: skip
+        return {task: f"taken[{times[task]}:{rows}:{float(waited[task]):g}]" for task in TripTask}
 
-        def taken(carry: _StageCarry, task: _StageTask) -> tuple[_StageCarry, ResidualStream, ResidualStream]:
-            with named_scope(f"taken[{times}:{len(slots)}]"):
-                return branch(carry, task)
-
-        return taken
-
-    def empty(self, x: ResidualStream, passes: Passes, where: BufferPlaces) -> _StageCarry:
-        """The carry into the first slot."""
+    def empty(self, x: ResidualStream, passes: Passes, trips: TripTable) -> _StageCarry:
+        """The carry into the first trip."""
 
         def buffer(like: Any, kind: StageBuffer, *more: int) -> jax.Array:
             # An extra place receives what arrives for nobody. A stage's own tasks always have a place.
             arrives = kind in (StageBuffer.INPUT, StageBuffer.GRADIENT)
-            return self.zeros(like, like.dtype, where.sizes[kind] + arrives, *more)
+            return self.zeros(like, like.dtype, trips.sizes[kind] + arrives, *more)
+
+        def sums(weights: Any) -> Any:
+            return jax.tree.map(lambda weight: self.zeros(weight, jnp.float32), weights)
 
         n = self.periods
-        losses = jax.eval_shape(self.finish, x, self.tables, _first(self.parts))
+        losses = jax.eval_shape(self.finish, x, self.last, _first(self.parts))
         return _StageCarry(
             input=jax.tree.map(lambda leaf: buffer(leaf, StageBuffer.INPUT), x),
             gradient=jax.tree.map(lambda leaf: buffer(leaf, StageBuffer.GRADIENT), x),
+            sent=jax.tree.map(lambda leaf: self.zeros(leaf, leaf.dtype), x),
             saved=[buffer(kind, StageBuffer.SAVED, n) for kind in passes.saved],
             split=[buffer(kind, StageBuffer.SPLIT, n) for kind in passes.kept_residuals],
-            layer_gradients=jax.tree.map(lambda weight: self.zeros(weight, jnp.float32), self.stacks),
-            table_gradients=jax.tree.map(lambda weight: self.zeros(weight, jnp.float32), self.tables),
+            layer_gradients=sums(self.stacks),
+            first_gradients=sums(self.first),
+            last_gradients=sums(self.last),
             losses=jax.tree.map(lambda scalar: self.zeros(scalar, scalar.dtype), losses),
         )
 
@@ -464,14 +563,12 @@ class _ChunkLayers:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _StageTask:
-    """The task of a stage in a slot: int32 scalars, and the place that it uses in each buffer."""
+    """A task of a stage in a trip: if it is done, int32 scalars, and the place that it uses in each buffer."""
 
+    done: jax.Array
     microbatch: jax.Array
     chunk: jax.Array
     used: jax.Array
-
-
-_Branch = Callable[[_StageCarry, _StageTask], tuple[_StageCarry, ResidualStream, ResidualStream]]
 
 
 def _first(tree: Any) -> Any:
