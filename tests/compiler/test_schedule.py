@@ -1,4 +1,4 @@
-"""Rings of permutes folded into collectives, and the exposed time of a schedule: hand-made HLO, then XLA:TPU's own."""
+"""The timeline of a schedule and its exposed collectives: hand-made HLO, then XLA:TPU's own."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 from rooftop.arrays import Mesh
-from rooftop.compiler.collectives.logical import LogicalCollective, logical_collectives
+from rooftop.compiler.collectives.logical import logical_collectives
 from rooftop.compiler.compiling import Compiled, CompileRequest
-from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.ledger import TimedLedger, compiled_ledger, read_ledger
 from rooftop.compiler.machine.lanes import compiled_lanes
 from rooftop.compiler.machine.run import COMPUTE
@@ -34,268 +31,23 @@ from rooftop.hardware import Slice
 from rooftop.roofline.collectives import price
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.routing import route
-
-ROWS = 512
-ARRAY = f"bf16[{ROWS},512]"
-NBYTES = ROWS * 512 * 2.0
-
-
-def module(body: Sequence[str], *computations: str, root: str = "") -> hlo.Module:
-    """A scheduled module: instructions of the entry after the parameters x and w, both of ``ARRAY``."""
-    return hlo.parse(module_text(body, *computations, root=root))
-
-
-def module_text(body: Sequence[str], *computations: str, root: str = "") -> str:
-    """The text of ``module``."""
-    lines = [f"x = {ARRAY} parameter(0)", f"w = {ARRAY} parameter(1)", *body]
-    text = "\n".join(f"  {'ROOT ' if line.startswith(f'{root} =') else ''}%{line}" for line in lines)
-    entry = f"ENTRY %main (x: {ARRAY}, w: {ARRAY}) -> {ARRAY} {{\n{text}\n}}"
-    return "HloModule test, is_scheduled=true\n\n" + "\n\n".join([*computations, entry]) + "\n"
-
-
-def fused(name: str, parameters: Sequence[str], *lines: str) -> str:
-    """A fused computation of parameters p0, p1, ... of the given types; the last line is its root."""
-    given = [f"p{i} = {shape} parameter({i})" for i, shape in enumerate(parameters)]
-    body = [f"  %{line}" for line in (*given, *lines[:-1])] + [f"  ROOT %{lines[-1]}"]
-    signature = ", ".join(f"p{i}: {shape}" for i, shape in enumerate(parameters))
-    return f"%{name} ({signature}) -> {ARRAY} {{\n" + "\n".join(body) + "\n}"
-
-
-def pairs(shift: int, n: int, rows: int = 1) -> str:
-    """source_target_pairs of a shift along the last axis of a mesh [rows, n]."""
-    moved = [f"{{{row * n + i},{row * n + (i + shift) % n}}}" for row in range(rows) for i in range(n)]
-    return f"source_target_pairs={{{','.join(moved)}}}"
-
-
-def permute(name: str, operand: str, shift: int, n: int, shape: str = ARRAY, rows: int = 1) -> list[str]:
-    """A permute as a start and a done."""
-    return [
-        f"{name}-start = ({shape}, {shape}, u32[], u32[]) collective-permute-start(%{operand}), channel_id=1, "
-        f"{pairs(shift, n, rows)}",
-        f"{name} = {shape} collective-permute-done(%{name}-start)",
-    ]
-
-
-def dot(name: str, left: str, right: str = "w", shape: str = ARRAY) -> str:
-    return (
-        f"{name} = {shape} dot(%{left}, %{right}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, "
-        'backend_config={"window_config":{"estimated_cycles":"3000"}}'
-    )
-
-
-def brief(collectives: Sequence[LogicalCollective]) -> list[tuple[str, float, int, int]]:
-    """Kind, bytes, hops and executions."""
-    return [(each.kind, each.bytes, each.hops, each.executions) for each in collectives]
-
-
-def folded(parsed: hlo.Module, n: int) -> list[tuple[str, float, int, int]]:
-    return brief(logical_collectives(parsed, {"X": 1, "Y": n}))
-
-
-# ---- AllGather rings ------------------------------------------------------------------------------------------------
-
-
-def gather(n: int, up: int, down: int) -> list[str]:
-    """x goes ``up`` hops one way and ``down`` the other; everything received is multiplied."""
-    lines = [dot("own", "x")]
-    for way, hops in ((1, up), (-1, down)):
-        carried = "x"
-        for hop in range(hops):
-            name = f"{'up' if way > 0 else 'down'}{hop}"
-            lines += [*permute(name, carried, way, n), dot(f"dot-{name}", name)]
-            carried = name
-    return lines
-
-
-@given(st.integers(3, 8), st.data())
-def test_a_ring_that_brings_everything_is_an_all_gather(n: int, data: st.DataObject) -> None:
-    """One way or both, in any proportion; a ring that falls short by one hop is none."""
-    up = data.draw(st.integers(0, n - 1))
-    assert folded(module(gather(n, up, n - 1 - up)), n) == [("all_gather", n * NBYTES, n - 1, 1)]
-    short = folded(module(gather(n, max(0, up - 1), n - 2 if up == 0 else n - 1 - up)), n)
-    assert short == [("permute", NBYTES, 0, 1)] * (n - 2)
-
-
-@given(st.integers(3, 6))
-def test_halves_that_go_round_both_ways(n: int) -> None:
-    """Slices of one array make one AllGather of it; a ring of one slice gathers that slice."""
-    half = f"bf16[{ROWS // 2},512]"
-    lines = []
-    for track, way in (("up", 1), ("down", -1)):
-        begin = 0 if way > 0 else ROWS // 2
-        lines.append(f"{track} = {half} slice(%x), slice={{[{begin}:{begin + ROWS // 2}], [0:512]}}")
-        carried = track
-        for hop in range(n - 1):
-            lines += [*permute(f"{track}{hop}", carried, way, n, half), dot(f"d{track}{hop}", f"{track}{hop}")]
-            carried = f"{track}{hop}"
-    assert folded(module(lines), n) == [("all_gather", n * NBYTES, 2 * (n - 1), 1)]
-    assert folded(module(lines[: len(lines) // 2]), n) == [("all_gather", n * NBYTES / 2, n - 1, 1)]
-
-
-def test_an_array_that_is_gathered_twice() -> None:
-    again = [line.replace("%up", "%again").replace("up", "again", 1) for line in gather(4, 3, 0)[1:]]
-    lines = [*gather(4, 3, 0), *[line.replace("dot-up", "dot-again") for line in again]]
-    assert folded(module(lines), 4) == [("all_gather", 4 * NBYTES, 3, 1)] * 2
-
-
-def test_two_devices() -> None:
-    """A permute there is an AllGather if a device keeps what it sends, and else an exchange."""
-    assert folded(module([*permute("other", "x", 1, 2), dot("a", "x"), dot("b", "other")]), 2) == [
-        ("all_gather", 2 * NBYTES, 1, 1)
-    ]
-    assert folded(module([*permute("other", "x", 1, 2), dot("b", "other")]), 2) == [("permute", NBYTES, 0, 1)]
-
-
-def test_permutes_of_part_of_an_axis_stay() -> None:
-    """Pairs that swap among four devices reach no further."""
-    swap = permute("other", "x", 1, 4)
-    swap[0] = swap[0].replace(pairs(1, 4), "source_target_pairs={{0,1},{1,0},{2,3},{3,2}}")
-    assert folded(module([*swap, dot("a", "x"), dot("b", "other")]), 4) == [("permute", NBYTES, 0, 1)]
-
-
-# ---- ReduceScatter rings --------------------------------------------------------------------------------------------
-
-
-def scatter(n: int, way: int = 1, *, start: str = "", shape: str = ARRAY) -> list[str]:
-    """A sum goes round and gets a dot on every device; from ``start``, or from the first dot."""
-    lines = [dot("t0", "x", shape=shape)] if not start else []
-    carried = start or "t0"
-    for hop in range(1, n):
-        lines += [
-            *permute(f"r{hop}", carried, way, n, shape),
-            dot(f"t{hop}", "x", shape=shape),
-            f"s{hop} = {shape} fusion(%r{hop}, %t{hop}), kind=kLoop, calls=%plus",
-        ]
-        carried = f"s{hop}"
-    return lines
-
-
-PLUS = fused("plus", [ARRAY, ARRAY], f"c = {ARRAY} convert(%p0)", f"sum = {ARRAY} add(%c, %p1)")
-
-
-@given(st.integers(2, 8), st.sampled_from([1, -1]))
-def test_a_sum_with_a_term_of_every_device_is_a_reduce_scatter(n: int, way: int) -> None:
-    assert folded(module(scatter(n, way), PLUS), n) == [("reduce_scatter", n * NBYTES, n - 1, 1)]
-    if n > 2:
-        short = folded(module(scatter(n - 1, way), PLUS), n)
-        assert [kind for kind, *_ in short] == ["permute"] * (n - 2)
-
-
-def test_zeros_carry_nothing() -> None:
-    """XLA lets a ring begin with zeros: a hop more, and no term less."""
-    lines = ["c = bf16[] constant(0)", f"zeros = {ARRAY} broadcast(%c), dimensions={{}}", *permute("r0", "zeros", 1, 4)]
-    first = [dot("t0", "x"), f"s0 = {ARRAY} fusion(%r0, %t0), kind=kLoop, calls=%plus"]
-    parsed = module([*lines, *first, *scatter(4, start="s0")], PLUS)
-    assert folded(parsed, 4) == [("reduce_scatter", 4 * NBYTES, 4, 1)]
-
-
-def test_a_pipeline_of_stages_is_no_ring() -> None:
-    """What a stage adds depends on what it has received."""
-    lines = []
-    carried = "x"
-    for hop in range(4):
-        lines += [
-            dot(f"f{hop}", carried),
-            f"s{hop} = {ARRAY} add(%{carried}, %f{hop})",
-            *permute(f"r{hop}", f"s{hop}", 1, 4),
-        ]
-        carried = f"r{hop}"
-    assert folded(module([*lines, dot("last", carried)]), 4) == [("permute", NBYTES, 0, 1)] * 4
-
-
-def test_a_reduce_scatter_that_is_gathered_again() -> None:
-    """The finished sum is a new array, with a ring of its own: together an AllReduce."""
-    lines = [*scatter(4), dot("use", "s3")]
-    carried = "s3"
-    for hop in range(3):
-        lines += [*permute(f"g{hop}", carried, 1, 4), dot(f"use{hop}", f"g{hop}")]
-        carried = f"g{hop}"
-    assert folded(module(lines, PLUS), 4) == [("reduce_scatter", 4 * NBYTES, 3, 1), ("all_gather", 4 * NBYTES, 3, 1)]
-
-
-def test_halves_of_a_sum_that_meet_in_a_maximum() -> None:
-    """XLA concatenates by a maximum of padded halves, to which a device adds its own term as one."""
-    half = f"bf16[{ROWS // 2},512]"
-    plus = PLUS.replace(ARRAY, half)
-    lines = []
-    for track, way in (("a", 1), ("b", -1)):
-        # The last term is not added here.
-        made = [line for line in scatter(4, way, shape=half) if not line.startswith(("s3", "t3"))]
-        names = ("t", "r", "s")
-        for line in made:
-            for name in names:
-                for hop in range(4):
-                    line = line.replace(f"%{name}{hop}", f"%{track}{name}{hop}")
-            lines.append(track + line)
-    join = fused(
-        "join",
-        [half, half, ARRAY],
-        "low = bf16[] constant(-inf)",
-        f"pad0 = {ARRAY} pad(%p0, %low), padding=0_{ROWS // 2}x0_0",
-        f"pad1 = {ARRAY} pad(%p1, %low), padding={ROWS // 2}_0x0_0",
-        f"both = {ARRAY} maximum(%pad0, %pad1)",
-        f"sum = {ARRAY} add(%both, %p2)",
-    )
-    lines += [dot("own", "x"), f"out = {ARRAY} fusion(%ar3, %br3, %own), kind=kLoop, calls=%join"]
-    assert folded(module(lines, plus, join), 4) == [("reduce_scatter", 4 * NBYTES, 6, 1)]
-
-
-# ---- loops ----------------------------------------------------------------------------------------------------------
-
-CARRIED = f"(s32[], {ARRAY}, {ARRAY})"
-
-
-def loop(name: str, trips: int, body: Sequence[str], result: str) -> list[str]:
-    """Computations of a loop that carries (counter, array, w); ``body`` makes ``result`` of the array ``y``."""
-    lines = [
-        f"  %state = {CARRIED} parameter(0)",
-        "  %i = s32[] get-tuple-element(%state), index=0",
-        f"  %y = {ARRAY} get-tuple-element(%state), index=1",
-        f"  %w = {ARRAY} get-tuple-element(%state), index=2",
-        "  %one = s32[] constant(1)",
-        "  %next = s32[] add(%i, %one)",
-        *(f"  %{line}" for line in body),
-        f"  ROOT %out = {CARRIED} tuple(%next, %{result}, %w)",
-    ]
-    condition = [
-        f"  %state = {CARRIED} parameter(0)",
-        "  %i = s32[] get-tuple-element(%state), index=0",
-        f"  %end = s32[] constant({trips})",
-        "  ROOT %on = pred[] compare(%i, %end), direction=LT",
-    ]
-    return [
-        f"%{name}_body (state: {CARRIED}) -> {CARRIED} {{\n" + "\n".join(lines) + "\n}",
-        f"%{name}_condition (state: {CARRIED}) -> pred[] {{\n" + "\n".join(condition) + "\n}",
-    ]
-
-
-def call(name: str, operand: str) -> list[str]:
-    return [
-        f"{name}-zero = s32[] constant(0)",
-        f"{name}-in = {CARRIED} tuple(%{name}-zero, %{operand}, %w)",
-        f"{name}-loop = {CARRIED} while(%{name}-in), condition=%{name}_condition, body=%{name}_body",
-        f"{name} = {ARRAY} get-tuple-element(%{name}-loop), index=1",
-    ]
-
-
-def test_rings_in_loops() -> None:
-    gathered = loop("ag", 3, [*permute("p", "y", 1, 4), dot("d", "y")], "p")
-    assert folded(module([*call("ag", "x"), dot("last", "ag")], *gathered), 4) == [("all_gather", 4 * NBYTES, 3, 1)]
-    term = [*permute("p", "y", 1, 4), dot("d", "w"), f"s = {ARRAY} add(%p, %d)"]
-    # The same w and w on every trip, and yet another term: in a real loop it is multiplied with another slice.
-    parsed = module([dot("t", "w"), *call("rs", "t")], *loop("rs", 3, term, "s"))
-    assert folded(parsed, 4) == [("reduce_scatter", 4 * NBYTES, 3, 1)]
-
-
-def test_a_ring_in_every_trip_of_a_longer_loop() -> None:
-    """A ring inside a scan over layers runs once a layer; what the loop carries on is no part of it."""
-    body = [dot("own", "y"), *gather(4, 3, 0)[1:]]
-    layers = [line.replace("(%x)", "(%y)") for line in body] + [f"t = {ARRAY} add(%own, %dot-up2)"]
-    parsed = module(call("scan", "x"), *loop("scan", 12, layers, "t"))
-    assert folded(parsed, 4) == [("all_gather", 4 * NBYTES, 3, 12)]
-
-
-# ---- the timeline ---------------------------------------------------------------------------------------------------
+from tests.support.hlo_modules import (
+    ARRAY,
+    CARRIED,
+    NBYTES,
+    PLUS,
+    ROWS,
+    call,
+    dot,
+    fused,
+    gather,
+    loop,
+    module,
+    module_text,
+    named,
+    pairs,
+    permute,
+)
 
 MESH = Mesh.from_layout(Slice.parse("v5e:4x4"), "X=x,Y=y")
 RATES = Rates.of(MESH.slice.chip)
@@ -552,10 +304,6 @@ def timed_ledger(text: str, mesh: Mesh = MESH) -> TimedLedger:
     return found
 
 
-def named(line: str, scope: str) -> str:
-    return f'{line}, metadata={{op_name="jit(f)/jvp({scope})/op"}}'
-
-
 def test_rows_add_up_to_the_timeline() -> None:
     """Compute where its matmuls are, waits where the collective is, a copy where what it fetches is used."""
     fetch = [
@@ -716,12 +464,6 @@ def test_what_a_loop_carries_to_its_use_and_from_what_made_it() -> None:
     ]
     found = logical_collectives(module(lines, PLUS, *loop("scan", 10, body, "b")), {"X": 4, "Y": 4})
     assert {each.kind: each.scope for each in found} == {"all_gather": "unembed", "all_reduce": "unembed"}
-
-
-def test_the_rings_of_attention_stay_permutes() -> None:
-    """Keys and values pass by: no device ever has them all."""
-    lines = [named(line, "layers/attn/core") if "-permute-" in line else line for line in gather(4, 3, 0)]
-    assert folded(module(lines), 4) == [("permute", NBYTES, 0, 1)] * 3
 
 
 def test_a_collective_that_is_named_outside_every_scope_stays_there() -> None:
