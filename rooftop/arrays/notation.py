@@ -160,10 +160,8 @@ class ShardedArray:
         for dim, size, axes in zip(self.dims, self.shape(dims), self.axes, strict=True):
             ways = _ways(axes, mesh)
             if size % ways:
-                below = size // ways * ways
-                raise RooftopError(
-                    f"dim {dim} over {'x'.join(axes)}", size, f"a multiple of {ways}: {below or ways} or {below + ways}"
-                )
+                near = " or ".join(str(size // ways * ways + more) for more in (0, ways) if size // ways + more)
+                raise RooftopError(f"dim {dim} over {'x'.join(axes)}", size, f"a multiple of {ways}: {near}")
             local.append(size // ways)
         return tuple(local)
 

@@ -91,6 +91,12 @@ def test_each_failure_is_one_line_and_its_status(rooftop, monkeypatch, raised, s
     assert (answer.status, answer.out, answer.err) == (status, "", f"rooftop: {line}\n")
 
 
+def test_the_first_line_of_a_model_says_that_sequences_are_too_long(rooftop) -> None:
+    first = rooftop("model", "llama3-8b", "--seq", "1M").out.splitlines()[0]
+    assert first.endswith("; sequences of 1,000,000, made for 8,192")
+    assert "made for" not in rooftop("model", "llama3-8b").out
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["model", "--json"], ["model"], ["plan", "train", "--help"]])
 def test_a_reader_that_has_gone_ends_it_quietly(arguments):
     reader, writer = os.pipe()

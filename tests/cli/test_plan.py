@@ -101,6 +101,14 @@ def test_nothing_fits_is_status_one_and_one_line(rooftop: Run) -> None:
     assert line.endswith(" are optimizer")
 
 
+@pytest.mark.parametrize("seq_len", ["1", "130"])
+def test_sequences_that_every_mesh_pads_are_planned(rooftop: Run, seq_len: str) -> None:
+    plan = rooftop(
+        "plan", "train", "llama3-8b", "--on", "v5e:4x4", "--batch-seqs", "16", "--seq", seq_len, "--json"
+    ).json
+    assert plan["executable"] and plan["padding"]["positions"] % 128 == 0
+
+
 def test_slices_of_which_none_fits_are_one_line_that_names_the_nearest(rooftop: Run) -> None:
     answer = rooftop("plan", "train", "llama3-8b", "--on", "v5e:2x2,v5e:1x1", "--batch-seqs", "16")
     assert (answer.status, answer.err) == (1, "")

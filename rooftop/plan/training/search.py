@@ -305,7 +305,9 @@ def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
     narrow = _padding(problem.model, layouts) <= MOST_PADDING
     layouts = layouts[narrow] if narrow.any() else layouts
     positions = problem.step(Strategies(layouts, (_WHOLE,))).positions[:, 0]
-    return layouts[positions <= max(problem.workload.seq_len / (1 - MOST_PADDING), float(positions.min(initial=0.0)))]
+    # A sequence that is shorter than a row of lanes is padded on every mesh.
+    least = float(positions.min(initial=np.inf))
+    return layouts[positions <= max(problem.workload.seq_len / (1 - MOST_PADDING), least)]
 
 
 def _padding(model: ModelConfig, layouts: Layouts) -> Floats:

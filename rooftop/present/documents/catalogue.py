@@ -169,11 +169,16 @@ def model(config: ModelConfig, figures: Mapping[str, Any]) -> Document:
     return Document(
         title=config.name,
         verdict=ShownVerdict(
-            subject=f"{config.name}  {_dims(config)}",
+            subject=f"{config.name}  {_dims(config)}{_too_long(config, figures['seq_len'])}",
             details=(f"source: {figures['source']}",) if figures["source"] else (),
         ),
         charts=(table("", ("parameters", "", ""), rows), prose(f"FLOPs: {flops['convention']}")),
     )
+
+
+def _too_long(config: ModelConfig, seq_len: int) -> str:
+    """A warning if sequences are longer than those for which the model was made."""
+    return f"; sequences of {seq_len:,}, made for {config.max_seq_len:,}" if seq_len > config.max_seq_len else ""
 
 
 def _dims(config: ModelConfig) -> str:
