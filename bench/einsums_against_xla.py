@@ -39,8 +39,8 @@ RESULTS = Path(__file__).parent / "results" / "einsums_against_xla.csv"
 def every(dims: str, *, most: int) -> list[ShardedArray]:
     """Every sharding over at most ``most`` mesh axes of an array that is not unreduced."""
     plain = ShardedArray(dtype="bf16", dims=tuple(dims), axes=((),) * len(dims))
-    found = (split for split, _ in shardings(len(dims), MESH, unreduced=False))
-    return [plain.with_axes(split) for split in found if sum(map(len, split)) <= most]
+    splits = (split for split, _ in shardings(len(dims), MESH, unreduced=False))
+    return [plain.with_axes(split) for split in splits if sum(map(len, split)) <= most]
 
 
 def sample(count: int) -> Iterator[tuple[str, Prices, Einsum]]:
@@ -71,7 +71,7 @@ def compare(prices: Prices, asked: Einsum) -> dict[str, object]:
     written = compile_ahead_of_time(CompileRequest(mesh=prices.mesh, program=program, arguments=arguments))
     schedule = timeline(written.module, written.mesh)
     best = planned_program(strategies(asked, prices, overlapped=False)[0], prices)
-    kept = compiled_program(written, schedule, prices, "bf16").keys == best.keys
+    as_written = compiled_program(written, schedule, prices, "bf16").keys == best.keys
     theirs, ours = answer.program, answer.planned
     return {
         "slice": prices.mesh.slice.name,
@@ -81,7 +81,7 @@ def compare(prices: Prices, asked: Einsum) -> dict[str, object]:
         "ours": "; ".join(f"{moved.kind}_{''.join(moved.axes)} {moved.bytes:.0f}" for moved in ours.collectives),
         "ours_ms": round(1e3 * ours.time_s, 4),
         "ours_scheduled_ms": round(1e3 * schedule.total_s, 4),
-        "ours_kept": kept,
+        "ours_kept": as_written,
         "xla": "; ".join(
             f"{moved.kind}_{''.join(moved.axes)} {moved.bytes:.0f} x{moved.count}" for moved in theirs.collectives
         ),

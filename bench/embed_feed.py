@@ -39,7 +39,7 @@ def write(path: Path, lines: int) -> None:
             there = random.random(13 + FEATURES) >= 0.1
             counts = [str(value) for value in random.integers(0, 3000, 13)]
             categories = [f"{value:08x}" for value in random.integers(0, 2**32, FEATURES)]
-            fields = (text if given else "" for text, given in zip(counts + categories, there, strict=True))
+            fields = (text if present else "" for text, present in zip(counts + categories, there, strict=True))
             file.write("\t".join([str(random.integers(0, 2)), *fields]) + "\n")
 
 

@@ -48,14 +48,14 @@ def draw(batch: int, seed: int = 0) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(seed)
     weights = 1 / np.arange(1, VOCABULARY + 1) ** EXPONENT
     cumulative = np.cumsum(weights) / weights.sum()
-    found = {}
+    batches = {}
     for index, mean in enumerate(np.linspace(1, 50, FEATURES)):
         lengths = np.minimum(rng.poisson(mean, batch), int(3 * mean) + 1)
         splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         # Popular ids lie anywhere.
         ranks = np.minimum(np.searchsorted(cumulative, rng.random(splits[-1])), VOCABULARY - 1)
-        found[f"f{index:02d}"] = (((ranks * 7919 + index) % VOCABULARY).astype(np.int32), splits)
-    return found
+        batches[f"f{index:02d}"] = (((ranks * 7919 + index) % VOCABULARY).astype(np.int32), splits)
+    return batches
 
 
 @cache
@@ -87,9 +87,9 @@ class Workers:
         start = time.perf_counter()
         for _ in range(TAKEN):
             self()
-        found = (time.perf_counter() - start) / TAKEN
-        time.sleep(2 * found * self.ahead)
-        return found
+        seconds = (time.perf_counter() - start) / TAKEN
+        time.sleep(2 * seconds * self.ahead)
+        return seconds
 
 
 def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int, dict[str, Callable[[], Any]]]:
@@ -172,7 +172,7 @@ def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int,
         shapes.append(np.array([batch, lengths.max()], np.int64))
     common = (features, CHIPS, CHIPS)
     per_core = {"num_sc_per_device": CORES_PER_CHIP}
-    found: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], Any]] = {
         "jax-tpu-embedding ragged": lambda: embedding.preprocess_sparse_dense_matmul_input(
             ragged, None, *common, **per_core
         ),
@@ -183,40 +183,40 @@ def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int,
     for route, accelerate in (("rooftop numpy", False), ("rooftop numba", True)):
         ours = Preprocessor(stacking, batch=batch, limits=limits, threads=threads, accelerate=accelerate)
         buffers = ours.buffers()
-        found[route] = lambda ours=ours, buffers=buffers: ours.preprocess(inputs, out=buffers)
+        calls[route] = lambda ours=ours, buffers=buffers: ours.preprocess(inputs, out=buffers)
     # Workers import what they are given from a module, which this file is not where it is run.
     from embed_host import split
 
     make = partial(Preprocessor, stacking, batch=batch, limits=limits, accelerate=True)
-    found["rooftop numba workers"] = Workers(
+    calls["rooftop numba workers"] = Workers(
         make_ready(itertools.repeat(batch), split, make, workers=threads), AHEAD * threads
     )
-    outputs = {route: do() for route, do in found.items()}
+    outputs = {route: do() for route, do in calls.items()}
     theirs = outputs["jax-tpu-embedding ragged"][0]
     for route in (route for route in outputs if route.startswith("rooftop")):
         for mine, name in stacks.items():
-            given = outputs[route].buffers[mine]
-            assert np.array_equal(given.row_pointers.reshape(-1), theirs.lhs_row_pointers[name])
-            ends = given.row_pointers.reshape(cores, -1).max(axis=1)
+            device_buffers = outputs[route].buffers[mine]
+            assert np.array_equal(device_buffers.row_pointers.reshape(-1), theirs.lhs_row_pointers[name])
+            ends = device_buffers.row_pointers.reshape(cores, -1).max(axis=1)
             for array, other in (
-                (given.embedding_ids, theirs.lhs_embedding_ids[name]),
-                (given.sample_ids, theirs.lhs_sample_ids[name]),
-                (given.gains, theirs.lhs_gains[name]),
+                (device_buffers.embedding_ids, theirs.lhs_embedding_ids[name]),
+                (device_buffers.sample_ids, theirs.lhs_sample_ids[name]),
+                (device_buffers.gains, theirs.lhs_gains[name]),
             ):
                 for core, end in enumerate(ends):
                     np.testing.assert_allclose(
                         array.reshape(cores, -1)[core, :end], other.reshape(cores, -1)[core, :end], rtol=1e-5
                     )
-    return sum(len(ids) for ids, _ in inputs.values()), found
+    return sum(len(ids) for ids, _ in inputs.values()), calls
 
 
 def measure(threads: int, batch: int, stacked: bool, combiner: str, runs: int) -> list[dict[str, Any]]:
     """Rows of the table."""
-    ids, found = routes(batch, threads, stacked, combiner)
-    walls: dict[str, list[float]] = {route: [] for route in found}
-    cpus: dict[str, list[float]] = {route: [] for route in found}
+    ids, calls = routes(batch, threads, stacked, combiner)
+    walls: dict[str, list[float]] = {route: [] for route in calls}
+    cpus: dict[str, list[float]] = {route: [] for route in calls}
     for _ in range(runs):
-        for route, do in found.items():
+        for route, do in calls.items():
             if isinstance(do, Workers):
                 walls[route].append(do.seconds())
                 continue
@@ -224,7 +224,7 @@ def measure(threads: int, batch: int, stacked: bool, combiner: str, runs: int) -
             do()
             walls[route].append(time.perf_counter() - start)
             cpus[route].append(time.process_time() - used)
-    theirs = [route for route in found if route.startswith("jax")]
+    theirs = [route for route in calls if route.startswith("jax")]
 
     def best(of: Callable[[str], float]) -> float:
         return min(of(route) for route in theirs)
@@ -245,7 +245,7 @@ def measure(threads: int, batch: int, stacked: bool, combiner: str, runs: int) -
             "ratio_median": round(best(lambda r: median(walls[r])) / median(walls[route]), 2),
             "ratio_cpu": round(best(lambda r: min(cpus[r])) / min(cpus[route]), 2) if cpus[route] else "",
         }
-        for route in found
+        for route in calls
     ]
 
 

@@ -60,16 +60,16 @@ def run(name: str, kinds: tuple[str, ...], part: str, rescheduled: bool) -> dict
             options=PIPELINING_OPTIONS if rescheduled else {},
         )
     )
-    found = sparsecore_overlap(compiled.module)
+    overlap = sparsecore_overlap(compiled.module)
     return {
         "slice": name,
         "tables": len(kinds),
         "step": part,
         "rescheduled": rescheduled,
-        "sparsecore_calls": found.calls,
-        "tensorcore_computations": found.computations,
-        "beside": found.overlapped,
-        "share": round(found.share, 3),
+        "sparsecore_calls": overlap.calls,
+        "tensorcore_computations": overlap.computations,
+        "beside": overlap.overlapped,
+        "share": round(overlap.share, 3),
         "jax": importlib.metadata.version("jax"),
         "libtpu": importlib.metadata.version("libtpu"),
         "date": datetime.now(UTC).date().isoformat(),

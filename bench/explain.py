@@ -64,12 +64,12 @@ def plane(ordinal: int, steps: int) -> bytes:
         field(4, field(1, at) + field(2, field(1, at) + field(2, name.encode())))
         for at, name in enumerate(names, start=1)
     )
-    told = b"".join(
+    stat_names = b"".join(
         field(5, field(1, at) + field(2, field(1, at) + field(2, name)))
         for at, name in enumerate((b"run_id", b"queue"), start=1)
     )
-    lines = b"".join(field(3, bytes(each)) for each in (ops, modules, marks))
-    return field(1, field(2, f"/device:TPU:{ordinal}".encode()) + lines + metadata + told)
+    lines = b"".join(field(3, bytes(line)) for line in (ops, modules, marks))
+    return field(1, field(2, f"/device:TPU:{ordinal}".encode()) + lines + metadata + stat_names)
 
 
 def write(path: Path, megabytes: float) -> int:
@@ -88,8 +88,8 @@ def read(path: Path) -> None:
     # Importing is a part of what a user waits for.
     from rooftop.explain.measured.report import explain
 
-    found = explain(path)
-    data = found.to_json()
+    ledger = explain(path)
+    data = ledger.to_json()
     print(
         json.dumps(
             {
@@ -109,24 +109,24 @@ def main() -> int:
     parser.add_argument("--megabytes", type=float, default=100.0)
     parser.add_argument("--read", type=Path, help="only read this trace")
     parser.add_argument("-o", "--output", type=Path, help="write the figures here")
-    given = parser.parse_args()
-    if given.read is not None:
-        read(given.read)
+    options = parser.parse_args()
+    if options.read is not None:
+        read(options.read)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "host.xplane.pb"
-        events = write(file, given.megabytes)
+        events = write(file, options.megabytes)
         done = subprocess.run(
             [sys.executable, __file__, "--read", str(file)], capture_output=True, text=True, check=True
         )
-        found = json.loads(done.stdout.splitlines()[-1])
+        figures = json.loads(done.stdout.splitlines()[-1])
         size = file.stat().st_size
-    within = found["wall_s"] < SECONDS and found["peak_rss_bytes"] < BYTES
+    within = figures["wall_s"] < SECONDS and figures["peak_rss_bytes"] < BYTES
     result = {
         "what": "read and measure a synthetic trace of eight TPUs",
         "bytes": size,
         "events": events,
-        **found,
+        **figures,
         "within": within,
         "limits": {"wall_s": SECONDS, "peak_rss_bytes": BYTES},
         "machine": {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()},
@@ -135,8 +135,8 @@ def main() -> int:
         "command": "python bench/explain.py",
     }
     print(json.dumps(result, indent=1))
-    if given.output is not None:
-        given.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0 if within else 1
 
 

@@ -75,10 +75,10 @@ def main() -> None:
             asynchronous: Counter[tuple[str, str]] = Counter()
             for row in read_ledger(compiled.module, compiled.mesh.shape, compiled.mesh):
                 if row.scope.startswith("layers"):
-                    for found in row.collectives:
-                        key = "+".join(found.axes), found.kind
-                        moved[key] += int(row.count * found.bytes)
-                        asynchronous[key] += 0 if found.critical else int(row.count * found.bytes)
+                    for collective in row.collectives:
+                        key = "+".join(collective.axes), collective.kind
+                        moved[key] += int(row.count * collective.bytes)
+                        asynchronous[key] += 0 if collective.critical else int(row.count * collective.bytes)
             for (axis, kind), total in sorted(moved.items()):
                 share = asynchronous[axis, kind] / total
                 out.writerow((name, layout, label, axis, kind, total, f"{share:.3f}"))

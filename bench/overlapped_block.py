@@ -47,8 +47,8 @@ def main() -> None:
                     "xla_total_us": round(1e6 * theirs.total_s, 1),
                     "xla_exposed_us": round(1e6 * theirs.exposed_s, 1),
                     "collectives": "; ".join(
-                        f"{each.collective.kind}_{''.join(each.collective.axes)} {each.collective.hops} hops"
-                        for each in ours.collectives
+                        f"{entry.collective.kind}_{''.join(entry.collective.axes)} {entry.collective.hops} hops"
+                        for entry in ours.collectives
                     ),
                 }
             )

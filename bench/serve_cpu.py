@@ -51,7 +51,7 @@ def rooftop_round(folder: Path, asked: dict[str, Any]) -> tuple[Round, Callable[
 
     concurrent, prompt, max_model_len = asked["concurrent"], asked["prompt"], asked["prompt"] + asked["outputs"][1]
     contexts, copies = -(-max_model_len // 64) * 64, asked["copies"]
-    each = -(-concurrent // copies)
+    share = -(-concurrent // copies)
     engine = load(
         folder,
         Configuration(
@@ -60,7 +60,7 @@ def rooftop_round(folder: Path, asked: dict[str, Any]) -> tuple[Round, Callable[
             mesh=(("data", copies),) if copies > 1 else (),
             prefix_cache=False,
             shapes=Shapes(
-                batches=(*(size for size in (1, 2, 4, 8, 16, 24) if size < each), each),
+                batches=(*(size for size in (1, 2, 4, 8, 16, 24) if size < share), share),
                 widths=(prompt,),
                 contexts=(contexts,),
                 prefill_tokens=256,
@@ -72,14 +72,14 @@ def rooftop_round(folder: Path, asked: dict[str, Any]) -> tuple[Round, Callable[
     number = iter(range(10**9))
 
     def run(prompts: list[list[int]], outputs: list[int]) -> tuple[list[list[int]], float]:
-        found: dict[int, list[int]] = {}
+        by_request: dict[int, list[int]] = {}
         order: list[int] = []
         slots = threading.Semaphore(concurrent)
         left = threading.Semaphore(0)
 
         def deliver(token: Token) -> None:
             assert token.token is not None
-            found[token.id].append(token.token)
+            by_request[token.id].append(token.token)
             if token.finish is not None:
                 slots.release()
                 left.release()
@@ -89,14 +89,14 @@ def rooftop_round(folder: Path, asked: dict[str, Any]) -> tuple[Round, Callable[
             slots.acquire()
             id_ = next(number)
             order.append(id_)
-            found[id_] = []
+            by_request[id_] = []
             sampling = Sampling(max_tokens=count, temperature=0.0)
             engine.submit(
                 GenerationRequest(id=id_, prompt=tuple(tokens), sampling=sampling, arrival_s=time.monotonic()), deliver
             )
         for _ in prompts:
             left.acquire()
-        return [found[id_] for id_ in order], time.perf_counter() - begun
+        return [by_request[id_] for id_ in order], time.perf_counter() - begun
 
     def measured() -> dict[str, float]:
         stats = engine.stats()
@@ -115,7 +115,7 @@ def torch_round(folder: Path, asked: dict[str, Any]) -> tuple[Round, Callable[[]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def run(prompts: list[list[int]], outputs: list[int]) -> tuple[list[list[int]], float]:
-        found: list[list[int]] = []
+        tokens: list[list[int]] = []
         begun = time.perf_counter()
         for first in range(0, len(prompts), asked["concurrent"]):
             batch = slice(first, first + asked["concurrent"])
@@ -127,8 +127,8 @@ def torch_round(folder: Path, asked: dict[str, Any]) -> tuple[Round, Callable[[]
                     do_sample=False, eos_token_id=None, pad_token_id=0,
                 )  # fmt: skip
             rows = answer[:, ids.shape[1] :].tolist()
-            found += [row[:count] for row, count in zip(rows, outputs[batch], strict=True)]
-        return found, time.perf_counter() - begun
+            tokens += [row[:count] for row, count in zip(rows, outputs[batch], strict=True)]
+        return tokens, time.perf_counter() - begun
 
     return run, lambda: {}, {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
 
@@ -144,9 +144,9 @@ def serve_side(name: str, folder: Path) -> None:
     run, measured, versions = SIDES[name](folder, asked)
     print(json.dumps({"versions": versions}), file=answer, flush=True)
     for line in sys.stdin:
-        given = json.loads(line)
+        request = json.loads(line)
         before, cpu = measured(), time.process_time()
-        tokens, seconds = run(given["prompts"], given["outputs"])
+        tokens, seconds = run(request["prompts"], request["outputs"])
         cpu = time.process_time() - cpu
         delta = {key: value - before[key] for key, value in measured().items()}
         print(
@@ -248,13 +248,13 @@ def compare(folder: Path, options: argparse.Namespace, concurrent: int, threads:
         for name, worker in workers.items():
             assert worker.stdin is not None and worker.stdout is not None
             print(json.dumps({"prompts": prompts, "outputs": outputs}), file=worker.stdin, flush=True)
-            found = json.loads(worker.stdout.readline())
-            tokens[name] = found["tokens"]
+            answer = json.loads(worker.stdout.readline())
+            tokens[name] = answer["tokens"]
             if turn:
-                rates[name].append(sum(outputs) / found["seconds"])
-                cpu_s[name].append(found["cpu_s"])
-                if found["measured"]:
-                    host_ms.append(1e3 * found["measured"]["host_s"] / found["measured"]["steps"])
+                rates[name].append(sum(outputs) / answer["seconds"])
+                cpu_s[name].append(answer["cpu_s"])
+                if answer["measured"]:
+                    host_ms.append(1e3 * answer["measured"]["host_s"] / answer["measured"]["steps"])
         same = sum(one == other for one, other in zip(*tokens.values(), strict=True))
         if same < 0.9 * count:
             raise SystemExit(f"only {same} of {count} texts are the same on both sides")
@@ -265,7 +265,7 @@ def compare(folder: Path, options: argparse.Namespace, concurrent: int, threads:
     by_cpu = statistics.median(b / a for a, b in zip(cpu_s["rooftop"], cpu_s["transformers"], strict=True))
     print(
         f"{options.model}, {concurrent} concurrent, {threads} threads: "
-        + ", ".join(f"{name} {statistics.median(each):.1f} tokens/s" for name, each in rates.items())
+        + ", ".join(f"{name} {statistics.median(values):.1f} tokens/s" for name, values in rates.items())
         + f", ratio {ratio:.2f}, by CPU time {by_cpu:.2f}; "
         f"host {statistics.median(host_ms):.2f} ms a step; {same} of {count} texts alike",
         flush=True,
@@ -275,7 +275,7 @@ def compare(folder: Path, options: argparse.Namespace, concurrent: int, threads:
             "model": options.model, "concurrent": concurrent, "requests": concurrent * options.batches,
             "copies": options.copies if name == "rooftop" else 1, "threads": threads, "prompt": options.prompt,
             "outputs": "{}-{}".format(*options.outputs), "side": name,
-            "tokens_per_s": round(statistics.median(each), 2),
+            "tokens_per_s": round(statistics.median(values), 2),
             "ratio_to_transformers": round(ratio, 3) if name == "rooftop" else 1.0,
             "ratio_by_cpu_time": round(by_cpu, 3) if name == "rooftop" else 1.0,
             "host_ms_per_step": round(statistics.median(host_ms), 3) if name == "rooftop" else "",
@@ -283,7 +283,7 @@ def compare(folder: Path, options: argparse.Namespace, concurrent: int, threads:
             "versions": " ".join(f"{key} {value}" for key, value in versions[name].items()),
             "date": time.strftime("%Y-%m-%d"),
         }
-        for name, each in rates.items()
+        for name, values in rates.items()
     ]  # fmt: skip
 
 

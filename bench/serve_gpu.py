@@ -126,13 +126,13 @@ def measure(engine: PagedEngine, model: ModelConfig, options: argparse.Namespace
 
 def mean_s(before: EngineStats, after: EngineStats, *, tokens: int, sequences: int) -> float:
     """Mean seconds of the program of that size between two readings."""
-    found = [0.0, 0.0]
+    totals = [0.0, 0.0]
     for sign, stats in ((-1, before), (1, after)):
-        for each in stats.program_times:
-            if (each.tokens, each.sequences) == (tokens, sequences):
-                found[0] += sign * each.seconds
-                found[1] += sign * each.runs
-    return found[0] / found[1]
+        for program in stats.program_times:
+            if (program.tokens, program.sequences) == (tokens, sequences):
+                totals[0] += sign * program.seconds
+                totals[1] += sign * program.runs
+    return totals[0] / totals[1]
 
 
 if __name__ == "__main__":

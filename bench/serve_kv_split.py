@@ -67,8 +67,8 @@ def main() -> None:
     table.writeheader()
     for _ in range(ROUNDS):
         for sequences in (MOST, 1):
-            for kind, made in compiled.items():
-                engine = PagedEngine(made.replicas, made.configuration, max_model_len=made.max_model_len)
+            for kind, program in compiled.items():
+                engine = PagedEngine(program.replicas, program.configuration, max_model_len=program.max_model_len)
                 engine.start()
                 ended = threading.Semaphore(0)
 
@@ -89,8 +89,8 @@ def main() -> None:
                 stats = engine.stats()
                 engine.drain(0.0)
                 steps = max(
-                    (each for each in stats.program_times if not each.tokens),
-                    key=lambda each: (each.runs, each.sequences),
+                    (program for program in stats.program_times if not program.tokens),
+                    key=lambda program: (program.runs, program.sequences),
                 )
                 table.writerow(
                     {

@@ -104,9 +104,9 @@ def cases(times: StepTimes) -> Iterator[tuple[str, RequestTrace, Deployment]]:
 def measure(trace: RequestTrace, deployment: Deployment) -> tuple[float, float, dict[str, Any], int]:
     """CPU and wall seconds of a simulation with its figures, the figures, and how many runs of steps it took."""
     cpu, wall = time.process_time(), time.perf_counter()
-    found = ServingMetrics(simulation=simulate(trace, deployment), targets=Targets(ttft_s=1.0, tpot_s=0.05))
-    figures = found.figures.to_json()
-    runs = sum(len(server.runs) for server in found.simulation.servers)
+    metrics = ServingMetrics(simulation=simulate(trace, deployment), targets=Targets(ttft_s=1.0, tpot_s=0.05))
+    figures = metrics.figures.to_json()
+    runs = sum(len(server.runs) for server in metrics.simulation.servers)
     return time.process_time() - cpu, time.perf_counter() - wall, figures, runs
 
 

@@ -198,8 +198,8 @@ def prepare(name: str, folder: Path) -> dict[str, Any]:
     save_weights(folder, model, jax.device_get(weights))
     tokens = np.random.default_rng(0).integers(vocab, size=(batch, seq_len + 1), dtype=np.int32)
     np.save(folder / "tokens.npy", tokens)
-    found: dict[str, Any] = model.to_json()
-    return found
+    config: dict[str, Any] = model.to_json()
+    return config
 
 
 def compare(name: str, names: list[str], chosen: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -227,7 +227,7 @@ def compare(name: str, names: list[str], chosen: argparse.Namespace) -> tuple[li
     lines = []
     for side in sides:
         dtype = side.name.split()[-1]
-        ours = next((each for each in sides if each.name == f"rooftop {dtype}"), sides[0])
+        ours = next((side for side in sides if side.name == f"rooftop {dtype}"), sides[0])
         apart = max(abs(one - other) for one, other in zip(side.losses, sides[0].losses, strict=True))
         if apart > AGREE[dtype] * sides[0].losses[0]:
             raise SystemExit(f"{side.name}: losses {side.losses}, of {sides[0].name} {sides[0].losses}: not the same")
@@ -276,15 +276,15 @@ def main() -> None:
     lines = list[dict[str, Any]]()
     versions: dict[str, str] = {}
     for name in chosen.models.split(","):
-        found, used = compare(name, chosen.sides.split(","), chosen)
-        lines += found
+        result, used = compare(name, chosen.sides.split(","), chosen)
+        lines += result
         versions |= used
     arguments = " ".join(sys.argv[1:]).replace(chosen.torch_python, "TORCH_VENV/bin/python")
-    told = ", ".join(f"{package} {version}" for package, version in versions.items())
+    packages = ", ".join(f"{package} {version}" for package, version in versions.items())
     flags = f"; XLA_FLAGS {set_}" if (set_ := os.environ.get("XLA_FLAGS")) else ""
     with open(chosen.output, "w") if chosen.output else os.fdopen(os.dup(1), "w") as file:
         print(f"# python bench/train_cpu.py {arguments}", file=file)
-        print(f"# {time.strftime('%Y-%m-%d')}, {told}; {chosen.threads} threads{flags}", file=file)
+        print(f"# {time.strftime('%Y-%m-%d')}, {packages}; {chosen.threads} threads{flags}", file=file)
         out = csv.DictWriter(file, lines[0], lineterminator="\n")
         out.writeheader()
         out.writerows(lines)

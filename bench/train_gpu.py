@@ -100,8 +100,8 @@ def compile_step(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[jax.st
         compiled = step.lower(abstract_state(program, mesh), abstract_batch(program, mesh)).compile()
     memory = compiled.memory_analysis()
     assert memory is not None
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return compiled, held + memory.temp_size_in_bytes
+    live_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return compiled, live_bytes + memory.temp_size_in_bytes
 
 
 def fitting(case: Case, chip: str, here: Local) -> tuple[TrainingPlan, TrainProgram, jax.stages.Compiled, int]:
@@ -174,14 +174,14 @@ def measure(case: Case, chip: str, here: Local, steps: int, traced: int) -> list
         "peak_bytes_in_use": used or "",
         "loss": f"{loss:.4f}",
     }
-    return [whole] + [same | row for row in rows(plan, {key: found / traced for key, found in spent.items()})]
+    return [whole] + [same | row for row in rows(plan, {key: seconds / traced for key, seconds in spent.items()})]
 
 
 def rows(plan: TrainingPlan, spent: Mapping[Key, float]) -> list[dict[str, Any]]:
     """Every row that the plan or the trace has, in the order of the scopes."""
     planned = plan.ledger.by_key()
     order = {name: index for index, name in enumerate((*SCOPES, UNSCOPED))}
-    found = []
+    table = []
     for scope, phase in sorted(planned.keys() | spent.keys(), key=lambda key: (order[key[0]], PHASES.index(key[1]))):
         rows, busy = planned.get((scope, phase), []), Counter[str]()
         for row in rows:
@@ -189,10 +189,10 @@ def rows(plan: TrainingPlan, spent: Mapping[Key, float]) -> list[dict[str, Any]]
                 busy[resource] += float(row.count * seconds)  # type: ignore[assignment]
         bound = max(busy, key=lambda resource: busy[resource], default="")
         expected_s = sum(float(row.count * row.expected_s) for row in rows)
-        found.append(
+        table.append(
             {"scope": scope, "phase": phase} | times(bound, busy[bound], expected_s, spent.get((scope, phase), 0.0))
         )
-    return found
+    return table
 
 
 def times(bound: str, bound_s: float, expected_s: float, measured_s: float) -> dict[str, str]:
@@ -230,7 +230,7 @@ def by_row(trace: ProfileData, known: Mapping[str, Key]) -> dict[Key, float]:
                 continue
             events = [(event, dict(event.stats).get("hlo_op")) for event in line.events]
             open_until = list[tuple[float, Key]]()
-            for event, op in sorted(events, key=lambda each: (each[0].start_ns, -each[0].duration_ns)):
+            for event, op in sorted(events, key=lambda event: (event[0].start_ns, -event[0].duration_ns)):
                 if op is None and not on_device:
                     continue
                 while open_until and open_until[-1][0] <= event.start_ns:
@@ -274,15 +274,15 @@ def main() -> None:
     chip = chosen.chip if here.chip is None else here.chip.name
     lines = list[dict[str, Any]]()
     for case in cases(chosen.tiny):
-        found = measure(case, chip, here, chosen.steps, chosen.traced)
-        print(", ".join(f"{name} {value}" for name, value in found[0].items()), file=sys.stderr)
-        lines += found
-    told = provenance(here.devices[:1])
-    versions = ", ".join(f"{package} {version}" for package, version in told.versions.items())
+        measured = measure(case, chip, here, chosen.steps, chosen.traced)
+        print(", ".join(f"{name} {value}" for name, value in measured[0].items()), file=sys.stderr)
+        lines += measured
+    origin = provenance(here.devices[:1])
+    versions = ", ".join(f"{package} {version}" for package, version in origin.versions.items())
     with open(chosen.output, "w") if chosen.output else os.fdopen(os.dup(1), "w") as file:
         print(f"# python bench/train_gpu.py {' '.join(sys.argv[1:])}".rstrip(), file=file)
-        where = f"{told.devices}; planned for {chip}:1"
-        print(f"# {time.strftime('%Y-%m-%d')}, {versions}, {told.runtime}; {where}", file=file)
+        where = f"{origin.devices}; planned for {chip}:1"
+        print(f"# {time.strftime('%Y-%m-%d')}, {versions}, {origin.runtime}; {where}", file=file)
         print(f"# MFU: {TrainRates.of(cases(chosen.tiny)[0].model, 1, None).convention}", file=file)
         names = dict.fromkeys(name for line in lines for name in line)
         out = csv.DictWriter(file, list(names), lineterminator="\n", restval="")

@@ -78,7 +78,7 @@ class Server:
     def computed_ms(self) -> float:
         """Milliseconds that all of its threads have computed."""
         threads = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
-        return sum(int(each.read_text().split()[0]) for each in threads) / 1e6
+        return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e6
 
     def ask(self, address: str) -> Asked:
         """Ask for one address."""
@@ -108,17 +108,17 @@ def measure(server: Server, name: str, base: dict[str, str]) -> tuple[Asked, lis
 
 
 def row(
-    name: str, base: dict[str, str], found: list[tuple[Asked, list[tuple[dict[str, str], Asked]]]]
+    name: str, base: dict[str, str], measured: list[tuple[Asked, list[tuple[dict[str, str], Asked]]]]
 ) -> dict[str, object]:
     """One line of the table: the shortest of the repeated waits for each state."""
-    repeated = list(zip(*(answers for _, answers in found), strict=True))
-    good = [each for each in repeated if each[0][1].status == 200]
-    slowest = max(good, key=lambda each: min(one.cpu_ms for _, one in each))[0][0]
+    repeated = list(zip(*(answers for _, answers in measured), strict=True))
+    good = [pair for pair in repeated if pair[0][1].status == 200]
+    slowest = max(good, key=lambda answers: min(one.cpu_ms for _, one in answers))[0][0]
     return line(
         name,
         " ".join(f"{key}={value}" for key, value in base.items()) or "default",
-        [[one for _, one in each] for each in good],
-        first=[one for one, _ in found],
+        [[one for _, one in pair] for pair in good],
+        first=[one for one, _ in measured],
         refused=len(repeated) - len(good),
         slowest=" ".join(f"{key}={value}" for key, value in slowest.items() if base.get(key) != value) or "itself",
     )
@@ -128,8 +128,8 @@ def line(
     name: str, base: str, asked: list[list[Asked]], *, first: list[Asked], refused: int = 0, slowest: str = ""
 ) -> dict[str, object]:
     """What is told of states, each asked for several times."""
-    waits = sorted(min(one.wait_ms for one in each) for each in asked)
-    cpu = sorted(min(one.cpu_ms for one in each) for each in asked)
+    waits = sorted(min(one.wait_ms for one in answers) for answers in asked)
+    cpu = sorted(min(one.cpu_ms for one in answers) for answers in asked)
     return {
         "explorer": name,
         "base": base,
@@ -145,13 +145,13 @@ def line(
         "cpu_max_ms": round(cpu[-1], 1),
         "cpu_under_50_ms": round(sum(took < 50 for took in cpu) / len(cpu), 3),
         "slowest": slowest,
-        "kilobytes": round(statistics.median(len(each[0].body) for each in asked) / 1e3, 1),
+        "kilobytes": round(statistics.median(len(answers[0].body) for answers in asked) / 1e3, 1),
     }
 
 
 def opened(run: Path) -> list[dict[str, object]]:
     """A run opened: asked again and again until its trace is read, then all of it, then once more."""
-    size = sum(each.stat().st_size for each in run.rglob("*.xplane.pb")) / 1e6
+    size = sum(file.stat().st_size for file in run.rglob("*.xplane.pb")) / 1e6
     begin = time.perf_counter()
     with served(run) as server:
         meanwhile = []
@@ -166,7 +166,7 @@ def opened(run: Path) -> list[dict[str, object]]:
         line("open", f"{what}, again", again, first=again[0]),
     ]
     # A thread reads the trace meanwhile: what the server computes is not for these answers.
-    return [{name: "" if name.startswith("cpu") else value for name, value in each.items()} for each in rows]
+    return [{name: "" if name.startswith("cpu") else value for name, value in line.items()} for line in rows]
 
 
 def main() -> None:
@@ -176,17 +176,17 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     chosen = parser.parse_args()
     os.environ.update(THREADS)
-    cases = (*((each, dict[str, str]()) for each in EXPLORERS), *OTHERS)
-    found: list[list[tuple[Asked, list[tuple[dict[str, str], Asked]]]]] = [[] for _ in cases]
+    cases = (*((explorer, dict[str, str]()) for explorer in EXPLORERS), *OTHERS)
+    measured: list[list[tuple[Asked, list[tuple[dict[str, str], Asked]]]]] = [[] for _ in cases]
     for _ in range(REPEATS):
         with served() as server:
-            for (name, base), kept in zip(cases, found, strict=True):
-                kept.append(measure(server, name, base))
-    rows = [row(name, base, kept) for (name, base), kept in zip(cases, found, strict=True)]
+            for (name, base), pairs in zip(cases, measured, strict=True):
+                pairs.append(measure(server, name, base))
+    rows = [row(name, base, pairs) for (name, base), pairs in zip(cases, measured, strict=True)]
     rows += opened(chosen.run) if chosen.run is not None else []
     out = io.StringIO()
     versions = f"python {platform.python_version()}, numpy {importlib.metadata.version('numpy')}"
-    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
     command = "python bench/ui.py" + (" --run RUN" if chosen.run is not None else "")
     out.write(f"# {command}; {versions}, {os.cpu_count()} cores shared (load {load}); {time.strftime('%F')}\n")
     writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")

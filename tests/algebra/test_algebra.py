@@ -40,14 +40,14 @@ CUBE = prices("X=4,Y=4,Z=4", "v5p:4x4x4")
 
 def every(dims: tuple[str, ...], mesh: Mapping[str, int]) -> list[ShardedArray]:
     plain = ShardedArray(dtype="bf16", dims=dims, axes=((),) * len(dims))
-    return [plain.with_axes(*found) for found in shardings(len(dims), mesh)]
+    return [plain.with_axes(*split) for split in shardings(len(dims), mesh)]
 
 
 # Steps
 
 
 @pytest.mark.parametrize(
-    ("made", "text"),
+    ("step", "text"),
     [
         (steps.all_gather(array("A[I_XY, J]"), [("Y", "I")]), "AllGather_Y(bf16[I_XY, J]) -> bf16[I_X, J]"),
         (
@@ -64,8 +64,8 @@ def every(dims: tuple[str, ...], mesh: Mapping[str, int]) -> list[ShardedArray]:
         ),
     ],
 )
-def test_a_step_reads_as_the_book_writes_it(made: Step, text: str) -> None:
-    assert str(made) == text
+def test_a_step_reads_as_the_book_writes_it(step: Step, text: str) -> None:
+    assert str(step) == text
 
 
 def test_only_the_end_of_a_subscript_can_be_gathered() -> None:
@@ -93,7 +93,7 @@ def test_a_permutation_takes_every_shard_to_its_place() -> None:
     for before, after in (("A[I_XZ, J_Y]", "A[I_Y, J_ZX]"), ("A[I_X, J]{U_Y}", "A[I_Z, J]{U_Y}")):
         step = steps.permute(array(before), array(after))
         pairs = steps.permutation(step, mesh)
-        holds, wants = (steps.shard_numbers(each, mesh) for each in (step.inputs[0], step.output))
+        holds, wants = (steps.shard_numbers(array, mesh) for array in (step.inputs[0], step.output))
         assert sorted(pairs[:, 0]) == sorted(pairs[:, 1]) == list(range(16))
         assert (holds[pairs[:, 0]] == wants[pairs[:, 1]]).all()
 
@@ -108,9 +108,9 @@ def test_permutes_that_share_a_price_take_as_long_as_each_of_them(on: str) -> No
         step = steps.permute(array(f"A[{before}]"), array(f"A[{after}]"))
         pairs = steps.permutation(step, laid.shape)
         own = route(laid.slice.physical_axes, places[pairs[:, 0]], places[pairs[:, 1]], prices.bytes(step.inputs[0]))
-        found = prices.cost(step)
-        assert dict(found.resources) == pytest.approx({name: each for name, each in own.seconds.items() if each})
-        assert found.latency_s == own.latency_s
+        cost = prices.cost(step)
+        assert dict(cost.resources) == pytest.approx({name: busy for name, busy in own.seconds.items() if busy})
+        assert cost.latency_s == own.latency_s
 
 
 # Resharding
@@ -150,23 +150,23 @@ def test_paths_are_the_cheapest_that_there_are(mesh: str, on: str) -> None:
     shape = priced.mesh.shape
     order = {name: place for place, name in enumerate(shape)}
 
-    def node(made: ShardedArray) -> ShardedArray:
-        return made.with_axes(made.axes, tuple(sorted(made.unreduced, key=order.__getitem__)))
+    def node(array: ShardedArray) -> ShardedArray:
+        return array.with_axes(array.axes, tuple(sorted(array.unreduced, key=order.__getitem__)))
 
     arrays = every(("I", "J"), shape)
-    place = {made: index for index, made in enumerate(arrays)}
+    place = {array: index for index, array in enumerate(arrays)}
     best = np.full((len(arrays), len(arrays)), np.inf)
     np.fill_diagonal(best, 0.0)
-    for made in arrays:
-        for step in single_steps(made, shape, arrays):
-            there = place[made], place[node(step.output)]
+    for array in arrays:
+        for step in single_steps(array, shape, arrays):
+            there = place[array], place[node(step.output)]
             best[there] = min(best[there], priced.cost(step).time_s)
     for via in range(len(arrays)):
         best = np.minimum(best, best[:, via, None] + best[None, via])
-    for made in arrays:
-        paths = Paths(made, priced)
-        found = np.array([paths.seconds(other) for other in arrays])
-        np.testing.assert_allclose(found, best[place[made]], rtol=1e-12)
+    for array in arrays:
+        paths = Paths(array, priced)
+        seconds = np.array([paths.seconds(other) for other in arrays])
+        np.testing.assert_allclose(seconds, best[place[array]], rtol=1e-12)
 
 
 @pytest.mark.parametrize("priced", [SMALL, CUBE], ids=["2x4", "4x4x4"])
@@ -178,9 +178,9 @@ def test_the_price_of_a_path_is_that_of_its_transpose(priced: Prices, data: st.D
     arrays = every(("I", "J"), shape)
     source, target = data.draw(st.sampled_from(arrays)), data.draw(st.sampled_from(arrays))
 
-    def dual(made: ShardedArray) -> ShardedArray:
-        used = {axis for split in made.axes for axis in split} | set(made.unreduced)
-        return made.with_axes(made.axes, tuple(axis for axis in shape if axis not in used))
+    def dual(array: ShardedArray) -> ShardedArray:
+        used = {axis for split in array.axes for axis in split} | set(array.unreduced)
+        return array.with_axes(array.axes, tuple(axis for axis in shape if axis not in used))
 
     there, back = Paths(source, priced).seconds(target), Paths(dual(target), priced).seconds(dual(source))
     assert there == pytest.approx(back, rel=1e-9)
@@ -224,9 +224,9 @@ def test_plain_reshardings_are_one_step(source: str, target: str, mesh: str, ops
 def test_an_unused_axis_lends_its_links() -> None:
     """I_X to I on 4 x 4 x 4: cut I over Z first, which is free, and gather over the links of both."""
     alone = CUBE.cost(steps.all_gather(array("A[I_X, J]"), [("X", "I")])).time_s
-    found = reshard(array("A[I_X, J]"), array("A[I, J]"), CUBE)
-    assert found[0].op == "slice"
-    assert sum(CUBE.cost(step).time_s for step in found) < 0.6 * alone
+    path = reshard(array("A[I_X, J]"), array("A[I, J]"), CUBE)
+    assert path[0].op == "slice"
+    assert sum(CUBE.cost(step).time_s for step in path) < 0.6 * alone
 
 
 def test_an_array_cannot_become_another() -> None:
@@ -252,15 +252,15 @@ def test_an_array_cannot_become_another() -> None:
     ],
 )
 def test_the_cases_of_the_book(text: str, numbers: list[int]) -> None:
-    found = parse(text, "bf16")
-    assert isinstance(found, Einsum)
-    assert [case.number for case in cases(found)] == numbers
+    expression = parse(text, "bf16")
+    assert isinstance(expression, Einsum)
+    assert [case.number for case in cases(expression)] == numbers
 
 
 def einsum(text: str) -> Einsum:
-    found = parse(text, "bf16")
-    assert isinstance(found, Einsum)
-    return found
+    expression = parse(text, "bf16")
+    assert isinstance(expression, Einsum)
+    return expression
 
 
 @pytest.mark.parametrize(
@@ -276,16 +276,18 @@ def einsum(text: str) -> Einsum:
 def test_the_best_plain_strategy(text: str, rule: str) -> None:
     """What the book does in each case is the best, or is beaten only by using an axis that would be idle."""
     plain = strategies(einsum(text), SMALL, overlapped=False)
-    assert rule in plain[0].rule or any(each.rule == rule for each in plain)
-    assert [each.time_s for each in plain] == sorted(each.time_s for each in plain)
+    assert rule in plain[0].rule or any(strategy.rule == rule for strategy in plain)
+    assert [strategy.time_s for strategy in plain] == sorted(strategy.time_s for strategy in plain)
 
 
 def test_either_operand_can_be_gathered_and_overlap_hides_it() -> None:
     wide = prices("Y=4", "v5e:2x2", dims=DIMS | {"K": 65536})
-    found = {each.rule: each for each in strategies(einsum("A[I_Y, J] * B[J, K_Y] -> C[I, K_Y]"), wide)}
-    gathered = found["all_gather [I_Y, J] over Y, then multiply"]
-    hidden = found["multiply while gathering [I_Y, J] over Y"]
-    other = next(each for rule, each in found.items() if rule.startswith("all_gather [J, K_Y] over Y, then multiply"))
+    by_rule = {strategy.rule: strategy for strategy in strategies(einsum("A[I_Y, J] * B[J, K_Y] -> C[I, K_Y]"), wide)}
+    gathered = by_rule["all_gather [I_Y, J] over Y, then multiply"]
+    hidden = by_rule["multiply while gathering [I_Y, J] over Y"]
+    other = next(
+        strategy for rule, strategy in by_rule.items() if rule.startswith("all_gather [J, K_Y] over Y, then multiply")
+    )
     assert gathered.lower_s <= hidden.time_s < gathered.time_s < other.time_s
     assert gathered.time_s == pytest.approx(sum(cost.time_s for cost in gathered.costs))
 
@@ -296,17 +298,17 @@ def test_every_strategy_starts_and_ends_as_asked(data: st.DataObject) -> None:
     shape = SMALL.mesh.shape
     left, right, out = (data.draw(st.sampled_from(every(dims, shape))) for dims in (("I", "J"), ("J", "K"), ("I", "K")))
     asked = Einsum(left=left, right=right, output=out)
-    found = strategies(asked, SMALL)
-    assert found
-    for each in found:
-        multiplications = [step for step in each.steps if step.multiplies]
+    ways = strategies(asked, SMALL)
+    assert ways
+    for strategy in ways:
+        multiplications = [step for step in strategy.steps if step.multiplies]
         assert len(multiplications) == 1
-        last = each.steps[-1].output
+        last = strategy.steps[-1].output
         assert (last.axes, set(last.unreduced)) == (out.axes, set(out.unreduced))
-        assert each.time_s >= each.lower_s * (1 - 1e-9)
+        assert strategy.time_s >= strategy.lower_s * (1 - 1e-9)
         # No strategy does less work than an even share of it all.
-        assert each.flops >= 2 * DIMS["I"] * DIMS["J"] * DIMS["K"] / 8
-        for step in each.steps:
+        assert strategy.flops >= 2 * DIMS["I"] * DIMS["J"] * DIMS["K"] / 8
+        for step in strategy.steps:
             if step.multiplies:
                 assert step.parts[-1].output.axes == step.output.axes
 
@@ -330,9 +332,9 @@ def test_what_is_no_einsum_is_refused_in_one_line(text: str, message: str) -> No
 # Derivatives
 
 
-@pytest.mark.parametrize("made", every(("I", "J"), {"X": 2, "Y": 4})[:40])
-def test_transposing_twice_gives_the_step_again(made: ShardedArray) -> None:
-    for step in single_steps(made, {"X": 2, "Y": 4}, []):
+@pytest.mark.parametrize("array", every(("I", "J"), {"X": 2, "Y": 4})[:40])
+def test_transposing_twice_gives_the_step_again(array: ShardedArray) -> None:
+    for step in single_steps(array, {"X": 2, "Y": 4}, []):
         twice = transposed(transposed(step))
         assert twice.op == step.op
         assert (twice.axes, twice.dims) == (step.axes, step.dims)
@@ -349,23 +351,29 @@ def test_the_backward_program_of_the_book() -> None:
     asked = einsum("A[I_Y, J] * B[J_Y, K] -> C[I_Y, K]")
     priced = prices("Y=4", "v5e:2x2")
     forward = next(
-        each for each in strategies(asked, priced) if each.rule == "all_gather [J_Y, K] over Y, then multiply"
+        strategy
+        for strategy in strategies(asked, priced)
+        if strategy.rule == "all_gather [J_Y, K] over Y, then multiply"
     )
-    found = backward(asked, forward, priced)
-    assert [step.op for step in found.left.steps] == ["einsum"]
-    assert [step.op for step in found.right.steps] == ["einsum", "reduce_scatter"]
-    assert found.right.steps[-1].output == derivative(asked.right)
-    hidden = next(each for each in strategies(asked, priced) if each.rule == "multiply while gathering [J_Y, K] over Y")
-    found = backward(asked, hidden, priced)
-    assert [step.op for step in found.left.steps] == ["all_gather_einsum"]
-    assert [step.op for step in found.right.steps] == ["einsum_reduce_scatter"]
+    program = backward(asked, forward, priced)
+    assert [step.op for step in program.left.steps] == ["einsum"]
+    assert [step.op for step in program.right.steps] == ["einsum", "reduce_scatter"]
+    assert program.right.steps[-1].output == derivative(asked.right)
+    hidden = next(
+        strategy
+        for strategy in strategies(asked, priced)
+        if strategy.rule == "multiply while gathering [J_Y, K] over Y"
+    )
+    program = backward(asked, hidden, priced)
+    assert [step.op for step in program.left.steps] == ["all_gather_einsum"]
+    assert [step.op for step in program.right.steps] == ["einsum_reduce_scatter"]
 
 
 # Expressions
 
 
 @pytest.mark.parametrize(
-    ("text", "made"),
+    ("text", "written"),
     [
         ("AllGather_X(A[I_X, J])", "AllGather_X(bf16[I_X, J]) -> bf16[I, J]"),
         (r"\textbf{AllGather}_{XY}(A[I_{XY}, J]) \to A[I, J]", "AllGather_{XY}(bf16[I_XY, J]) -> bf16[I, J]"),
@@ -374,8 +382,8 @@ def test_the_backward_program_of_the_book() -> None:
         ("AllToAll_{X,J}(A[I_X, J]) -> A[I, J_X]", "AllToAll_{X,J}(bf16[I_X, J]) -> bf16[I, J_X]"),
     ],
 )
-def test_a_collective_reads_as_the_book_writes_it(text: str, made: str) -> None:
-    assert str(parse(text, "bf16")) == made
+def test_a_collective_reads_as_the_book_writes_it(text: str, written: str) -> None:
+    assert str(parse(text, "bf16")) == written
 
 
 def test_the_forms_of_an_expression() -> None:

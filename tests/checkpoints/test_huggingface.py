@@ -47,13 +47,13 @@ TINY = load_module(ORACLES / "tiny_weights.py")
 
 @cache
 def facts(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ORACLES / "logits" / f"{name}.json").read_text())
-    return found
+    facts: dict[str, Any] = json.loads((ORACLES / "logits" / f"{name}.json").read_text())
+    return facts
 
 
 def tensors_of(name: str) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = TINY.weights(facts(name)["weights"], facts(name)["norm_mean"])
-    return found
+    tensors: dict[str, np.ndarray] = TINY.weights(facts(name)["weights"], facts(name)["norm_mean"])
+    return tensors
 
 
 def publish(name: str, folder: Path, files: int = 1, tensors: dict[str, np.ndarray] | None = None) -> Path:
@@ -66,29 +66,29 @@ def publish(name: str, folder: Path, files: int = 1, tensors: dict[str, np.ndarr
         return folder
     where = {tensor: f"part-{i % files}.safetensors" for i, tensor in enumerate(tensors)}
     for file in set(where.values()):
-        held = {tensor: array for tensor, array in tensors.items() if where[tensor] == file}
-        safetensors.numpy.save_file(held, folder / file, {"format": "pt"})
+        part = {tensor: array for tensor, array in tensors.items() if where[tensor] == file}
+        safetensors.numpy.save_file(part, folder / file, {"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     return folder
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
     """All tensors, by the library; an index must say where they are."""
-    found = {path.name: safetensors.numpy.load_file(path) for path in folder.glob("*.safetensors")}
+    parts = {path.name: safetensors.numpy.load_file(path) for path in folder.glob("*.safetensors")}
     index = folder / "model.safetensors.index.json"
     if index.exists():
         said = json.loads(index.read_text())["weight_map"]
-        assert said == {tensor: file for file, held in found.items() for tensor in held}
+        assert said == {tensor: file for file, part in parts.items() for tensor in part}
     else:
-        assert list(found) == ["model.safetensors"]
-    return {tensor: array for held in found.values() for tensor, array in held.items()}
+        assert list(parts) == ["model.safetensors"]
+    return {tensor: array for part in parts.values() for tensor, array in part.items()}
 
 
-def assert_same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        assert found[name].dtype == array.dtype and found[name].shape == array.shape, name
-        assert found[name].tobytes() == array.tobytes(), name
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, array in expected.items():
+        assert actual[name].dtype == array.dtype and actual[name].shape == array.shape, name
+        assert actual[name].tobytes() == array.tobytes(), name
 
 
 def blank(model: ModelConfig, dtype: Any = jnp.float32, **sizes: int) -> Transformer[jax.ShapeDtypeStruct]:
@@ -110,10 +110,10 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     """From several files through eight devices to several files; each weight is where ``from_checkpoint`` puts it."""
     source = publish(name, tmp_path / "in", files=3)
     model = from_huggingface(source, name)
-    wanted = blank(model, **eight(model))
-    weights = load_weights(source, model, wanted)
+    template = blank(model, **eight(model))
+    weights = load_weights(source, model, template)
     expected = from_checkpoint(model, tensors_of(name))
-    for array, place, right in zip(*map(jax.tree.leaves, (weights, wanted, expected)), strict=True):
+    for array, place, right in zip(*map(jax.tree.leaves, (weights, template, expected)), strict=True):
         assert array.sharding == place.sharding and array.dtype == place.dtype
         assert np.array_equal(np.asarray(array), right)
     largest = max(array.nbytes for array in tensors_of(name).values())
@@ -149,8 +149,8 @@ def test_a_file_or_a_folder_of_one_file_and_numpy_weights(tmp_path: Path) -> Non
     source = publish("qwen3", tmp_path / "in")
     model = from_huggingface(source)
     weights = load_weights(source, model, blank(model))
-    for number, each in enumerate((weights, jax.tree.map(np.asarray, weights), jax.tree.map(jnp.asarray, weights))):
-        save_weights(tmp_path / f"{number}", model, each)
+    for number, tree in enumerate((weights, jax.tree.map(np.asarray, weights), jax.tree.map(jnp.asarray, weights))):
+        save_weights(tmp_path / f"{number}", model, tree)
         assert_same(read(tmp_path / f"{number}"), tensors_of("qwen3"))
         assert from_huggingface(tmp_path / f"{number}", model.name) == model
         config = json.loads((tmp_path / f"{number}" / "config.json").read_text())

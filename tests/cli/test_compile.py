@@ -71,9 +71,13 @@ def test_a_plan_and_its_program_side_by_side(rooftop: Run, folder: Path) -> None
     if jax.__version_info__ < (0, 11):
         # Newer XLA names some AllGathers of weights after the loop that sliced the weight.
         assert data["unexpected"] == []
-    moved = sum(each["count"] * each["bytes"] for each in data["collectives"] if each["axes"] == ["fsdp"])
+    moved = sum(
+        collective["count"] * collective["bytes"]
+        for collective in data["collectives"]
+        if collective["axes"] == ["fsdp"]
+    )
     assert moved == checks["collectives over fsdp"]["compiled"]
-    assert all(each["source"] for each in data["collectives"] if each["bytes"] > 2**16)
+    assert all(collective["source"] for collective in data["collectives"] if collective["bytes"] > 2**16)
     # Once compiled it is known, tables included.
     tables = rooftop("compile", "plan.json")
     lines = [line for line in tables.out.splitlines() if line.strip()]
@@ -109,7 +113,9 @@ def test_a_function_is_compiled_by_name(rooftop: Run) -> None:
     assert (answer.status, answer.err) == (0, "")
     jsonschema.validate(answer.json, schema(CompiledRecord))
     assert answer.json["flops"] == 2 * 2048 * 4096 * 4096
-    assert {(each["kind"], *each["axes"]) for each in answer.json["collectives"]} == {("all_gather", "X")}
+    assert {(collective["kind"], *collective["axes"]) for collective in answer.json["collectives"]} == {
+        ("all_gather", "X")
+    }
     assert (answer.json["planned_flops"], answer.json["joined"], answer.json["checks"]) == (None, [], [])
     tables = rooftop("compile", *FUNCTION).out
     for part in ("v5e:4x4: X 4 x Y 4", "all_gather", "step.py:5", "mxu", "peak memory"):
@@ -133,14 +139,16 @@ def test_the_timeline_and_the_executable_are_written(rooftop: Run, folder: Path)
     assert "program.bin" in answer.out
     # The profile is read as one that was measured, its module with it.
     measured = explain(folder / "profile", mesh={"X": 4, "Y": 4})
-    assert [each.split(":")[0] for each in measured.notes] == ["a compiled timeline, no measurement"]
+    assert [note.split(":")[0] for note in measured.notes] == ["a compiled timeline, no measurement"]
     ((name, program),) = measured.programs.items()
     assert (name, program.module.name) == (1, measured.trace.programs[1])
     data = rooftop("compile", *FUNCTION, "--json").json
     assert measured.measured.step_s == pytest.approx(data["step"]["expected_s"], abs=1e-11)
     exposed = data["step"]["exposed_ici_s"]
     assert measured.measured.exposed_s == pytest.approx(exposed, rel=1e-2, abs=1e-9)
-    assert {each.facts.kind for each in measured.measured.collectives} == {each["kind"] for each in data["collectives"]}
+    assert {collective.facts.kind for collective in measured.measured.collectives} == {
+        collective["kind"] for collective in data["collectives"]
+    }
     assert "compiled: the schedule of XLA" in (folder / "report.html").read_text()
 
 

@@ -39,7 +39,9 @@ def test_strategies_come_best_first_with_every_step(rooftop: Call) -> None:
         assert strategy["time_s"] == pytest.approx(sum(step["time_s"] for step in strategy["steps"]))
         for step in strategy["steps"]:
             assert step.keys() >= {"op", "axes", "inputs", "output", "bytes", "flops", "time_s"}
-    plain = next(each for each in data["strategies"] if each["rule"].startswith("multiply, then all_reduce"))
+    plain = next(
+        strategy for strategy in data["strategies"] if strategy["rule"].startswith("multiply, then all_reduce")
+    )
     multiply, total = plain["steps"]
     assert multiply["flops"] == 2 * 8192 * 8192 * 32768 / 16
     assert multiply["time_s"] == pytest.approx(multiply["flops"] / 1.97e14)
@@ -87,11 +89,11 @@ def test_prices_are_bound_expected_or_the_books(rooftop: Call) -> None:
 def test_all_strategies_can_be_listed_and_overlap_left_out(rooftop: Call) -> None:
     data = rooftop("matmul", SHOWN, *GIVEN, "--top", "all", "--no-overlap", "--json").json
     assert len(data["strategies"]) == data["strategies_found"]
-    assert not any("while" in each["rule"] or "chunks" in each["rule"] for each in data["strategies"])
+    assert not any("while" in strategy["rule"] or "chunks" in strategy["rule"] for strategy in data["strategies"])
 
 
 def test_a_resharding_and_its_simulation(rooftop: Call) -> None:
-    found = best(
+    strategy = best(
         rooftop,
         "bf16[I_X, J] -> bf16[I, J_X]",
         "--dims",
@@ -102,7 +104,7 @@ def test_a_resharding_and_its_simulation(rooftop: Call) -> None:
         "v5e:4x4",
         "--simulate",
     )
-    (step,) = found["steps"]
+    (step,) = strategy["steps"]
     assert step["op"] == "all_to_all"
     assert step["simulated_s"] == pytest.approx(step["time_s"], rel=0.05)
 
@@ -201,9 +203,12 @@ def test_s9_all_to_all_against_all_gather(rooftop: Call) -> None:
     ring = ("--dims", "I=8192,J=8192", "--mesh", "X=16,Y=16", "--on", "v5e:16x16")
     pair = "AllToAll_{X,J}(bf16[I_X, J])", "AllGather_X(bf16[I_X, J])"
     # The book's ratio is for whole shards; without the shard that stays at home a gather takes (N-1)/N as long.
-    both_ways = [best(rooftop, each, *ring, "--level", "book")["time_s"] for each in pair]
+    both_ways = [best(rooftop, expression, *ring, "--level", "book")["time_s"] for expression in pair]
     assert both_ways[0] / both_ways[1] == pytest.approx(0.25)
-    one_way = [best(rooftop, each, *ring, "--simulate", "--unidirectional")["steps"][0]["simulated_s"] for each in pair]
+    one_way = [
+        best(rooftop, expression, *ring, "--simulate", "--unidirectional")["steps"][0]["simulated_s"]
+        for expression in pair
+    ]
     assert one_way[0] / one_way[1] == pytest.approx(0.5, rel=0.02)
 
 
@@ -237,22 +242,20 @@ def test_s10_gather_first_or_scatter_after(rooftop: Call) -> None:
 def test_s11_the_smallest_buffer_that_is_not_latency_bound(rooftop: Call) -> None:
     pair = ("--mesh", "X=2,Y=4", "--on", "v5e:2x4")
     for shard, seconds in ((1000, 1e-6), (45000, 1e-6), (90000, 2e-6)):
-        found = best(rooftop, "AllGather_X(int8[I_X])", "--dims", f"I={2 * shard}", *pair)
-        assert found["time_s"] == pytest.approx(seconds)
+        gather = best(rooftop, "AllGather_X(int8[I_X])", "--dims", f"I={2 * shard}", *pair)
+        assert gather["time_s"] == pytest.approx(seconds)
 
 
 def test_t7_corner_to_corner(rooftop: Call) -> None:
-    found = best(
-        rooftop, "bf16[8, 128, 8192]@(0,0) -> bf16[8, 128, 8192]@(3,3)", "--mesh", "X=4,Y=4", "--on", "v5e:4x4"
-    )
-    (step,) = found["steps"]
+    path = best(rooftop, "bf16[8, 128, 8192]@(0,0) -> bf16[8, 128, 8192]@(3,3)", "--mesh", "X=4,Y=4", "--on", "v5e:4x4")
+    (step,) = path["steps"]
     assert step["latency_s"] == pytest.approx(6e-6)
     assert step["resources"]["ici"] == pytest.approx(186.41e-6, rel=1e-4)
-    assert found["time_s"] == pytest.approx(192.4e-6, rel=1e-3)
+    assert path["time_s"] == pytest.approx(192.4e-6, rel=1e-3)
 
 
 def test_t8_everything_on_one_corner(rooftop: Call) -> None:
-    found = best(
+    path = best(
         rooftop,
         "int8[J_XY, K]@host -> int8[J, K]@(0,0)",
         "--dims",
@@ -261,7 +264,7 @@ def test_t8_everything_on_one_corner(rooftop: Call) -> None:
         "--figure",
         "pcie_bytes_per_s=1.5e10",
     )
-    host, gather = found["steps"]
+    host, gather = path["steps"]
     assert host["time_s"] == pytest.approx(71.6e-3, rel=1e-3)
     assert gather["time_s"] == pytest.approx(179e-3, rel=1e-3)
     alone = best(
@@ -282,7 +285,7 @@ def test_t8_everything_on_one_corner(rooftop: Call) -> None:
 
 
 def test_x2_reduce_scatter_of_a_profile(rooftop: Call) -> None:
-    found = best(
+    scatter = best(
         rooftop,
         "ReduceScatter_{X,B}(bf16[A, B, C_Y]{U_X})",
         "--dims",
@@ -294,7 +297,7 @@ def test_x2_reduce_scatter_of_a_profile(rooftop: Call) -> None:
         "--figure",
         "ici_bytes_per_s=6e10",
     )
-    assert found["time_s"] == pytest.approx(1.1185e-3, rel=1e-4)
+    assert scatter["time_s"] == pytest.approx(1.1185e-3, rel=1e-4)
 
 
 # Beside the compiler, and on the devices that are here.
@@ -318,8 +321,8 @@ def test_check_sets_xlas_collectives_beside_ours(rooftop: Call) -> None:
 
 def test_check_says_who_found_better(rooftop: Call) -> None:
     """An operand split over the contracted dim alone: XLA gathers it, where multiplying shards moves less."""
-    given = ("--dims", "I=512,J=16384,K=512", "--mesh", "X=2,Y=4", "--on", "v5e:2x4")
-    data = rooftop("matmul", "bf16[I, J_XY] @ bf16[J, K] -> bf16[I, K]", *given, "--compile", "--json").json
+    options = ("--dims", "I=512,J=16384,K=512", "--mesh", "X=2,Y=4", "--on", "v5e:2x4")
+    data = rooftop("matmul", "bf16[I, J_XY] @ bf16[J, K] -> bf16[I, K]", *options, "--compile", "--json").json
     check = data["compiled"]
     assert {collective["kind"] for collective in check["planned"]["collectives"]} == {"all_reduce"}
     if not check["agrees"]:
@@ -341,11 +344,13 @@ def test_what_cannot_be_compiled_is_refused(rooftop: Call, arguments: tuple[str,
 
 
 def test_measured_strategies_say_that_they_are_emulated(rooftop: Call) -> None:
-    given = ("--dims", "B=64,D=64,F=64", "--mesh", "X=2,Y=4", "--on", "v5e:2x4")
-    data = rooftop("matmul", SHOWN, *given, "--top", "2", "--measure", "--json").json
+    options = ("--dims", "B=64,D=64,F=64", "--mesh", "X=2,Y=4", "--on", "v5e:2x4")
+    data = rooftop("matmul", SHOWN, *options, "--top", "2", "--measure", "--json").json
     assert data["measured"]["emulated"] is True
-    assert [each["rule"] for each in data["measured"]["strategies"]] == [each["rule"] for each in data["strategies"]]
-    assert all(each["median_s"] > 0 and each["checked"] for each in data["measured"]["strategies"])
+    assert [strategy["rule"] for strategy in data["measured"]["strategies"]] == [
+        strategy["rule"] for strategy in data["strategies"]
+    ]
+    assert all(strategy["median_s"] > 0 and strategy["checked"] for strategy in data["measured"]["strategies"])
     jsonschema.validate(data, schema(library.MatmulResult))
 
 

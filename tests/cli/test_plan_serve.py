@@ -126,11 +126,11 @@ def test_recommendation_over_chips(rooftop: Run) -> None:
     target = ("plan", "serve", "--requests-per-second", "40", "--ttft", "1s", "--tpot", "30ms", "--on", "v5e,v6e")
     data = rooftop(*target, "--json").json
     jsonschema.validate(data, schema(FleetAnswerDocument))
-    found = data["recommendation"]
-    assert found["best"]["ttft_s"] <= 1
-    assert found["best"]["tpot_s"] <= 0.03
-    assert "dollars an hour against" in found["others"][0]["why"]
-    assert {fleet["chip"] for fleet in (found["best"], *found["others"])} == {"v5e", "v6e"}
+    recommendation = data["recommendation"]
+    assert recommendation["best"]["ttft_s"] <= 1
+    assert recommendation["best"]["tpot_s"] <= 0.03
+    assert "dollars an hour against" in recommendation["others"][0]["why"]
+    assert {fleet["chip"] for fleet in (recommendation["best"], *recommendation["others"])} == {"v5e", "v6e"}
     text = rooftop(*target).out
     assert "Recommended: " in text
     assert "Runner-up: " in text

@@ -45,8 +45,8 @@ def served(folder: Path) -> Iterator[Served]:
         "--max-queue", "400", "--pages", "20",
     ]  # fmt: skip
     environment = os.environ | {"XLA_FLAGS": QUICK_FLAGS, "JAX_PLATFORMS": "cpu"}
-    with started(command, folder.parent, env=environment) as found:
-        yield found
+    with started(command, folder.parent, env=environment) as server:
+        yield server
 
 
 def test_greedy_answers_are_the_same_whole_streamed_and_together(served: Served) -> None:
@@ -67,8 +67,8 @@ def test_seeds_draw_the_same(served: Served) -> None:
     client = served.client()
 
     def text(**fields: Any) -> list[str]:
-        made = client.completions.create(model="tiny", prompt="a", max_tokens=12, temperature=1.5, **fields)
-        return [choice.text for choice in made.choices]
+        completion = client.completions.create(model="tiny", prompt="a", max_tokens=12, temperature=1.5, **fields)
+        return [choice.text for choice in completion.choices]
 
     assert text(seed=3, n=2) == [text(seed=3)[0], text(seed=4)[0]]
     assert text(seed=3) != text(seed=4)
@@ -81,11 +81,13 @@ def test_a_chat_of_a_schema(served: Served) -> None:
         "required": ["a", "b"],
         "additionalProperties": False,
     }
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "made", "schema": schema}}
+    answer_format: Any = {"type": "json_schema", "json_schema": {"name": "made", "schema": schema}}
     messages: Any = [{"role": "user", "content": "hi"}]
-    found = served.client().chat.completions.create(model="tiny", messages=messages, n=4, response_format=wanted)
-    assert len(found.choices) == 4
-    for choice in found.choices:
+    completion = served.client().chat.completions.create(
+        model="tiny", messages=messages, n=4, response_format=answer_format
+    )
+    assert len(completion.choices) == 4
+    for choice in completion.choices:
         jsonschema.validate(json.loads(choice.message.content or ""), schema)
 
 
@@ -179,13 +181,15 @@ def test_a_call_of_a_tool(served: Served) -> None:
 )
 def test_every_way_of_serving_answers_alike(folder: Path, served: Served, arguments: list[str], exact: bool) -> None:
     def texts(asked: Served) -> list[str]:
-        made = asked.client().completions.create(model="tiny", prompt=[TEXT, "a b a b"], max_tokens=20, temperature=0)
-        return [choice.text for choice in made.choices]
+        completion = asked.client().completions.create(
+            model="tiny", prompt=[TEXT, "a b a b"], max_tokens=20, temperature=0
+        )
+        return [choice.text for choice in completion.choices]
 
     command = [
         ROOFTOP, "serve", str(folder), "--port", "0", "--json",
         "--batch-seqs", "4", "--max-model-len", str(LONGEST), "--pages", "20",
-        *(each.format(folder=folder) for each in arguments),
+        *(argument.format(folder=folder) for argument in arguments),
     ]  # fmt: skip
     with started(command, folder.parent, env=os.environ | {"XLA_FLAGS": QUICK_FLAGS, "JAX_PLATFORMS": "cpu"}) as other:
         if exact:
@@ -252,7 +256,7 @@ def test_a_server_that_is_told_to_stop_ends_with_status_0(folder: Path, served: 
 def test_wrong_options_are_one_line(
     rooftop: Callable[..., Any], folder: Path, arguments: list[str], message: str
 ) -> None:
-    answer = rooftop("serve", *(each.format(folder=folder) for each in arguments))
+    answer = rooftop("serve", *(argument.format(folder=folder) for argument in arguments))
     assert (answer.status, answer.out) == (2, "")
     assert answer.err.count("\n") == 1 and message in answer.err
 
@@ -276,26 +280,26 @@ def test_a_plan_says_where_and_how_much(rooftop: Callable[..., Any], folder: Pat
     for more, axes in (
         ([*mesh, "seq"], {"context": 2, "tensor": 2}), ([*mesh, "batch"], {"context": 2, "tensor": 2}), ([], None)
     ):  # fmt: skip
-        made = json.loads(rooftop(*asked, *more, "--json").out)
-        assert made["workload"]["batch_seqs"] is None
-        found = configuration_of(made)
-        assert found.policy.max_batch == made["generate"]["batch"] > 1
-        assert axes is None or dict(found.mesh) == axes
-        assert found.kv_split == made["kv_split"]
-        plan.write_text(json.dumps(made))
-        assert read_source(plan, tmp_path).plan == made
+        document = json.loads(rooftop(*asked, *more, "--json").out)
+        assert document["workload"]["batch_seqs"] is None
+        configuration = configuration_of(document)
+        assert configuration.policy.max_batch == document["generate"]["batch"] > 1
+        assert axes is None or dict(configuration.mesh) == axes
+        assert configuration.kv_split == document["kv_split"]
+        plan.write_text(json.dumps(document))
+        assert read_source(plan, tmp_path).plan == document
     kinds = {("int8", "int8", None): ("int8", "int8"), ("int4", "bf16", 64): ("int4-64", "plain"),
              ("f8_e4m3", "bf16", None): ("f8_e4m3", "plain"),
              ("int4", "f8_e4m3", None): ("plain", "plain")}  # fmt: skip
     for (weights, kv, group), engines in kinds.items():
-        made["dtypes"] |= {"weights": weights, "kv": kv, "weight_group": group}
-        assert (configuration_of(made).weights_dtype, configuration_of(made).kv_dtype) == engines
-    made["mesh"]["axes"]["fsdp"] = 2
+        document["dtypes"] |= {"weights": weights, "kv": kv, "weight_group": group}
+        assert (configuration_of(document).weights_dtype, configuration_of(document).kv_dtype) == engines
+    document["mesh"]["axes"]["fsdp"] = 2
     with pytest.raises(
         RooftopError,
         match=r"plan mesh axis fsdp: got 2; accepted: 1: an engine's axes are data, expert, tensor, context",
     ):
-        configuration_of(made)
+        configuration_of(document)
 
 
 def test_an_example_is_made_once(rooftop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -318,16 +322,21 @@ def test_a_request_becomes_a_configuration(folder: Path) -> None:
         checkpoint=folder, batch_seqs=64, mesh={"tensor": 4, "expert": 2}, kv_dtype="int8", weights_dtype="f32",
         draft_length=3, prefix_cache=False, max_queue=7,
     )  # fmt: skip
-    found = request.configuration(None)
-    assert found.policy == Policy(max_batch=64, chunk_tokens=288)
-    assert (found.kv_dtype, found.prefix_cache, found.max_queue, found.draft_length) == ("int8", False, 7, 3)
-    assert (found.weights_dtype, found.compute_dtype) == ("plain", "float32")
-    assert dict(shrunk(found, 4).mesh) == {"tensor": 2, "expert": 2}
-    assert (found.kv_split, replace(request, kv_split="batch").configuration(None).kv_split) == ("seq", "batch")
+    configuration = request.configuration(None)
+    assert configuration.policy == Policy(max_batch=64, chunk_tokens=288)
+    assert (
+        configuration.kv_dtype,
+        configuration.prefix_cache,
+        configuration.max_queue,
+        configuration.draft_length,
+    ) == ("int8", False, 7, 3)
+    assert (configuration.weights_dtype, configuration.compute_dtype) == ("plain", "float32")
+    assert dict(shrunk(configuration, 4).mesh) == {"tensor": 2, "expert": 2}
+    assert (configuration.kv_split, replace(request, kv_split="batch").configuration(None).kv_split) == ("seq", "batch")
     assert replace(request, chunk_tokens=0).configuration(None).policy.chunk_tokens is None
     grouped = replace(request, weights_dtype="int4", weight_group=64).configuration(None)
     assert (grouped.weights_dtype, grouped.compute_dtype) == ("int4-64", None)
-    planned = replace(found, weights_dtype="int8", kv_dtype="int8", mesh=(("tensor", 2),))
+    planned = replace(configuration, weights_dtype="int8", kv_dtype="int8", mesh=(("tensor", 2),))
     followed = ServeRequest(checkpoint=folder).configuration(planned)
     assert (followed.weights_dtype, followed.kv_dtype, followed.mesh) == ("int8", "int8", (("tensor", 2),))
 

@@ -57,11 +57,11 @@ def plan_file(rooftop: Run, tmp_path: Path) -> str:
 def test_at_low_load_latencies_are_those_of_the_plan(rooftop: Run, tmp_path: Path, mode: str) -> None:
     path = tmp_path / "plan.json"
     planned = plan(rooftop, path, "--prompt", "8192", "--generate", "512", "--batch-seqs", "1", "--batching", mode)
-    found = rooftop("simulate", str(path), "--requests-per-second", "0.001", "--duration", "20000s", "--json").json
-    assert found["deployment"]["batching"] == mode
-    assert found["ttft_s"]["p50"] == pytest.approx(planned["ttft_s"], rel=0.01)
-    assert found["tpot_s"]["p50"] == pytest.approx(planned["tpot_s"], rel=0.01)
-    assert found["plan"]["ttft_s"] == planned["ttft_s"]
+    report = rooftop("simulate", str(path), "--requests-per-second", "0.001", "--duration", "20000s", "--json").json
+    assert report["deployment"]["batching"] == mode
+    assert report["ttft_s"]["p50"] == pytest.approx(planned["ttft_s"], rel=0.01)
+    assert report["tpot_s"]["p50"] == pytest.approx(planned["tpot_s"], rel=0.01)
+    assert report["plan"]["ttft_s"] == planned["ttft_s"]
 
 
 def test_json_is_one_object_and_the_same_every_time(rooftop: Run, plan_file: str, tmp_path: Path) -> None:
@@ -69,27 +69,27 @@ def test_json_is_one_object_and_the_same_every_time(rooftop: Run, plan_file: str
     answer = rooftop(*command, "-o", str(tmp_path / "simulation.json"))
     assert (answer.status, answer.err) == (0, "")
     assert answer.json == rooftop(*command).json == json.loads((tmp_path / "simulation.json").read_text())
-    found = answer.json
-    check_report(found)
-    assert (found["kind"], found["requests"]["offered"], found["requests"]["finished"]) == ("simulation", 600, 600)
-    assert found["tokens"]["generated"] == 600 * 100
-    assert found["goodput"]["ttft_target_s"] == 0.5
-    assert {server["role"] for server in found["servers"]} == {"prefill", "generate"}
+    report = answer.json
+    check_report(report)
+    assert (report["kind"], report["requests"]["offered"], report["requests"]["finished"]) == ("simulation", 600, 600)
+    assert report["tokens"]["generated"] == 600 * 100
+    assert report["goodput"]["ttft_target_s"] == 0.5
+    assert {server["role"] for server in report["servers"]} == {"prefill", "generate"}
     other = rooftop(*command, "--seed", "1").json
-    assert other["ttft_s"] != found["ttft_s"]
+    assert other["ttft_s"] != report["ttft_s"]
 
 
 def test_tables_and_files(rooftop: Run, plan_file: str, tmp_path: Path) -> None:
-    each, drawn = tmp_path / "requests.csv", tmp_path / "timeline.json"
+    requests, drawn = tmp_path / "requests.csv", tmp_path / "timeline.json"
     answer = rooftop(
         "simulate", plan_file, "--requests-per-second", "5", "--duration", "20s", "--prompt", "100:900",
         "--batching", "interleaved", "--chunk-tokens", "256", "--replicas", "2", "--tpot", "50ms",
-        "--per-request", str(each), "--perfetto", str(drawn),
+        "--per-request", str(requests), "--perfetto", str(drawn),
     )  # fmt: skip
     assert (answer.status, answer.err) == (0, "")
     for words in ("2 x v5e:4x4", "TTFT", "goodput", "chunks of 256", "busy"):
         assert words in answer.out
-    with each.open() as file:
+    with requests.open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 100
     assert all(100 <= int(row["prompt_tokens"]) <= 900 for row in rows)
@@ -121,11 +121,11 @@ def test_a_recommended_fleet_is_simulated_as_it_is(rooftop: Run, tmp_path: Path)
     path = tmp_path / "plan.json"
     rate = ("--prompt", "1000", "--generate", "100", "--requests-per-second", "20", "--ttft", "2s", "--tpot", "50ms")
     fleet = plan(rooftop, path, *rate)["recommendation"]["best"]
-    found = rooftop("simulate", str(path), "--duration", "30s", "--json").json
-    assert found["requests"]["offered"] == 600
-    assert found["deployment"]["replicas"] == fleet["generate_servers"]
-    assert found["deployment"]["prefill_servers"] == fleet["prefill_servers"]
-    assert (found["goodput"]["ttft_target_s"], found["goodput"]["tpot_target_s"]) == (2.0, 0.05)
+    report = rooftop("simulate", str(path), "--duration", "30s", "--json").json
+    assert report["requests"]["offered"] == 600
+    assert report["deployment"]["replicas"] == fleet["generate_servers"]
+    assert report["deployment"]["prefill_servers"] == fleet["prefill_servers"]
+    assert (report["goodput"]["ttft_target_s"], report["goodput"]["tpot_target_s"]) == (2.0, 0.05)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,10 @@ def test_plans_that_are_none(rooftop: Run, tmp_path: Path, text: str) -> None:
 
 def test_a_batch_of_one_request_of_one_token_has_no_times_between_tokens(rooftop: Run, plan_file: str) -> None:
     command = ("simulate", plan_file, "--requests-per-second", "0.1", "--duration", "10s", "--generate", "1", "--json")
-    found = rooftop(*command).json
-    check_report(found)
-    assert found["tpot_s"] is None
-    assert found["itl_s"] is None
+    report = rooftop(*command).json
+    check_report(report)
+    assert report["tpot_s"] is None
+    assert report["itl_s"] is None
 
 
 def test_drafts_are_not_simulated(rooftop: Run, tmp_path: Path) -> None:

@@ -92,18 +92,18 @@ def bad_lines(draw: st.DrawFn) -> bytes:
 def texts(draw: st.DrawFn, line: st.SearchStrategy[bytes] = st.one_of(lines(), lines(), lines(), bad_lines())) -> bytes:  # noqa: B008
     """Files; the end of the last line may be cut off, or some of it."""
     end = st.sampled_from([b"\n", b"\n", b"\r\n", b"\r\r\n"])
-    text = b"".join(each + draw(end) for each in draw(st.lists(line, max_size=9)))
+    text = b"".join(text + draw(end) for text in draw(st.lists(line, max_size=9)))
     return text[: len(text) - draw(st.integers(0, min(2, len(text))))]
 
 
 def one_by_one(path: Path, batch: int, start: int) -> Iterator[CriteoBatch]:
     """The batches of a file by :func:`parse_line`."""
-    found = BytesIO(path.read_bytes()).readlines()
-    for number in range(start, len(found) // batch):
+    lines = BytesIO(path.read_bytes()).readlines()
+    for number in range(start, len(lines) // batch):
         rows = []
         for at in range(number * batch, (number + 1) * batch):
             try:
-                rows.append(parse_line(found[at], SIZES))
+                rows.append(parse_line(lines[at], SIZES))
             except ValueError as error:
                 accepted = "a label, 13 whole numbers and 26 hexadecimal ones, separated by tabs"
                 raise RooftopError(f"{path} line {at + 1}", str(error), accepted) from None
@@ -115,16 +115,16 @@ def one_by_one(path: Path, batch: int, start: int) -> Iterator[CriteoBatch]:
         )
 
 
-def told(batches: Iterator[CriteoBatch]) -> list[object]:
+def comparable(batches: Iterator[CriteoBatch]) -> list[object]:
     """What batches hold, to the bit, and how they end."""
-    found: list[object] = []
+    batches_seen: list[object] = []
     try:
         for batch in batches:
             arrays = {"label": batch.label, "dense": batch.dense, **batch.ids}
-            found.append([(name, each.dtype, each.shape, each.tobytes()) for name, each in arrays.items()])
+            batches_seen.append([(name, array.dtype, array.shape, array.tobytes()) for name, array in arrays.items()])
     except RooftopError as error:
-        found.append(str(error))
-    return found
+        batches_seen.append(str(error))
+    return batches_seen
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ small = st.integers(1, 4)
 def test_a_batch_is_what_its_lines_are(path: Path, text: bytes, batch: int, start: int, block: int, part: int) -> None:
     path.write_bytes(text)
     with mock.patch.multiple(criteo_lines, _BLOCK=block, _LINES=part):
-        assert told(read_batches(path, TABLES, batch, start=start)) == told(one_by_one(path, batch, start))
+        assert comparable(read_batches(path, TABLES, batch, start=start)) == comparable(one_by_one(path, batch, start))
 
 
 @pytest.mark.parametrize("label", [b"", b"2", b"01", b"10", b"1 ", b"0\r", b"-1", b"a"])
@@ -155,23 +155,23 @@ def test_a_label_is_one_digit(path: Path, label: bytes) -> None:
 @given(field=counts)
 def test_a_count_is_what_python_reads(path: Path, field: bytes) -> None:
     path.write_bytes(b"\t".join([b"1", b"5", field, *[b""] * 37]) + b"\n")
-    assert told(read_batches(path, TABLES, 1)) == told(one_by_one(path, 1, 0))
+    assert comparable(read_batches(path, TABLES, 1)) == comparable(one_by_one(path, 1, 0))
 
 
 @given(field=categories)
 def test_a_category_is_what_python_reads(path: Path, field: bytes) -> None:
     path.write_bytes(b"\t".join([b"1", *[b""] * 15, field, *[b""] * 22, field]) + b"\n")
-    assert told(read_batches(path, TABLES, 1)) == told(one_by_one(path, 1, 0))
+    assert comparable(read_batches(path, TABLES, 1)) == comparable(one_by_one(path, 1, 0))
 
 
 @given(text=texts(st.one_of(lines(), anything)), batch=small, block=st.integers(1, 99))
 def test_batches_and_labels_are_counted_as_lines(path: Path, text: bytes, batch: int, block: int) -> None:
     path.write_bytes(text)
-    found = BytesIO(text).readlines()
-    whole = len(found) // batch * batch
-    positives = sum(line.startswith(b"1") for line in found[:whole])
+    lines = BytesIO(text).readlines()
+    whole = len(lines) // batch * batch
+    positives = sum(line.startswith(b"1") for line in lines[:whole])
     with mock.patch.object(criteo_lines, "_BLOCK", block):
-        assert count_batches(path, batch) == len(found) // batch
+        assert count_batches(path, batch) == len(lines) // batch
         if 0 < positives < whole:
             require_labels(path, batch)
         else:
@@ -193,9 +193,9 @@ def test_only_what_criteo_does_not_write_is_read_line_by_line(path: Path) -> Non
         written[at] = b"\t".join([*fields[:14], b" 0x1F ", *fields[15:]])
     path.write_bytes(b"\r\n".join(written))
     with mock.patch.object(criteo_lines, "parse_line", wraps=parse_line) as slow:
-        found = told(read_batches(path, TABLES, 1500))
+        batches = comparable(read_batches(path, TABLES, 1500))
     assert [call.args[0].rstrip() for call in slow.call_args_list] == [written[at] for at in odd]
-    assert len(found) == 2 and found == told(one_by_one(path, 1500, 0))
+    assert len(batches) == 2 and batches == comparable(one_by_one(path, 1500, 0))
 
 
 def test_nothing_is_looked_at_for_tables_of_one_row(path: Path) -> None:

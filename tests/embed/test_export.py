@@ -24,15 +24,15 @@ from tests.support.embedding_run import BATCH, tables, write_clicks
 def test_every_value_is_half_a_step_away_at_most(seed: int, scale: float, same: bool) -> None:
     table = np.random.default_rng(seed).normal(size=(20, 8)).astype(np.float32) * np.float32(scale)
     table = np.full_like(table, table[0, 0]) if same else table
-    made = quantize(table)
-    assert np.abs(made.values.astype(np.float64) - table).max() <= made.step / 2 * 1.001 + 1e-6 * scale
-    assert made.max_error <= made.step / 2 * (1 + 1e-9) and made.clipped == 0
-    assert same or (made.codes.min(), made.codes.max()) == (-128, 127)
+    quantized = quantize(table)
+    assert np.abs(quantized.values.astype(np.float64) - table).max() <= quantized.step / 2 * 1.001 + 1e-6 * scale
+    assert quantized.max_error <= quantized.step / 2 * (1 + 1e-9) and quantized.clipped == 0
+    assert same or (quantized.codes.min(), quantized.codes.max()) == (-128, 127)
 
 
 def test_a_given_range_clips_and_counts() -> None:
-    made = quantize(np.array([[-2.0, -1.0, 0.1, 1.0, 3.0]]), Quantization(low=-1.0, high=1.0))
-    assert made.clipped == 2 and made.max_error == pytest.approx(2.0) and made.step == 2 / (LEVELS - 1)
+    quantized = quantize(np.array([[-2.0, -1.0, 0.1, 1.0, 3.0]]), Quantization(low=-1.0, high=1.0))
+    assert quantized.clipped == 2 and quantized.max_error == pytest.approx(2.0) and quantized.step == 2 / (LEVELS - 1)
     with pytest.raises(RooftopError, match="finite"):
         quantize(np.array([[np.nan]]))
 
@@ -90,10 +90,10 @@ def test_the_commands_train_evaluate_and_export(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "tables.toml").write_text(TOML)
     paths = [str(tmp_path / name) for name in ("tables.toml", "train.tsv", "run", "out")]
     call: Callable[..., object] = CliRunner().invoke
-    told = call(train_command, [*paths[:3], "--batch-samples", str(BATCH), "--evaluate", paths[1], "--json"])
-    assert told.exit_code == 0 and '"batches": 6' in told.output and '"auc": 0.' in told.output  # type: ignore[attr-defined]
+    report = call(train_command, [*paths[:3], "--batch-samples", str(BATCH), "--evaluate", paths[1], "--json"])
+    assert report.exit_code == 0 and '"batches": 6' in report.output and '"auc": 0.' in report.output  # type: ignore[attr-defined]
     for field in ('"passes": 1', '"dropped_ids": 0', '"kernel": "reference"', "limits-16.json"):
-        assert field in told.output  # type: ignore[attr-defined]
+        assert field in report.output  # type: ignore[attr-defined]
     # What cannot be evaluated is refused before anything is trained; another batch is no continuation.
     (tmp_path / "short.tsv").write_text("")
     for words, says in (
@@ -105,8 +105,8 @@ def test_the_commands_train_evaluate_and_export(tmp_path: Path, monkeypatch: pyt
     ):
         wrong = call(train_command, [*paths[:3], *words])
         assert isinstance(wrong.exception, RooftopError) and says in str(wrong.exception)  # type: ignore[attr-defined]
-    told = call(export_command, [paths[0], paths[2], paths[3]])
-    assert told.exit_code == 0 and "t2" in told.output  # type: ignore[attr-defined]
+    report = call(export_command, [paths[0], paths[2], paths[3]])
+    assert report.exit_code == 0 and "t2" in report.output  # type: ignore[attr-defined]
     assert set(load(tmp_path / "out")) == {"t1", "t2"}
     whole = call(export_command, [*paths[:1], *paths[2:], "--dtype", "f32"])
     assert whole.exit_code == 0 and "2 tables, 2.56 kB, as they were trained in 6 batches" in whole.output  # type: ignore[attr-defined]

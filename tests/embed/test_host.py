@@ -51,7 +51,7 @@ def cases() -> ModuleType:
 def literal(stacking: Stacking, inputs: dict[str, Ragged], batch: int) -> dict[str, dict[tuple[int, ...], float]]:
     """By stack: (source, destination, local row, sample) -> gain."""
     sources = stacking.cores
-    found: dict[str, dict[tuple[int, ...], float]] = {}
+    entries: dict[str, dict[tuple[int, ...], float]] = {}
     for stack in stacking.stacks:
         gains: dict[tuple[int, ...], float] = defaultdict(float)
         offset = 0
@@ -73,13 +73,13 @@ def literal(stacking: Stacking, inputs: dict[str, Ragged], batch: int) -> dict[s
                         local = place.offset + value // stacking.cores
                         gains[row // rows, core, local, offset + row % rows] += weight / divisor if divisor else 0.0
                 offset += rows
-        found[stack.name] = gains
-    return found
+        entries[stack.name] = gains
+    return entries
 
 
-def read(found: Preprocessed, stacking: Stacking, stack: str) -> dict[tuple[int, ...], float]:
+def read(preprocessed: Preprocessed, stacking: Stacking, stack: str) -> dict[tuple[int, ...], float]:
     """The same out of the buffers, whose padding is checked."""
-    buffers, cores = found.buffers[stack], stacking.cores
+    buffers, cores = preprocessed.buffers[stack], stacking.cores
     segment = max(cores, 8)
     pointers = buffers.row_pointers.reshape(stacking.cores, segment)
     ids, samples, gains = (
@@ -150,20 +150,20 @@ def roomy(stacking: Stacking, most: int = 4096) -> dict[str, StackLimits]:
 
 def as_given(stacking: Stacking, inputs: dict[str, Ragged]) -> dict[str, Any]:
     """Sequences with the rows of their samples: as dense arrays, -1 where a position is empty."""
-    found: dict[str, Any] = {}
+    features: dict[str, Any] = {}
     for feature in stacking.tables.features:
         ids = inputs[feature.name]
-        found[feature.name] = ids
+        features[feature.name] = ids
         if feature.length is not None:
             there = np.diff(ids.row_splits) > 0
             dense = np.full(len(there), -1, np.int64)
             dense[there] = ids.values
-            found[feature.name] = dense.reshape(-1, feature.length)
+            features[feature.name] = dense.reshape(-1, feature.length)
             if ids.weights is not None:
                 weights = np.ones(len(there), np.float32)
                 weights[there] = ids.weights
-                found[feature.name] = (found[feature.name], weights.reshape(-1, feature.length))
-    return found
+                features[feature.name] = (features[feature.name], weights.reshape(-1, feature.length))
+    return features
 
 
 @pytest.mark.parametrize("accelerate", KERNELS)
@@ -176,17 +176,17 @@ def test_buffers_hold_what_the_rules_say(
     preprocessor = Preprocessor(
         stacking, batch=batch, limits=roomy(stacking, 512), threads=threads, accelerate=accelerate
     )
-    found = preprocessor.preprocess(as_given(stacking, inputs))
-    assert found.minibatches == 1
-    for name, wanted in literal(stacking, inputs, batch).items():
-        ours = read(found, stacking, name)
-        assert ours.keys() == wanted.keys()
-        np.testing.assert_allclose(list(ours.values()), [wanted[key] for key in ours], rtol=1e-5, atol=1e-6)
+    preprocessed = preprocessor.preprocess(as_given(stacking, inputs))
+    assert preprocessed.minibatches == 1
+    for name, expected in literal(stacking, inputs, batch).items():
+        ours = read(preprocessed, stacking, name)
+        assert ours.keys() == expected.keys()
+        np.testing.assert_allclose(list(ours.values()), [expected[key] for key in ours], rtol=1e-5, atol=1e-6)
         partitions, rows = defaultdict[Any, int](int), defaultdict[Any, set[int]](set)
-        for source, core, row, _ in wanted:
+        for source, core, row, _ in expected:
             partitions[source, core] += 1
             rows[source, core].add(row)
-        seen, per_device = found.statistics.stacks[name], stacking.cores_per_device
+        seen, per_device = preprocessed.statistics.stacks[name], stacking.cores_per_device
         for device in range(stacking.devices):
             mine = range(device * per_device, (device + 1) * per_device)
             for core in range(stacking.cores):
@@ -195,10 +195,10 @@ def test_buffers_hold_what_the_rules_say(
             for at, source in enumerate(mine):
                 padded = sum(-(-partitions[source, core] // 8) * 8 for core in range(stacking.cores))
                 assert seen.buffer[device, at] == padded
-        assert seen.ids == len(wanted) and seen.dropped == 0
+        assert seen.ids == len(expected) and seen.dropped == 0
     observed = Preprocessor(stacking, batch=batch, accelerate=accelerate).observe(as_given(stacking, inputs))
     for name, one in observed.stacks.items():
-        np.testing.assert_array_equal(one.max_ids, found.statistics.stacks[name].max_ids)
+        np.testing.assert_array_equal(one.max_ids, preprocessed.statistics.stacks[name].max_ids)
 
 
 @pytest.mark.parametrize("accelerate", KERNELS)
@@ -236,13 +236,13 @@ def test_as_jax_tpu_embedding_made_them(accelerate: bool) -> None:
         seed, *rest = key.split("/")
         if len(rest) == 2:
             stacks[int(seed)].setdefault(rest[0], {})[rest[1]] = golden[key]
-    found = set()
+    kinds = set()
     for seed, fields in stacks.items():
         case = cases().draw(seed)
         ours = case.run(accelerate=accelerate)
         expected = {name: cases().Expected(**values) for name, values in fields.items()}
-        found.add(cases().check(case, ours, int(golden[f"{seed}/minibatches"]), expected))
-    assert found == {"minibatches", "minibatches, dropped", "one pass", "one pass, dropped"}
+        kinds.add(cases().check(case, ours, int(golden[f"{seed}/minibatches"]), expected))
+    assert kinds == {"minibatches", "minibatches, dropped", "one pass", "one pass, dropped"}
 
 
 DIGESTED, PARTS = 4000, 16
@@ -256,7 +256,7 @@ def test_as_jax_tpu_embedding_made_thousands(part: int, accelerate: bool) -> Non
     with np.load(ORACLES / "embed_host_digests.npz") as file:
         golden = dict(file)
     assert len(golden["refused"]) == DIGESTED and golden["refused"].mean() < 0.15
-    found = set()
+    kinds = set()
     for seed in range(part, DIGESTED, PARTS):
         case = cases().draw(seed)
         ours = case.run(accelerate=accelerate)
@@ -268,9 +268,9 @@ def test_as_jax_tpu_embedding_made_thousands(part: int, accelerate: bool) -> Non
         sizes = golden["sizes"][seed]
         assert abs(mine.along - golden["along"][seed]) <= 3e-6 * sizes + 1e-12, seed
         assert abs(mine.sizes - sizes) <= 3e-6 * sizes + 1e-12, seed
-        found |= {("passes", ours.minibatches > 1), ("dropped", mine.dropped > 0), ("combiner", case.combiner)}
-        found |= {("weighted", case.weighted), ("stacked", case.stacked)}
-    assert len(found) == 11
+        kinds |= {("passes", ours.minibatches > 1), ("dropped", mine.dropped > 0), ("combiner", case.combiner)}
+        kinds |= {("weighted", case.weighted), ("stacked", case.stacked)}
+    assert len(kinds) == 11
 
 
 @pytest.mark.oracle
@@ -321,7 +321,7 @@ TEN = [[0, 2, 4, 6, 8, 10, 12, 14, 16, 1], [3]]
 
 
 @pytest.mark.parametrize(
-    ("given", "config", "says"),
+    ("stack_limits", "config", "says"),
     [
         (limits(max_ids=8, max_unique_ids=8), {}, "limits of stack t: max_ids: got '9 ids from SparseCore 0 for 0'"),
         (limits(max_unique_ids=8), {}, "limits of stack t: max_unique_ids: got '9 different ids from SparseCore 0"),
@@ -336,13 +336,13 @@ TEN = [[0, 2, 4, 6, 8, 10, 12, 14, 16, 1], [3]]
     ],
 )
 def test_what_overflows_is_an_error_or_is_dropped(
-    given: dict[str, StackLimits], config: dict[str, Any], says: str
+    stack_limits: dict[str, StackLimits], config: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(RooftopError, match=says):
-        Preprocessor(one_table(**config), batch=2, limits=given).preprocess({"f": TEN})
+        Preprocessor(one_table(**config), batch=2, limits=stack_limits).preprocess({"f": TEN})
     stacking = one_table(allow_id_dropping=True, **config)
-    found = Preprocessor(stacking, batch=2, limits=given).preprocess({"f": TEN})
-    kept = read(found, stacking, "t")
+    preprocessed = Preprocessor(stacking, batch=2, limits=stack_limits).preprocess({"f": TEN})
+    entries = read(preprocessed, stacking, "t")
     # In sorted order: destination 0 with rows 0 to 8 first, then the odd id. A chip's bound is shared by its sources.
     first = [(0, 0, row, 0) for row in range(9)] + [(0, 1, 0, 0)]
     expected = {
@@ -354,16 +354,16 @@ def test_what_overflows_is_an_error_or_is_dropped(
         "max_ids_per_chip_per_sample": first[:5],
     }
     name = says.split(": got")[0].removeprefix("limits of stack t: ").removeprefix("config.").removesuffix(".t")
-    assert list(kept) == [*expected[name], (1, 1, 1, 0)]
-    assert found.statistics.stacks["t"].dropped == 11 - len(kept)
+    assert list(entries) == [*expected[name], (1, 1, 1, 0)]
+    assert preprocessed.statistics.stacks["t"].dropped == 11 - len(entries)
 
 
 def test_dropped_ids_are_counted_as_they_came() -> None:
     stacking = one_table(allow_id_dropping=True)
-    found = Preprocessor(stacking, batch=2, limits=limits(max_ids=1, max_unique_ids=1)).preprocess(
+    preprocessed = Preprocessor(stacking, batch=2, limits=limits(max_ids=1, max_unique_ids=1)).preprocess(
         {"f": [[0, 2, 2, 2], []]}
     )
-    assert read(found, stacking, "t") == {(0, 0, 0, 0): 1.0} and found.statistics.stacks["t"].dropped == 3
+    assert read(preprocessed, stacking, "t") == {(0, 0, 0, 0): 1.0} and preprocessed.statistics.stacks["t"].dropped == 3
 
 
 @pytest.mark.parametrize("accelerate", KERNELS)
@@ -372,17 +372,17 @@ def test_passes_keep_every_id(accelerate: bool) -> None:
     rng = np.random.default_rng(0)
     ids = [rng.choice(4096, 500, replace=False).tolist(), rng.choice(4096, 40, replace=False).tolist()]
     one = StackLimits(max_ids=40, max_unique_ids=40, buffer=4096)
-    found = Preprocessor(stacking, batch=2, limits={"t": one}, minibatching=True, accelerate=accelerate).preprocess(
-        {"f": ids}
-    )
-    assert found.minibatches > 6
-    pointers = found.buffers["t"].row_pointers.reshape(-1)[: 2 * found.minibatches * 8].reshape(2, -1, 8)
+    preprocessed = Preprocessor(
+        stacking, batch=2, limits={"t": one}, minibatching=True, accelerate=accelerate
+    ).preprocess({"f": ids})
+    assert preprocessed.minibatches > 6
+    pointers = preprocessed.buffers["t"].row_pointers.reshape(-1)[: 2 * preprocessed.minibatches * 8].reshape(2, -1, 8)
     begin, seen = 0, [[], []]
     for source in range(2):
         for ends in pointers[source]:
             for core in range(2):
                 assert ends[core] - begin <= 40
-                rows = found.buffers["t"].embedding_ids[0, begin : ends[core]]
+                rows = preprocessed.buffers["t"].embedding_ids[0, begin : ends[core]]
                 seen[source] += (rows * 2 + core).tolist()
                 begin = -(-int(ends[core]) // 8) * 8
     assert [sorted(one) for one in seen] == [sorted(one) for one in ids]
@@ -462,13 +462,13 @@ def test_one_line_for_bad_input(inputs: dict[str, Any], says: str) -> None:
 
 
 def test_what_may_be_done_about_ids_out_of_range() -> None:
-    stacking, given = one_table(vocabulary=10), {"f": [[1, 12], [-3]]}
-    clamped = Preprocessor(stacking, batch=2, limits=limits(), out_of_range="clamp").preprocess(given)
+    stacking, inputs = one_table(vocabulary=10), {"f": [[1, 12], [-3]]}
+    clamped = Preprocessor(stacking, batch=2, limits=limits(), out_of_range="clamp").preprocess(inputs)
     assert list(read(clamped, stacking, "t")) == [(0, 1, 0, 0), (0, 1, 4, 0), (1, 0, 0, 0)]
     assert clamped.statistics.out_of_range == {"f": 2}
     with pytest.warns(UserWarning, match="2 ids out of range, first 12 in row 0, -3 in row 1; left out"):
-        found = Preprocessor(stacking, batch=2, limits=limits(), out_of_range="warn").preprocess(given)
-    assert list(read(found, stacking, "t")) == [(0, 1, 0, 0)]
+        preprocessed = Preprocessor(stacking, batch=2, limits=limits(), out_of_range="warn").preprocess(inputs)
+    assert list(read(preprocessed, stacking, "t")) == [(0, 1, 0, 0)]
     for accelerate in KERNELS:
         off = Preprocessor(stacking, batch=2, limits=limits(), out_of_range="off", accelerate=accelerate)
         with warnings.catch_warnings():
@@ -526,21 +526,21 @@ def test_passes_over_samples_hold_what_one_pass_holds(accelerate: bool) -> None:
         name: [random.integers(0, 40, random.integers(0, most)) for _ in range(40)] for name, most in lengths.items()
     }
     room = {stack.name: StackLimits(max_ids=400, max_unique_ids=400, buffer=8000)}
-    found = {
+    by_passes = {
         passes: Preprocessor(
             stacking, batch=40, limits=room, minibatching=True, sample_passes=passes, accelerate=accelerate, threads=2
         ).preprocess(inputs)
         for passes in (1, 4)
     }
-    assert found[4].minibatches == 4 and found[1].minibatches == 1
-    seen = {passes: one.statistics.stacks[stack.name] for passes, one in found.items()}
+    assert by_passes[4].minibatches == 4 and by_passes[1].minibatches == 1
+    seen = {passes: one.statistics.stacks[stack.name] for passes, one in by_passes.items()}
     assert seen[4].ids == seen[1].ids and (seen[4].max_ids < seen[1].max_ids).all()
     # Of each pass the samples that are its part of a feature's rows of activations.
     parts = np.concatenate([np.arange(rows) * 4 // rows for rows in (10, 10, 30)])
     fullest = np.zeros((2, 4), np.int64)
     for device in range(2):
         entries: dict[int, list[tuple[int, ...]]] = {1: [], 4: []}
-        for passes, one in found.items():
+        for passes, one in by_passes.items():
             buffers = one.buffers[stack.name]
             ends = buffers.row_pointers[device][: 2 * passes * 8].reshape(2, passes, 8)
             begin = 0
@@ -551,7 +551,8 @@ def test_passes_over_samples_hold_what_one_pass_holds(accelerate: bool) -> None:
                 rows = buffers.embedding_ids[device, begin:end]
                 gains = buffers.gains[device, begin:end]
                 entries[passes] += [
-                    (source, core, *each) for each in zip(rows.tolist(), samples.tolist(), gains.tolist(), strict=True)
+                    (source, core, *entry)
+                    for entry in zip(rows.tolist(), samples.tolist(), gains.tolist(), strict=True)
                 ]
                 if passes == 4:
                     fullest[device, core] = max(fullest[device, core], end - begin)
@@ -572,7 +573,7 @@ def test_an_id_of_every_sample_fits_in_passes_over_samples_alone() -> None:
     with pytest.raises(RooftopError, match="32 ids"):
         Preprocessor(stacking, batch=64, limits=small, minibatching=True).preprocess(inputs)
     options = {"batch": 64, "limits": small, "minibatching": True}
-    made = Preprocessor(stacking, sample_passes=4, **options).preprocess(inputs)  # type: ignore[arg-type]
-    assert made.minibatches == 4 and made.statistics.stacks["t"].dropped == 0
+    preprocessed = Preprocessor(stacking, sample_passes=4, **options).preprocess(inputs)  # type: ignore[arg-type]
+    assert preprocessed.minibatches == 4 and preprocessed.statistics.stacks["t"].dropped == 0
     with pytest.raises(RooftopError, match="16 ids"):
         Preprocessor(stacking, sample_passes=2, **options).preprocess(inputs)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def weights_of(lists: list[list[int]]) -> list[list[float]]:
 def test_forms_of_ids(lists: list[list[int]]) -> None:
     values = np.array([one for ids in lists for one in ids], np.int64)
     splits = np.cumsum([0, *(len(ids) for ids in lists)])
-    wanted = Ragged(values=values, row_splits=splits)
+    expected = Ragged(values=values, row_splits=splits)
     rows = np.empty(len(lists), object)
     rows[:] = [np.array(ids, np.int32) for ids in lists]
     dense = np.full((len(lists), 5), -1)
@@ -52,8 +52,8 @@ def test_forms_of_ids(lists: list[list[int]]) -> None:
         pa.chunked_array([array[:1], array[1:]]),
     ]
     behind = pa.array([[7, 7], *lists, [8]], pa.list_(pa.int64()))[1:-1]
-    for given_ in (wanted, (values, splits), (values, splits.astype(np.uint8)), lists, rows, dense, *whole, behind):
-        same(as_ragged(given_, PLAIN), wanted)
+    for given_ in (expected, (values, splits), (values, splits.astype(np.uint8)), lists, rows, dense, *whole, behind):
+        same(as_ragged(given_, PLAIN), expected)
 
 
 @pytest.mark.parametrize("dtype", [">i2", ">i4", ">i8", ">u4"])
@@ -62,9 +62,9 @@ def test_ids_in_the_other_byte_order_are_turned(dtype: str) -> None:
     values, splits = np.array([1, 0, 300]), np.array([0, 1, 3])
     turned = values.astype(dtype)
     for given_ in ((turned, splits.astype(">i8")), Ragged(values=turned, row_splits=splits)):
-        found = as_ragged(given_, PLAIN)
-        same(found, Ragged(values=values, row_splits=splits))
-        assert found.values.dtype.isnative
+        ragged = as_ragged(given_, PLAIN)
+        same(ragged, Ragged(values=values, row_splits=splits))
+        assert ragged.values.dtype.isnative
     large = Ragged(values=np.array([1 << 24], ">i4"), row_splits=np.array([0, 1]))
     with pytest.raises(RooftopError, match="1 ids out of range, first 16777216 in row 0"):
         check_ids(as_ragged(large, PLAIN), 2, feature="f", table="t", policy="error")
@@ -76,7 +76,7 @@ def test_forms_of_ids_with_weights(lists: list[list[int]]) -> None:
     values = np.array([one for ids in lists for one in ids], np.int64)
     flat = np.array([one for row in weights for one in row], np.float32)
     splits = np.cumsum([0, *(len(ids) for ids in lists)])
-    wanted = Ragged(values=values, row_splits=splits, weights=flat)
+    expected = Ragged(values=values, row_splits=splits, weights=flat)
     arrow = (pa.array(lists, pa.list_(pa.int64())), pa.array(weights, pa.list_(pa.float32())))
     dense, dense_weights = np.full((len(lists), 5), -1), np.zeros((len(lists), 5))
     for row, (ids, ones) in enumerate(zip(lists, weights, strict=True)):
@@ -86,7 +86,7 @@ def test_forms_of_ids_with_weights(lists: list[list[int]]) -> None:
     turned = scipy.sparse.coo_array((flat[::-1], (rows[::-1], values[::-1])), shape=(len(lists), 31))
     csr = scipy.sparse.csr_array((flat, values, splits), shape=(len(lists), 31))
     for given_ in (
-        wanted,
+        expected,
         (values, splits, flat),
         ((values, splits), flat),
         (lists, weights),
@@ -95,11 +95,11 @@ def test_forms_of_ids_with_weights(lists: list[list[int]]) -> None:
         coo,
         csr,
     ):
-        same(as_ragged(given_, WEIGHTED), wanted)
-    found = as_ragged(turned, WEIGHTED)
-    np.testing.assert_array_equal(found.row_splits, splits)
+        same(as_ragged(given_, WEIGHTED), expected)
+    ragged = as_ragged(turned, WEIGHTED)
+    np.testing.assert_array_equal(ragged.row_splits, splits)
     for begin, end in pairwise(splits):
-        np.testing.assert_array_equal(found.values[begin:end], values[begin:end][::-1])
+        np.testing.assert_array_equal(ragged.values[begin:end], values[begin:end][::-1])
     same(as_ragged(csr, PLAIN), Ragged(values=values, row_splits=splits))
 
 
@@ -107,8 +107,8 @@ def test_nothing_is_copied_that_need_not_be() -> None:
     values, splits = np.arange(6, dtype=np.int32), np.array([0, 2, 6])
     assert np.shares_memory(as_ragged((values, splits), PLAIN).values, values)
     csr = scipy.sparse.csr_array((np.ones(6, np.float32), values, splits), shape=(2, 6))
-    found = as_ragged(csr, WEIGHTED)
-    assert np.shares_memory(found.values, csr.indices) and np.shares_memory(found.weights, csr.data)
+    ragged = as_ragged(csr, WEIGHTED)
+    assert np.shares_memory(ragged.values, csr.indices) and np.shares_memory(ragged.weights, csr.data)
     array = pa.array([[1, 2], [3]], pa.list_(pa.int32()))
     assert np.shares_memory(from_arrow(array).values, array.values.to_numpy())
     dense = np.arange(6).reshape(3, 2)
@@ -151,11 +151,11 @@ def test_one_id_per_sample() -> None:
 
 
 def test_sequences_have_a_row_per_position() -> None:
-    wanted = from_lists([[5], [6], [], [], [], [], [], [], [1], [2], [3], [4]])
+    expected = from_lists([[5], [6], [], [], [], [], [], [], [1], [2], [3], [4]])
     lists = [[5, 6], [], [1, 2, 3, 4]]
     dense = np.array([[5, 6, -1, -1], [-1, -1, -1, -1], [1, 2, 3, 4]])
     for given_ in (lists, dense, pa.array(lists), from_lists(lists)):
-        same(as_ragged(given_, SEQUENCE), wanted)
+        same(as_ragged(given_, SEQUENCE), expected)
     # In a dense array a position may be empty before one that is not.
     same(as_ragged(np.array([[-1, 7, -1, 8]]), SEQUENCE), from_lists([[], [7], [], [8]]))
     with pytest.raises(RooftopError, match=r"features\.f: got '5 ids in sample 1'; accepted: at most 4 ids"):

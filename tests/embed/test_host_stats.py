@@ -76,12 +76,12 @@ def test_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "3 batches of 64 samples, 8 SparseCores" in shown and "max_unique_ids" in shown
     stacking = stack_tables(tables_from_toml(TOML), cores=8, cores_per_device=2, batch=64)
-    found = read_limits(Path(limits), stacking, batch=64)
+    limits_read = read_limits(Path(limits), stacking, batch=64)
     stats(tables, data, "--on", "v6e:2x2", "--batch-samples", "64", "--limits", limits, "--batches", "2", "--json")
     answer = json.loads(capsys.readouterr().out)
     assert answer["kept"] is True and answer["batches"] == 2 and answer["cores"] == 8
     for stack in answer["stacks"]:
-        assert stack["limits"] == vars(found[stack["name"]])
+        assert stack["limits"] == vars(limits_read[stack["name"]])
         assert all(stack["observed"][limit] <= stack["limits"][limit] for limit in stack["limits"])
 
 
@@ -89,14 +89,14 @@ def test_stats_of_passes_over_samples(tmp_path: Path, capsys: pytest.CaptureFixt
     tables, data, limits = (str(tmp_path / name) for name in ("tables.toml", "data.parquet", "limits.json"))
     Path(tables).write_text(TOML)
     write(Path(data), 256, 0)
-    found = []
+    drops = []
     for passes in ("1", "4"):
         stats(
             tables, data, "--on", "v6e:2x2", "--batch-samples", "256", "--sample-passes", passes, "-o", limits, "--json"
         )
-        found.append(json.loads(capsys.readouterr().out))
-    assert [one["sample_passes"] for one in found] == [1, 4]
-    for whole, part in zip(found[0]["stacks"], found[1]["stacks"], strict=True):
+        drops.append(json.loads(capsys.readouterr().out))
+    assert [one["sample_passes"] for one in drops] == [1, 4]
+    for whole, part in zip(drops[0]["stacks"], drops[1]["stacks"], strict=True):
         assert part["observed"]["max_ids"] < whole["observed"]["max_ids"]
         # Every pass has its own partitions, each padded.
         assert part["limits"]["buffer"] >= part["observed"]["buffer"]

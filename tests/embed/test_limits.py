@@ -58,12 +58,12 @@ def test_a_stream_needs_the_most_of_any_batch() -> None:
     ones = [preprocessor.observe(batch) for batch in batches(5)]
     together = seen()
     assert together.batches == 5
-    for name, found in together.stacks.items():
+    for name, limits in together.stacks.items():
         for field in ("max_ids", "max_unique_ids", "buffer"):
-            wanted = np.max([getattr(one.stacks[name], field) for one in ones], axis=0)
-            np.testing.assert_array_equal(getattr(found, field), wanted)
-        assert found.ids == sum(one.stacks[name].ids for one in ones)
-        for table, count in found.table_ids.items():
+            expected = np.max([getattr(one.stacks[name], field) for one in ones], axis=0)
+            np.testing.assert_array_equal(getattr(limits, field), expected)
+        assert limits.ids == sum(one.stacks[name].ids for one in ones)
+        for table, count in limits.table_ids.items():
             assert count == max(one.stacks[name].table_ids[table] for one in ones)
     with pytest.raises(RooftopError, match="batches: got 'none'"):
         observe(preprocessor, [])
@@ -85,9 +85,9 @@ def test_what_was_observed_fits_its_limits(headroom: float, count: int) -> None:
 
 @given(st.floats(0, 1e9))
 def test_rungs_are_a_quarter_apart(value: float) -> None:
-    found = rung(value)
-    assert found % 8 == 0 and found >= value and rung(found) == found
-    assert found <= max(8, value * 1.25 + 9)
+    limit = rung(value)
+    assert limit % 8 == 0 and limit >= value and rung(limit) == limit
+    assert limit <= max(8, value * 1.25 + 9)
 
 
 def test_limits_before_data_hold_even_data() -> None:
@@ -147,10 +147,10 @@ def test_a_program_is_kept_while_it_fits_and_is_not_far_too_large() -> None:
 
 def test_when_one_stack_overflows_the_others_keep_what_fits() -> None:
     here, statistics = stacking(), seen()
-    wanted = estimate(statistics, here)
+    needed = estimate(statistics, here)
     small = StackLimits(max_ids=8, max_unique_ids=8, buffer=8)
-    found = feed_back({"a+b": wanted["a+b"], "c": small}, statistics, here)
-    assert found["a+b"] is wanted["a+b"] and found["c"] == wanted["c"]
+    raised = feed_back({"a+b": needed["a+b"], "c": small}, statistics, here)
+    assert raised["a+b"] is needed["a+b"] and raised["c"] == needed["c"]
 
 
 def test_drifting_data_compile_few_programs() -> None:

@@ -63,16 +63,16 @@ def saved_arrays(run: Path) -> dict[str, np.ndarray]:
 def compiled_steps() -> int:
     gc.collect()
     there = jax.devices()[0].client.live_executables()
-    return sum(each.hlo_modules()[0].name == "jit_sequential_step" for each in there)
+    return sum(program.hlo_modules()[0].name == "jit_sequential_step" for program in there)
 
 
 def test_what_was_compiled_goes_with_its_run(clicks: Path, tmp_path: Path) -> None:
     """And with limits that were too small: a process has room for so many programs."""
     before = compiled_steps()
-    made = trainer(clicks, tmp_path / "run", steps=1)
-    made.train()
+    first = trainer(clicks, tmp_path / "run", steps=1)
+    first.train()
     assert compiled_steps() == before + 1
-    del made
+    del first
     assert compiled_steps() == before
 
 
@@ -100,7 +100,7 @@ def test_a_run_reads_the_data_that_it_began_with(clicks: Path, tmp_path: Path) -
         RooftopError, match=r"data of the run .*: got '[0-9a-f]{64}'; accepted: '[0-9a-f]{64}', as it began"
     ):
         trainer(other, tmp_path / "run")
-    assert all(np.array_equal(each, before[name]) for name, each in saved_arrays(tmp_path / "run").items())
+    assert all(np.array_equal(array, before[name]) for name, array in saved_arrays(tmp_path / "run").items())
     grown.write_bytes(clicks.read_bytes() + other.read_bytes())
     longer = trainer(grown, tmp_path / "run")
     assert longer.done == 2 and len(longer.train()) == 2 * BATCHES - 2
@@ -128,7 +128,7 @@ def test_slots_of_another_optimizer_are_refused(clicks: Path, tmp_path: Path) ->
     slower = dataclasses.replace(model.tables[0], optimizer=TableOptimizer(kind="adagrad", learning_rate=0.1))
     slowed = trainer(clicks, tmp_path / "run", tables=dataclasses.replace(model, tables=(slower, *model.tables[1:])))
     assert slowed.done == 2 and all(
-        np.array_equal(each, before[name]) for name, each in saved_arrays(tmp_path / "run").items()
+        np.array_equal(array, before[name]) for name, array in saved_arrays(tmp_path / "run").items()
     )
 
 
@@ -195,7 +195,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(clicks: Path, tmp_path: Path, pipelin
     assert rest.train(stopped=lambda: True) == [] and rest.done == last
     assert len(rest.train()) == BATCHES - last
     whole, parts = saved_arrays(tmp_path / "whole"), saved_arrays(tmp_path / "parts")
-    assert whole.keys() == parts.keys() and all(np.array_equal(each, parts[name]) for name, each in whole.items())
+    assert whole.keys() == parts.keys() and all(np.array_equal(array, parts[name]) for name, array in whole.items())
 
 
 def test_a_schedule_scales_tables_and_dense_part_alike(
@@ -237,9 +237,9 @@ def test_emulated_devices_take_one_step_at_a_time(
     waited: list[object] = []
     real = jax.block_until_ready
 
-    def wait(given: object) -> object:
-        waited.append(given)
-        return real(given)
+    def wait(value: object) -> object:
+        waited.append(value)
+        return real(value)
 
     monkeypatch.setattr("rooftop.embed.train.step.jax.block_until_ready", wait)
     begun.train()

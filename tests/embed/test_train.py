@@ -61,8 +61,8 @@ def test_it_learns_a_planted_signal(clicks: Path, tmp_path: Path, pipelined: boo
     before = trainer.evaluate(clicks / "test.tsv")
     losses = trainer.train()
     assert len(losses) == BATCHES
-    found = trainer.evaluate(clicks / "test.tsv")
-    assert abs(before - 0.5) < 0.1 and found > 0.7, (before, found)
+    metrics = trainer.evaluate(clicks / "test.tsv")
+    assert abs(before - 0.5) < 0.1 and metrics > 0.7, (before, metrics)
 
 
 def test_a_run_killed_at_any_moment_goes_on_bit_for_bit(clicks: Path, tmp_path: Path) -> None:
@@ -89,21 +89,21 @@ def test_limits_grow_where_a_batch_cannot_be_split(clicks: Path, tmp_path: Path)
     # From the fifth batch on everyone looks up the same rows, more than a pass may: that no split helps.
     for line in lines[5 * BATCH :]:
         line[14:18] = ["00000001"] * 4
-    data, given = tmp_path / "skewed.tsv", tmp_path / "limits.json"
+    data, limits = tmp_path / "skewed.tsv", tmp_path / "limits.json"
     data.write_text("".join("\t".join(line) + "\n" for line in lines))
     stacking = stack_tables(tables(), cores=2, cores_per_device=2, batch=BATCH)
     small = {stack.name: StackLimits(max_ids=24, max_unique_ids=24, buffer=256) for stack in stacking.stacks}
-    write_limits(given, small, stacking, batch=BATCH)
+    write_limits(limits, small, stacking, batch=BATCH)
     asked: dict[str, Any] = {"data": data, "devices": 1, "save_every": 3}
-    whole = Trainer(options(clicks, tmp_path / "whole", limits=given, **asked))
-    told: list[tuple[int, int]] = []
-    assert len(whole.train(lambda done, last: told.append((done, last)))) == 8
-    assert told == [(done, 8) for done in range(8)] and whole.passes > 1 and whole.dropped == 0
+    whole = Trainer(options(clicks, tmp_path / "whole", limits=limits, **asked))
+    grown: list[tuple[int, int]] = []
+    assert len(whole.train(lambda done, last: grown.append((done, last)))) == 8
+    assert grown == [(done, 8) for done in range(8)] and whole.passes > 1 and whole.dropped == 0
     after = read_limits(whole.limits_file, stacking, batch=BATCH)
     assert all(one.max_ids >= 32 and one.buffer >= 256 for one in after.values())
     # Ended where they grew and gone on with: the same bits, and every loss is written down once.
     parts = tmp_path / "parts"
-    Trainer(options(clicks, parts, limits=given, steps=5, **asked)).train()
+    Trainer(options(clicks, parts, limits=limits, steps=5, **asked)).train()
     assert read_limits(parts / whole.limits_file.name, stacking, batch=BATCH) == small
     Trainer(options(clicks, parts, **asked)).train()
     assert equal(tmp_path / "whole", parts)
@@ -200,9 +200,9 @@ def test_a_trace_tells_batches_tables_and_what_was_dropped(clicks: Path, tmp_pat
     trainer = Trainer(options(clicks, tmp_path / "run", steps=4, profile=(2, 3), devices=2))
     trainer.train()
     trace = read_trace(trainer.folder.profile)
-    told = [line.read(("dropped_ids", "minibatches")) for host in trace.hosts for line in host.threads]
+    lines = [line.read(("dropped_ids", "minibatches")) for host in trace.hosts for line in host.threads]
     dropped, passes = (
-        np.concatenate([each.stats[name].values[each.stats[name].present] for each in told])
+        np.concatenate([stats.stats[name].values[stats.stats[name].present] for stats in lines])
         for name in ("dropped_ids", "minibatches")
     )
     assert dropped.tolist() == [0, 0] and len(passes) == 2 and (passes >= 1).all()

@@ -67,20 +67,20 @@ def request(on: str, stage: str) -> CompileRequest:
 
 def check_compiled(on: str, stage: str) -> None:
     marks = compile_with_marks(request(on, stage))
-    found = sparsecore_overlap(marks.compiled.module)
-    assert found.calls >= 1
+    overlap = sparsecore_overlap(marks.compiled.module)
+    assert overlap.calls >= 1
     memory, stacks = marks.compiled.memory, stacking_on(elementwise(), Slice.parse(on), 4096).stacks
     if stage != "scores":
         rows = sum(stack.rows * (1 + len(stack.optimizer.slots(1))) for stack in stacks)
-        held = rows * 32 * 4 * per_device(Slice.parse(on))
+        state_bytes = rows * 32 * 4 * per_device(Slice.parse(on))
         # Tables and slots lie without padding, are updated where they are, and are there once.
-        assert held <= memory["alias"] <= memory["argument"] < 1.2 * held
+        assert state_bytes <= memory["alias"] <= memory["argument"] < 1.2 * state_bytes
         assert marks.compiled.at_peak is not None
-        assert sum(one.bytes > held / 8 for one in marks.compiled.at_peak.buffers) == sum(
+        assert sum(one.bytes > state_bytes / 8 for one in marks.compiled.at_peak.buffers) == sum(
             1 + len(stack.optimizer.slots(1)) for stack in stacks
         )
     if stage == "pipelined":
-        assert found.share > 0.8
+        assert overlap.share > 0.8
 
 
 @pytest.mark.slow
@@ -103,8 +103,8 @@ def test_a_step_in_passes_over_samples_compiles(on: str) -> None:
     marks = compile_with_marks(dataclasses.replace(asked, arguments={**asked.arguments, "sample_passes": 4}))
     stacks = stacking_on(elementwise(), Slice.parse(on), 4096).stacks
     rows = sum(stack.rows * (2 + len(stack.optimizer.slots(1))) for stack in stacks)
-    held = rows * 32 * 4 * per_device(Slice.parse(on))
-    assert held <= marks.compiled.memory["alias"] <= marks.compiled.memory["argument"] < 1.2 * held
+    state_bytes = rows * 32 * 4 * per_device(Slice.parse(on))
+    assert state_bytes <= marks.compiled.memory["alias"] <= marks.compiled.memory["argument"] < 1.2 * state_bytes
     assert sparsecore_overlap(marks.compiled.module).share > 0.5
 
 
@@ -125,9 +125,9 @@ def test_the_devices_decide_who_looks_up() -> None:
 
 def test_a_pipeline_on_sparsecores_is_told_to_overlap() -> None:
     target = StepTarget(kernel="sparsecore", cores_per_device=4)
-    given = device("TPU v5p")
-    assert compiler_options(target, given, (), pipelined=True) == PIPELINING_OPTIONS
-    assert compiler_options(target, given, (), pipelined=False) == {}
+    options = device("TPU v5p")
+    assert compiler_options(target, options, (), pipelined=True) == PIPELINING_OPTIONS
+    assert compiler_options(target, options, (), pipelined=False) == {}
     elsewhere = StepTarget(kernel="reference", cores_per_device=2)
     assert compiler_options(elsewhere, jax.devices()[0], ("nan",), pipelined=True) == {}
 
@@ -170,7 +170,7 @@ def sparsecores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rooftop.programs.embedding.lookup._lookup_on_sparsecores", _reference("_lookup"))
     monkeypatch.setattr(
         "rooftop.programs.embedding.lookup._update_on_sparsecores",
-        lambda *given: (*_reference("_update")(*given[:-1]), given[-1]),
+        lambda *arguments: (*_reference("_update")(*arguments[:-1]), arguments[-1]),
     )
 
 
@@ -200,9 +200,9 @@ def test_runs_on_sparsecores_are_those_of_the_reference(
 ) -> None:
     _, losses, saved = run(clicks, tmp_path / "reference", pipelined=pipelined)
     request.getfixturevalue("sparsecores")
-    trainer, found, here = run(clicks, tmp_path / "whole", pipelined=pipelined)
+    trainer, actual, here = run(clicks, tmp_path / "whole", pipelined=pipelined)
     assert trainer.state.embedding.tables[trainer.stacking.stacks[0].name].ndim == 2
-    assert found == losses and same(saved, here)
+    assert actual == losses and same(saved, here)
     # Killed after four batches and gone on with; and one that a device of another kind began.
     run(clicks, tmp_path / "parts", pipelined=pipelined, steps=4)
     assert same(run(clicks, tmp_path / "parts", pipelined=pipelined)[2], here)

@@ -40,7 +40,7 @@ def preprocessor(**asked: Any) -> Callable[[], Preprocessor]:
     return partial(Preprocessor, STACKING, batch=SAMPLES, limits=estimate(seen, STACKING), **asked)
 
 
-def kept(ready: Ready[Any]) -> tuple[Any, Preprocessed]:
+def copied(ready: Ready[Any]) -> tuple[Any, Preprocessed]:
     """What is overwritten by the next, copied."""
     return ready.rest, deepcopy(ready.made)
 
@@ -57,15 +57,15 @@ def test_batches_are_those_made_ready_here_and_come_in_order(workers: int, minib
     """More of them than lie with all workers at once; and what is kept of one is not that of the next."""
     make = preprocessor(minibatching=minibatching)
     batches = [drawn(number) for number in range(20)]
-    here = [kept(one) for one in make_ready(iter(batches), split, make)]
-    there = [kept(one) for one in make_ready(iter(batches), split, make, workers=workers)]
+    here = [copied(one) for one in make_ready(iter(batches), split, make)]
+    there = [copied(one) for one in make_ready(iter(batches), split, make, workers=workers)]
     assert len(here) == len(there) == len(batches)
-    for number, ((rest, made), (other_rest, other)) in enumerate(zip(here, there, strict=True)):
+    for number, ((rest, batch), (other_rest, other)) in enumerate(zip(here, there, strict=True)):
         assert rest.tolist() == other_rest.tolist() == [number] * 3
-        assert made.minibatches == other.minibatches
-        assert all(same(made.buffers[name], other.buffers[name]) for name in made.buffers)
-        assert made.statistics.stacks.keys() == other.statistics.stacks.keys()
-        for name, one in made.statistics.stacks.items():
+        assert batch.minibatches == other.minibatches
+        assert all(same(batch.buffers[name], other.buffers[name]) for name in batch.buffers)
+        assert batch.statistics.stacks.keys() == other.statistics.stacks.keys()
+        for name, one in batch.statistics.stacks.items():
             for field in fields(one):
                 assert np.array_equal(getattr(one, field.name), getattr(other.statistics.stacks[name], field.name))
 
@@ -75,8 +75,8 @@ def test_a_batch_that_is_larger_than_any_before() -> None:
     make = partial(preprocessor(), out_of_range="off")
     sizes = [1, 2, 6, 3, 6, 1, 5]
     batches = [drawn(number, most) for number, most in enumerate(sizes)]
-    here = [kept(one)[1] for one in make_ready(batches, split, make)]
-    there = [kept(one)[1] for one in make_ready(batches, split, make, workers=2)]
+    here = [copied(one)[1] for one in make_ready(batches, split, make)]
+    there = [copied(one)[1] for one in make_ready(batches, split, make, workers=2)]
     for one, other in zip(here, there, strict=True):
         assert all(same(one.buffers[name], other.buffers[name]) for name in one.buffers)
 

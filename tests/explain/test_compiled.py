@@ -55,11 +55,11 @@ def scheduled(
 
 def compiled(collectives: Iterable[Scheduled], *rows: Row) -> Ledger:
     """A compiled ledger with those collectives, beside rows that are given."""
-    made = [
+    compiled_rows = [
         Row(scope=c.scope, phase=c.phase, count=c.executions, collectives=(c.ledger_entry,))
-        for c in (each.collective for each in collectives)
+        for c in (entry.collective for entry in collectives)
     ]
-    return Ledger((*made, *rows))
+    return Ledger((*compiled_rows, *rows))
 
 
 def operation(scope: str, flops: float, *, phase: str = "forward", name: str = "fusion.1") -> OperationRoofline:
@@ -69,7 +69,7 @@ def operation(scope: str, flops: float, *, phase: str = "forward", name: str = "
     )  # fmt: skip
 
 
-def found(
+def findings_of(
     plan: Iterable[Row], moved: Iterable[Scheduled] = (), operations: Iterable[OperationRoofline] = (), *rows: Row
 ) -> Findings:
     moved, plan = list(moved), Ledger(tuple(plan))
@@ -80,24 +80,24 @@ def test_what_is_as_planned_is_no_finding() -> None:
     plan = planned("layers/mlp/up", ("all_gather", "fsdp", 4e6), flops=1e9)
     real = scheduled("layers/mlp/up", "all_gather", "fsdp", 4e6)
     rows = Row(scope="layers/mlp/up", phase="forward", count=1, flops={"bf16": 2e9})
-    nothing = found([plan], [real], [operation("layers/mlp/up", 1e9)], rows)
+    nothing = findings_of([plan], [real], [operation("layers/mlp/up", 1e9)], rows)
     assert nothing == Findings(unexpected=(), missing=(), recomputed=(), spelled=())
 
 
 def test_unexpected_has_bytes_price_and_source() -> None:
-    (stray,) = found([], [scheduled("embed", "all_reduce", "tensor", 4e6)]).unexpected
+    (stray,) = findings_of([], [scheduled("embed", "all_reduce", "tensor", 4e6)]).unexpected
     assert (stray.scope, stray.kind, stray.axes) == ("embed", "all_reduce", ("tensor",))
     assert (stray.bytes, stray.cost_s, stray.source, stray.rule) == (8e6, 4e-3, "model.py:7", "")
 
 
 def test_missing_has_the_planned_price() -> None:
-    (absent,) = found([planned("embed", ("all_to_all", "fsdp", 4e6))]).missing
+    (absent,) = findings_of([planned("embed", ("all_to_all", "fsdp", 4e6))]).missing
     assert (absent.bytes, absent.cost_s, absent.source, absent.rule) == (8e6, 2e-3, "", "")
 
 
 def test_a_part_more_costs_its_part() -> None:
     plan = planned("embed", ("all_gather", "fsdp", 4e6))
-    more = found([plan], [scheduled("embed", "all_gather", "fsdp", 5e6)])
+    more = findings_of([plan], [scheduled("embed", "all_gather", "fsdp", 5e6)])
     (stray,) = more.unexpected
     assert (stray.bytes, stray.cost_s) == (pytest.approx(2e6), pytest.approx(4e-3 / 5))
     assert more.unexplained == more.unexpected
@@ -107,45 +107,47 @@ def test_the_same_under_another_name_is_explained_on_both_sides() -> None:
     """What XLA names after another scope, spelled as an AllReduce or not; what is left over is not explained."""
     plan = [planned("layers/mlp/up", ("reduce_scatter", "fsdp", 4e6), phase="backward")]
     real = [scheduled("unscoped", "all_reduce", "fsdp", 5e6, phase="backward")]
-    findings = found(plan, real)
-    assert [(each.rule, each.bytes) for each in findings.unexpected] == [("", 2e6), ("named", 8e6)]
-    assert [(each.rule, each.bytes) for each in findings.missing] == [("named", 8e6)]
+    findings = findings_of(plan, real)
+    assert [(finding.rule, finding.bytes) for finding in findings.unexpected] == [("", 2e6), ("named", 8e6)]
+    assert [(finding.rule, finding.bytes) for finding in findings.missing] == [("named", 8e6)]
     assert "layers/mlp/up backward" in findings.unexpected[1].why
     assert "unscoped backward" in findings.missing[0].why
-    assert [each.bytes for each in findings.unexplained] == [2e6]
+    assert [finding.bytes for finding in findings.unexplained] == [2e6]
 
 
 @pytest.mark.parametrize("axes", ["tensor", "fsdp,tensor"])
 def test_other_axes_are_another_collective(axes: str) -> None:
     plan = [planned("embed", ("all_gather", "fsdp", 4e6))]
-    findings = found(plan, [scheduled("loss", "all_gather", axes, 4e6)])
-    assert [each.rule for each in (*findings.unexpected, *findings.missing)] == ["", ""]
+    findings = findings_of(plan, [scheduled("loss", "all_gather", axes, 4e6)])
+    assert [finding.rule for finding in (*findings.unexpected, *findings.missing)] == ["", ""]
 
 
 def test_repeated_by_xla_is_explained_by_its_name() -> None:
     stray = scheduled("layers/attn/qkv", "all_gather", "tensor", 4e6, name="all-gather.7.remat2")
-    findings = found([], [stray])
-    assert [each.rule for each in findings.unexpected] == ["rematerialised"]
-    assert [each.rule for each in findings.recomputed] == ["rematerialised"]
+    findings = findings_of([], [stray])
+    assert [finding.rule for finding in findings.unexpected] == ["rematerialised"]
+    assert [finding.rule for finding in findings.recomputed] == ["rematerialised"]
     assert findings.unexplained == ()
 
 
 def test_small_collectives_need_no_reason() -> None:
-    (small,) = found([], [scheduled("loss", "all_reduce", "fsdp", 1000.0)]).unexpected
+    (small,) = findings_of([], [scheduled("loss", "all_reduce", "fsdp", 1000.0)]).unexpected
     assert small.rule == "small"
     # Nor is it taken for a part of something large elsewhere.
     large = planned("embed", ("all_reduce", "fsdp", 4e6))
-    findings = found([large], [scheduled("loss", "all_reduce", "fsdp", 1000.0)])
-    assert [each.rule for each in findings.unexpected] == ["small"]
-    assert [(each.rule, each.bytes) for each in findings.missing] == [("", 8e6)]
+    findings = findings_of([large], [scheduled("loss", "all_reduce", "fsdp", 1000.0)])
+    assert [finding.rule for finding in findings.unexpected] == ["small"]
+    assert [(finding.rule, finding.bytes) for finding in findings.missing] == [("", 8e6)]
 
 
 @pytest.mark.parametrize(("axes", "rule"), [("fsdp,tensor", "whole_slice"), ("fsdp", "spelled")])
 def test_an_all_reduce_for_a_scatter_is_said(axes: str, rule: str) -> None:
     plan = [planned("unembed", ("reduce_scatter", axes, 4e6), phase="backward")]
-    findings = found(plan, [scheduled("unembed", "all_reduce", axes, 4e6, phase="backward")])
+    findings = findings_of(plan, [scheduled("unembed", "all_reduce", axes, 4e6, phase="backward")])
     assert (findings.unexpected, findings.missing) == ((), ())
-    assert [(each.kind, each.rule, each.cost_s) for each in findings.spelled] == [("all_reduce", rule, 4e-3)]
+    assert [(finding.kind, finding.rule, finding.cost_s) for finding in findings.spelled] == [
+        ("all_reduce", rule, 4e-3)
+    ]
 
 
 def test_a_sum_over_slices_in_three_steps_is_one() -> None:
@@ -156,11 +158,11 @@ def test_a_sum_over_slices_in_three_steps_is_one() -> None:
     moved = [scheduled("gradients", *step, phase="update") for step in steps]
     rows = join(plan, compiled(moved))
     findings = find(rows, plan, moved, [], mesh)
-    assert {each.rule for each in (*findings.unexpected, *findings.missing)} == {"in_steps"}
+    assert {finding.rule for finding in (*findings.unexpected, *findings.missing)} == {"in_steps"}
     assert bytes_by_axes(rows, findings) == {}
     # Within one slice nothing is done in steps.
     findings = find(rows, plan, moved, [], MESH)
-    assert {each.rule for each in (*findings.unexpected, *findings.missing)} == {""}
+    assert {finding.rule for finding in (*findings.unexpected, *findings.missing)} == {""}
 
 
 def test_recomputed_says_whether_the_plan_asked_for_it() -> None:
@@ -170,18 +172,18 @@ def test_recomputed_says_whether_the_plan_asked_for_it() -> None:
         Row(scope=scope, phase="recompute", count=2, flops={"bf16": 1e9})
         for scope in ("layers/mlp/up", "layers/attn/qkv")
     ]
-    findings = found(plan, [], twice, *rows)
-    assert [(each.scope, each.rule, each.flops) for each in findings.recomputed] == [
+    findings = findings_of(plan, [], twice, *rows)
+    assert [(finding.scope, finding.rule, finding.flops) for finding in findings.recomputed] == [
         ("layers/attn/qkv", "", 2e9),
         ("layers/mlp/up", "policy", 2e9),
     ]
-    assert [each.flops for each in findings.unexpected] == [2e9]
+    assert [finding.flops for finding in findings.unexpected] == [2e9]
 
 
 def test_a_kernel_that_is_none_is_said() -> None:
     row = replace(planned("layers/attn/core"), kernel_flops=3e9)
     real = Row(scope="layers/attn/core", phase="forward", count=2, flops={"bf16": 1e9})
-    (absent,) = found([row], [], [operation("layers/attn/core", 1e9)], real).missing
+    (absent,) = findings_of([row], [], [operation("layers/attn/core", 1e9)], real).missing
     assert (absent.rule, absent.flops) == ("no_kernel", 4e9)
 
 
@@ -190,7 +192,7 @@ def test_scores_are_computed_again_where_no_kernel_keeps_them(kernel: bool, rule
     row = planned("layers/attn/core", flops=1e9, phase="backward")
     real = Row(scope="layers/attn/core", phase="backward", count=2, flops={"bf16": 2e9})
     one = replace(operation("layers/attn/core", 2e9, phase="backward"), kernel=kernel)
-    (more,) = found([row], [], [one], real).unexpected
+    (more,) = findings_of([row], [], [one], real).unexpected
     assert (more.rule, more.flops) == (rule, 2e9)
 
 
@@ -259,7 +261,7 @@ def test_a_refusal_names_the_nearest_plan_that_fits() -> None:
     assert "nearest that should fit: --mesh fsdp=4 --remat" in str(no.infeasible)
     data = no.to_json()
     assert data["over_bytes"] == pytest.approx(needed - plan.problem.capacity)
-    assert [each["source"] for each in data["buffers"]] == ["model.py:9"]
+    assert [buffer["source"] for buffer in data["buffers"]] == ["model.py:9"]
 
 
 def test_a_refusal_says_when_nothing_fits() -> None:
@@ -300,7 +302,9 @@ DIMS = {"D": 4096, "F": 16384}
 
 def test_operations_add_up_to_the_timeline(report: CompiledReport) -> None:
     line = report.timeline
-    assert sum(each.total_s for each in report.operations) == pytest.approx(line.compute_s + line.other_wait_s)
+    assert sum(operation.total_s for operation in report.operations) == pytest.approx(
+        line.compute_s + line.other_wait_s
+    )
     assert float(report.ledger.expected_s) == pytest.approx(line.total_s)
     assert report.to_json()["step"]["expected_s"] == line.total_s
 
@@ -312,9 +316,9 @@ def test_a_function_is_read_with_its_roofline(report: CompiledReport) -> None:
     (gather,) = report.to_json()["collectives"]
     assert (gather["kind"], gather["axes"], gather["bytes"]) == ("all_gather", ["X"], 2 * 4096 * 4096)
     assert gather["source"].rpartition("/")[2].startswith("test_compiled.py:")
-    matmuls = [each for each in report.slowest(20) if each.flops]
-    assert {(each.scope, each.bound) for each in matmuls} == {("layers/mlp/up", "mxu")}
-    assert all(each.intensity is not None and each.intensity > 240 for each in matmuls)
+    matmuls = [operation for operation in report.slowest(20) if operation.flops]
+    assert {(operation.scope, operation.bound) for operation in matmuls} == {("layers/mlp/up", "mxu")}
+    assert all(operation.intensity is not None and operation.intensity > 240 for operation in matmuls)
     assert (report.plan, report.agrees, report.joined) == (None, True, ())
 
 

@@ -82,8 +82,8 @@ class Pretended(Compilation):
         )  # fmt: skip
         hbm = round(self.factor * self.plan.stack_memory(stack)[name] / 4)
         if self.beyond_plan is not None and only is None:
-            given = {name: StackLimits(**one) for name, one in limits.items()}
-            memory = EmbedPlan(problem=replace(self.plan.problem, limits=given)).memory
+            stack_limits = {name: StackLimits(**one) for name, one in limits.items()}
+            memory = EmbedPlan(problem=replace(self.plan.problem, limits=stack_limits)).memory
             hbm = round(memory["backward_stack"] / 4)
             heap = memory["total"][part] - memory["backward_stack"] + self.beyond_plan
             compiled = replace(compiled, peak_bytes=round(heap))
@@ -123,12 +123,12 @@ def test_limits_beyond_a_tile_are_refused_with_limits_that_compile(plan: EmbedPl
     assert isinstance(refusal, EmbedRefusal)
     jsonschema.validate(refusal.to_json(), schema(RefusedEmbedRecord))
     assert (refusal.stack, refusal.part) == ("user", "lookup")
-    found = refusal.largest
-    assert found is not None and set(found.limits) == {"user"} and found.tried <= MOST_TRIALS
-    assert found.refused is not None
+    largest = refusal.largest
+    assert largest is not None and set(largest.limits) == {"user"} and largest.tried <= MOST_TRIALS
+    assert largest.refused is not None
     # Limits are whole eights: nothing is between what compiles and what does not.
-    assert most - 8 < found.limits["user"].max_unique_ids <= most < found.refused["user"].max_unique_ids <= most + 8
-    assert f"at most max_unique_ids {found.limits['user'].max_unique_ids} " in str(refusal.infeasible)
+    assert most - 8 < largest.limits["user"].max_unique_ids <= most < largest.refused["user"].max_unique_ids <= most + 8
+    assert f"at most max_unique_ids {largest.limits['user'].max_unique_ids} " in str(refusal.infeasible)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_a_tile_too_small_is_answered_with_limits_next_to_refused_ones(
     most = planned + 40
     refusal = compile_embed_plan(large, Pretended(plan=large, most=most, island=2 * planned, tile_says=says))
     assert isinstance(refusal, EmbedRefusal) and refusal.largest is not None
-    found, said = refusal.largest, refusal.to_json()
+    largest, said = refusal.largest, refusal.to_json()
     jsonschema.validate(said, schema(RefusedEmbedRecord))
-    fits, refused = found.limits["user"].max_unique_ids, found.refused["user"].max_unique_ids
-    assert planned <= most - 16 < fits <= most < refused <= most + 16 and found.tried <= MOST_TRIALS
+    fits, refused = largest.limits["user"].max_unique_ids, largest.refused["user"].max_unique_ids
+    assert planned <= most - 16 < fits <= most < refused <= most + 16 and largest.tried <= MOST_TRIALS
     assert said["larger_refused"] is larger_refused and says in said["refused_why"]
     # Of refusals that follow no size the answer says so; of others that passes over samples would do.
     assert (", though the compiler may take more)" in said["verdict"]) is not larger_refused
@@ -170,7 +170,8 @@ def test_hbm_that_overflows_is_an_answer(plan: EmbedPlan, compiler: dict[str, in
 def test_hbm_that_only_the_compiler_fills_is_answered_with_limits_that_compile(plan: EmbedPlan) -> None:
     least = {name: one.scaled(0.0) for name, one in plan.problem.limits.items()}
     bounds = [
-        each.memory["total"]["sequential"] for each in (plan, EmbedPlan(problem=replace(plan.problem, limits=least)))
+        option.memory["total"]["sequential"]
+        for option in (plan, EmbedPlan(problem=replace(plan.problem, limits=least)))
     ]
     # Of what limits decide, half has to go.
     smallest = plan.largest_in_hbm(sum(bounds) / 2)
@@ -188,8 +189,8 @@ def test_hbm_that_only_the_compiler_fills_is_answered_with_limits_that_compile(p
         assert 0.998 * smallest[name].max_unique_ids - 8 <= limits.max_unique_ids
         assert f"{name} max_unique_ids {limits.max_unique_ids} with" in str(refusal.infeasible)
     totals = [
-        EmbedPlan(problem=replace(plan.problem, limits=each)).memory["total"]["sequential"]
-        for each in (refusal.largest.limits, refusal.largest.refused)
+        EmbedPlan(problem=replace(plan.problem, limits=choice)).memory["total"]["sequential"]
+        for choice in (refusal.largest.limits, refusal.largest.refused)
     ]
     assert totals[0] <= sum(bounds) / 2 < totals[1] and totals[1] < 1.002 * totals[0]
 
@@ -232,18 +233,18 @@ def test_a_tower_learns_on_any_number_of_devices() -> None:
     tower = Tower(features=(("a", 8), ("b", 4)), flops=2000)
     random = np.random.default_rng(0)
     weights = [random.standard_normal(shape).astype(np.float32) for shape in tower.shapes()]
-    given = {"a": random.standard_normal((8, 8)), "b": random.standard_normal((8, 3, 4))}
+    features = {"a": random.standard_normal((8, 8)), "b": random.standard_normal((8, 3, 4))}
     label = random.standard_normal(8).astype(np.float32)
-    found = []
+    losses = []
     for devices in (1, 4):
         mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
         split = NamedSharding(mesh, P("data"))
         with jax.set_mesh(mesh):
-            placed = jax.device_put({name: one.astype(np.float32) for name, one in given.items()}, split)
-            found.append(jax.jit(tower)(weights, placed, jax.device_put(label, split)))
-    for one, other in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[1]), strict=True):
+            placed = jax.device_put({name: one.astype(np.float32) for name, one in features.items()}, split)
+            losses.append(jax.jit(tower)(weights, placed, jax.device_put(label, split)))
+    for one, other in zip(jax.tree.leaves(losses[0]), jax.tree.leaves(losses[1]), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-5)
-    assert float(jnp.abs(found[0][1]["b"]).max()) > 0
+    assert float(jnp.abs(losses[0][1]["b"]).max()) > 0
 
 
 @pytest.mark.slow

@@ -40,17 +40,17 @@ def test_the_largest_share_is_between_what_fits_and_what_does_not(
         # The arithmetic of a plan, whose slope is wrong.
         return max(0.0, share - excess / slope) if knows and excess < float("inf") else None
 
-    found = largest_share(over, guess, begin=truth(1.0), most=60)
-    assert found is not None and found.tried == len(seen) < 60
-    assert found.fits <= most < found.refused and found.refused - found.fits <= NEAR * found.refused
+    search = largest_share(over, guess, begin=truth(1.0), most=60)
+    assert search is not None and search.tried == len(seen) < 60
+    assert search.fits <= most < search.refused and search.refused - search.fits <= NEAR * search.refused
     # In few trials where the arithmetic is good.
     if tells and knows and 0.9 < slope < 1.1 and abs(bend) < 0.01:
-        assert found.tried <= MOST_TRIALS
+        assert search.tried <= MOST_TRIALS
 
 
 def test_a_search_that_is_cut_short_still_knows_what_fits() -> None:
-    found = largest_share(lambda share: share - 0.3, lambda share, over: None, most=4)
-    assert found is not None and found.tried == 4 and found.fits <= 0.3 < found.refused
+    search = largest_share(lambda share: share - 0.3, lambda share, over: None, most=4)
+    assert search is not None and search.tried == 4 and search.fits <= 0.3 < search.refused
     assert largest_share(lambda share: 1.0, lambda share, over: None, most=4) is None
     assert largest_share(lambda share: 1.0, lambda share, over: 0.0) is None
     # Eighths: what rounds to the same is not tried again.
@@ -85,16 +85,16 @@ def test_a_table_that_all_but_fills_hbm_is_answered_with_the_largest_limits(
     spare = room - 4e6 - filled(8 * cores).memory["total"]["sequential"]
     plan = filled(int(spare * where.devices / row) // (8 * cores) * 8 * cores)
     assert plan.obstacles == []
-    told: list[str] = []
-    refusal = compile_embed_plan(plan, Compilation(on_progress=lambda phase, seconds: told.append(phase)))
+    messages: list[str] = []
+    refusal = compile_embed_plan(plan, Compilation(on_progress=lambda phase, seconds: messages.append(phase)))
     assert isinstance(refusal, EmbedRefusal) and "HBM" in refusal.why and refusal.largest is not None
-    found = refusal.largest
-    assert found.tried <= MOST_TRIALS and found.refused is not None
-    fits, refused = found.limits["t"], found.refused["t"]
+    largest = refusal.largest
+    assert largest.tried <= MOST_TRIALS and largest.refused is not None
+    fits, refused = largest.limits["t"], largest.refused["t"]
     # Nothing to speak of is between what compiles and what does not.
     assert fits.buffer < refused.buffer <= limits.buffer and refused.max_unique_ids - fits.max_unique_ids <= 8
-    assert any(f", {found.tried} of at most {MOST_TRIALS}" in each for each in told)
+    assert any(f", {largest.tried} of at most {MOST_TRIALS}" in message for message in messages)
     # All of it is known now: nothing is compiled a second time.
-    told.clear()
-    again = compile_embed_plan(plan, Compilation(on_progress=lambda phase, seconds: told.append(phase)))
-    assert isinstance(again, EmbedRefusal) and again.to_json() == refusal.to_json() and told == []
+    messages.clear()
+    again = compile_embed_plan(plan, Compilation(on_progress=lambda phase, seconds: messages.append(phase)))
+    assert isinstance(again, EmbedRefusal) and again.to_json() == refusal.to_json() and messages == []

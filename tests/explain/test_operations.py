@@ -44,17 +44,17 @@ TWO_MATMULS = (
 
 
 def test_the_layout_string_of_the_book() -> None:
-    found = OperationRecord.of(read_operation("%x = f32[3,5]{1,0:T(2,2)} parameter(0)"), None).to_json()["results"][0]
-    assert (found["padded_shape"], found["memory"]) == ([4, 6], "hbm")
-    assert found["expansion"] == 1.6
-    assert (found["element_bytes"], found["bytes"]) == (60, 96)
+    array = OperationRecord.of(read_operation("%x = f32[3,5]{1,0:T(2,2)} parameter(0)"), None).to_json()["results"][0]
+    assert (array["padded_shape"], array["memory"]) == ([4, 6], "hbm")
+    assert array["expansion"] == 1.6
+    assert (array["element_bytes"], array["bytes"]) == (60, 96)
 
 
 def test_the_fusion_string_of_the_book() -> None:
-    found = OperationRecord.of(read_operation(FUSED_SCATTER), None).to_json()
-    assert (found["op"], found["opcode"], found["calls"]) == ("fusion.3", "fusion", "all-reduce-scatter")
-    assert found["does"].startswith("a ReduceScatter")
-    (result,), (operand,) = found["results"], found["operands"]
+    record = OperationRecord.of(read_operation(FUSED_SCATTER), None).to_json()
+    assert (record["op"], record["opcode"], record["calls"]) == ("fusion.3", "fusion", "all-reduce-scatter")
+    assert record["does"].startswith("a ReduceScatter")
+    (result,), (operand,) = record["results"], record["operands"]
     assert (result["shape"], result["dtype"], result["tiles"], result["memory"]) == (
         [32, 32, 4096],
         "bf16",
@@ -62,33 +62,33 @@ def test_the_fusion_string_of_the_book() -> None:
         "vmem",
     )
     assert (operand["name"], operand["layout"]["shape"]) == ("fusion.32", [32, 32, 8192])
-    assert found["collective"] == {"kind": "reduce_scatter", "bytes": 32 * 32 * 8192 * 2, "members": 2}
-    assert found["hbm_bytes"] == 0, "both arrays are in VMEM"
+    assert record["collective"] == {"kind": "reduce_scatter", "bytes": 32 * 32 * 8192 * 2, "members": 2}
+    assert record["hbm_bytes"] == 0, "both arrays are in VMEM"
 
 
 def test_a_matmul_of_the_book_takes_95_6_ms() -> None:
     operation = read_operation(UP)
     assert operation.matmul == HloMatmul(batch=1, m=8192, k=8192, n=16384, contracted=(8192,))
-    found = times(operation, V2)
-    assert found.bound == "mxu"
+    seconds = times(operation, V2)
+    assert seconds.bound == "mxu"
     # The book, of the whole array on 8 cores: 2 * 32 * 1024 * 8192 * 32768 / (23e12 * 8).
-    assert found.bound_s["mxu"] == pytest.approx(2 * 32 * 1024 * 8192 * 32768 / (23e12 * 8), rel=1e-12)
-    assert round(found.bound_s["mxu"] * 1e3, 1) == 95.6
+    assert seconds.bound_s["mxu"] == pytest.approx(2 * 32 * 1024 * 8192 * 32768 / (23e12 * 8), rel=1e-12)
+    assert round(seconds.bound_s["mxu"] * 1e3, 1) == 95.6
 
 
 def test_a_reduce_scatter_of_the_book_takes_1_1_ms() -> None:
     operation = read_operation(SCATTER)
     assert operation.moved is not None
     assert round(operation.moved.bytes / 1e6) == 134
-    found = times(operation, V2)
-    assert (found.bound, found.wrapped_s) == ("ici", None)
-    assert found.bound_s["ici"] == pytest.approx(1.1185e-3, rel=1e-4)
+    seconds = times(operation, V2)
+    assert (seconds.bound, seconds.wrapped_s) == ("ici", None)
+    assert seconds.bound_s["ici"] == pytest.approx(1.1185e-3, rel=1e-4)
 
 
 def test_the_true_shapes_of_the_two_matmuls_of_the_book() -> None:
-    (found,) = infer([read_operation(line) for line in TWO_MATMULS])
-    assert (found.ways, found.step, found.devices) == (8, 16, 128)
-    first, second = found.matmuls
+    (inferred,) = infer([read_operation(line) for line in TWO_MATMULS])
+    assert (inferred.ways, inferred.step, inferred.devices) == (8, 16, 128)
+    first, second = inferred.matmuls
     assert (first.right, first.result, first.contracts) == ((32768, 8192), (32768,), False)
     assert (second.left, second.right, second.contracts) == ((32768,), (8192, 32768), True)
     assert (first.name, first.left, first.split) == ("fusion.1", (8192,), 32768)
@@ -111,24 +111,24 @@ def test_without_the_sum_nothing_is_inferred() -> None:
     ],
 )
 def test_matmuls_by_their_shapes(line: str, matmul: tuple[int, ...] | None) -> None:
-    found = read_operation(line).matmul
-    assert (found and (found.batch, found.m, found.k, found.n)) == matmul
+    parsed = read_operation(line).matmul
+    assert (parsed and (parsed.batch, parsed.m, parsed.k, parsed.n)) == matmul
 
 
 def test_the_spelling_of_a_trace_that_is_no_hlo() -> None:
     line = "ROOT %AllReduce = bf16[4,8192]{1,0:T(4,128)(2,1)} AllReduce(bf16[4,8192]{1,0:T(4,128)(2,1)S(1)} %fusion)"
-    found = read_operation(line)
-    assert found.opcode == "all-reduce"
-    assert found.moved is not None
-    assert (found.moved.kind, found.moved.members) == ("all_reduce", None)
+    operation = read_operation(line)
+    assert operation.opcode == "all-reduce"
+    assert operation.moved is not None
+    assert (operation.moved.kind, operation.moved.members) == ("all_reduce", None)
 
 
 def test_collectives_over_a_ring_and_over_a_line() -> None:
     line = "%g = bf16[1024,1024]{1,0} all-gather(bf16[256,1024]{1,0} %x), replica_groups=[4,4]<=[16], dimensions={0}"
-    found = times(read_operation(line), chip("v5p"))
+    seconds = times(read_operation(line), chip("v5p"))
     bandwidth = chip("v5p").ici_bytes_per_s
-    assert found.bound_s["ici"] == pytest.approx(3 / 4 * 2 * 1024**2 / bandwidth)
-    assert found.wrapped_s == pytest.approx(3 / 4 * 2 * 1024**2 / (2 * bandwidth))
+    assert seconds.bound_s["ici"] == pytest.approx(3 / 4 * 2 * 1024**2 / bandwidth)
+    assert seconds.wrapped_s == pytest.approx(3 / 4 * 2 * 1024**2 / (2 * bandwidth))
 
 
 @pytest.mark.parametrize("line", ["", "nonsense", "%x = ", "%x = bf16[2] fusion(", "%x = qq7[2]{0} add(qq7[2]{0} %a)"])
@@ -181,7 +181,7 @@ def test_on_the_command_line(rooftop: Callable[..., Any], monkeypatch: pytest.Mo
     monkeypatch.setitem(VERBS, "explain", ("rooftop.cli.explain", ""))
     chip_of_the_book = ("--on", "v3", "--figure", "flops_per_s.bf16=46T", "--figure", "ici_bytes_per_s=60G")
     data = rooftop("explain", "--op", UP, "--op", SCATTER, *chip_of_the_book, "--json").json
-    up, scatter = (each["times"] for each in data["operations"])
+    up, scatter = (record["times"] for record in data["operations"])
     assert (round(up["bound_s"]["mxu"] * 1e3, 1), round(scatter["bound_s"]["ici"] * 1e3, 1)) == (95.6, 1.1)
     jsonschema.validate(data, schema(OperationsRecord))
     inferred = rooftop("explain", "--op", "\n".join(TWO_MATMULS), "--json").json

@@ -41,9 +41,9 @@ def traced(folder: Path, step: Callable[[int], Any], steps: int = 5) -> Explaine
     return explain(folder, mesh={"data": 2, "model": 4})
 
 
-def advice(found: Explained, rule: str) -> Advice:
+def advice(explained: Explained, rule: str) -> Advice:
     """What one rule says."""
-    return next(each for each in found.advice if each.rule == rule)
+    return next(item for item in explained.advice if item.rule == rule)
 
 
 def feed_forward(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
@@ -61,10 +61,10 @@ def arrays(mesh: jax.sharding.Mesh, down: P) -> tuple[jax.Array, ...]:
 
 
 def test_activations_that_a_missing_sharding_makes_xla_gather(mesh: jax.sharding.Mesh, tmp_path: Path) -> None:
-    given = arrays(mesh, P(None, "model"))
+    operands = arrays(mesh, P(None, "model"))
     program = jax.jit(feed_forward)
-    found = traced(tmp_path, lambda number: program(*given))
-    said = advice(found, "gathered_activation")
+    explained = traced(tmp_path, lambda number: program(*operands))
+    said = advice(explained, "gathered_activation")
     # Newer JAX gives the gather the line of what it gathers.
     where = line_of("gathers" if jax.__version_info__ < (0, 11) else "makes")
     assert said.source.endswith(where)
@@ -75,32 +75,32 @@ def test_activations_that_a_missing_sharding_makes_xla_gather(mesh: jax.sharding
 
 
 def test_weights_that_are_split_as_megatron_does_gather_no_activations(mesh: jax.sharding.Mesh, tmp_path: Path) -> None:
-    given = arrays(mesh, P("model", None))
+    operands = arrays(mesh, P("model", None))
     program = jax.jit(feed_forward)
-    found = traced(tmp_path, lambda number: program(*given))
-    assert "gathered_activation" not in [each.rule for each in found.advice]
-    assert [each.facts.kind for each in found.measured.collectives] == ["all_reduce"]
+    explained = traced(tmp_path, lambda number: program(*operands))
+    assert "gathered_activation" not in [item.rule for item in explained.advice]
+    assert [collective.facts.kind for collective in explained.measured.collectives] == ["all_reduce"]
 
 
 def next_batch(number: int) -> float:  # works
     """Work of the host, a step's whole time."""
     total = 0.0
-    for each in range(100_000):
-        total += each % (number + 1)
+    for term in range(100_000):
+        total += term % (number + 1)
     return total
 
 
 def test_a_loop_that_is_bound_by_its_host(tmp_path: Path) -> None:
     program = jax.jit(lambda x: (x @ x).sum())
     x = jnp.ones((64, 64))
-    found = traced(tmp_path, lambda number: program(x + next_batch(number)))
-    said = advice(found, "host_bound")
+    explained = traced(tmp_path, lambda number: program(x + next_batch(number)))
+    said = advice(explained, "host_bound")
     assert said.source == f"{line_of('works')} next_batch"
     assert "the host runs Python" in said.evidence
-    assert found.measured.idle.between_s > 0.5 * found.measured.step_s
-    first = found.verdict.losses[0]
+    assert explained.measured.idle.between_s > 0.5 * explained.measured.step_s
+    first = explained.verdict.losses[0]
     assert (first.what, first.source) == ("idle between programs", said.source)
-    assert "it waits for the host, which runs Python" in found.verdict.line
+    assert "it waits for the host, which runs Python" in explained.verdict.line
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -113,11 +113,11 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def test_a_head_dim_that_does_not_fill_the_systolic_array(head: int, padded: bool, tmp_path: Path) -> None:
     program = jax.jit(attention)
     q = jnp.ones((2, 2, 128, head))
-    found = traced(tmp_path, lambda number: program(q, q, q), steps=2)
-    rules = [each.rule for each in found.advice]
+    explained = traced(tmp_path, lambda number: program(q, q, q), steps=2)
+    rules = [item.rule for item in explained.advice]
     assert ("padded_dim" in rules) == padded
     if padded:
-        said = advice(found, "padded_dim")
+        said = advice(explained, "padded_dim")
         assert "a dim of 80, 62% of the 128" in said.evidence
         assert said.source.partition(":")[0].endswith(HERE.name)
         assert said.source.rpartition(":")[2] in {
@@ -127,18 +127,18 @@ def test_a_head_dim_that_does_not_fill_the_systolic_array(head: int, padded: boo
 
 
 def test_scopes_of_a_program_that_is_not_ours_are_its_own(mesh: jax.sharding.Mesh, tmp_path: Path) -> None:
-    given = arrays(mesh, P("model", None))
+    operands = arrays(mesh, P("model", None))
     program = jax.jit(feed_forward)
-    found = traced(tmp_path, lambda number: program(*given))
-    assert {row.scope for row in found.measured.rows} == {"mlp/up", "mlp/down"}
-    rows = {row.scope: row for row in found.rows}
+    explained = traced(tmp_path, lambda number: program(*operands))
+    assert {row.scope for row in explained.measured.rows} == {"mlp/up", "mlp/down"}
+    rows = {row.scope: row for row in explained.rows}
     up = rows["mlp/up"]
     assert up.compiled is not None
     assert up.compiled.flops == 2 * 32 * 256 * 128
     (reduce,) = rows["mlp/down"].collectives
     assert (reduce.kind, reduce.axes, reduce.compiled_bytes) == ("all_reduce", ("model",), 32 * 256 * 4)
     assert reduce.exposed_s is not None
-    data = found.to_json()
+    data = explained.to_json()
     assert data["devices"]["emulated"]
     assert data["roofline"] is None
     assert "a CPU has no roofs" in data["empty"]["roofline"]

@@ -61,9 +61,9 @@ def collective_bytes(rows: list[JoinedRow], side: str) -> dict[tuple[str, tuple[
     """Bytes per step by kind and axes on one side, whatever the scope."""
     total: dict[tuple[str, tuple[str, ...]], float] = {}
     for row in rows:
-        for each in row.collectives:
-            key = each.kind, tuple(sorted(each.axes))
-            total[key] = total.get(key, 0.0) + (getattr(each, side) or 0.0)
+        for collective in row.collectives:
+            key = collective.kind, tuple(sorted(collective.axes))
+            total[key] = total.get(key, 0.0) + (getattr(collective, side) or 0.0)
     return total
 
 
@@ -106,7 +106,7 @@ def test_compiled_step_is_as_planned(
         # Newer XLA names some AllGathers of weights after the loop that sliced the weight: only their scope is lost.
         assert all(row.planned_flops == pytest.approx(row.compiled_flops) for row in rows)
         assert collective_bytes(rows, "compiled_bytes") == pytest.approx(collective_bytes(rows, "planned_bytes"))
-    assert not any(each.spelled for row in rows for each in row.collectives)
+    assert not any(collective.spelled for row in rows for collective in row.collectives)
     assert {row.scope for row in rows} >= {"layers/attn/core", "layers/mlp/up", "unembed", "embed", "gradients"}
     assert not compiled.module.uncounted_loops
     # The state alone is 12 bytes a parameter; the step must hold it, and fit.
@@ -127,11 +127,13 @@ def test_reduce_scatter_over_a_whole_slice_is_an_all_reduce() -> None:
     program, compiled = compile_step("v5e:4x4", "fsdp=x+y", batch=16, remat="block")
     rows = join(planned(program, compiled.mesh), read_ledger(compiled.module, compiled.mesh.shape, compiled.mesh))
     assert differences(rows) == NAMED_AFTER_CORE
-    spelled = {(row.scope, row.phase) for row in rows for each in row.collectives if each.spelled == "all_reduce"}
+    spelled = {
+        (row.scope, row.phase) for row in rows for collective in row.collectives if collective.spelled == "all_reduce"
+    }
     weights = {"layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down", "unembed"}
     assert spelled == {(scope, "backward") for scope in weights}
-    told = spelled - set(NAMED_AFTER_CORE)
-    assert all("as all_reduce" in row.verdict for row in rows if (row.scope, row.phase) in told)
+    named = spelled - set(NAMED_AFTER_CORE)
+    assert all("as all_reduce" in row.verdict for row in rows if (row.scope, row.phase) in named)
 
 
 @pytest.mark.slow
@@ -143,9 +145,9 @@ def test_on_tpu7x_only_the_scores_differ() -> None:
     assert all(row.compiled_flops == row.planned_flops for key, row in rows.items() if key[0] != "layers/attn/core")
     assert rows["layers/attn/core", "forward"].verdict == "3.22 GFLOPs for 2.15 GFLOPs"
     moved = {
-        key: [str(each) for each in (*row.missing, *row.unexpected)]
+        key: [str(difference) for difference in (*row.missing, *row.unexpected)]
         for key, row in rows.items()
-        if any(not each.agrees for each in row.collectives)
+        if any(not collective.agrees for collective in row.collectives)
     }
     assert moved == {}
 
@@ -176,8 +178,8 @@ def test_join_finds_what_differs() -> None:
     )
     up, down, stray = join(plan, real)
     assert (up.agrees, up.verdict, up.planned_flops) == (True, "as planned", 2e9)
-    assert [str(each) for each in down.unexpected] == ["all_to_all over fsdp"]
-    assert [str(each) for each in down.missing] == ["reduce_scatter over fsdp"]
+    assert [str(difference) for difference in down.unexpected] == ["all_to_all over fsdp"]
+    assert [str(difference) for difference in down.missing] == ["reduce_scatter over fsdp"]
     assert down.verdict == (
         "2 GFLOPs for 1 GFLOPs; missing reduce_scatter over fsdp of 4 MB; unexpected all_to_all over fsdp of 1 MB"
     )
@@ -192,7 +194,7 @@ def test_join_accepts_an_all_reduce_only_where_none_was_planned() -> None:
     (spelled,) = join(Ledger((scatter,)), Ledger((real,)))
     assert (spelled.agrees, spelled.verdict) == (True, "as planned, reduce_scatter over fsdp (as all_reduce)")
     (distinct,) = join(Ledger((both,)), Ledger((real,)))
-    assert [each.kind for each in distinct.missing] == ["reduce_scatter"]
+    assert [difference.kind for difference in distinct.missing] == ["reduce_scatter"]
     other_axis = made_row("unembed", 0.0, collective("all_reduce", "tensor", 8e6))
     (apart,) = join(Ledger((scatter,)), Ledger((other_axis,)))
     assert (len(apart.missing), len(apart.unexpected)) == (1, 1)

@@ -97,8 +97,8 @@ def explained(
 
 
 def test_the_module_tells_scope_line_and_mesh_axes(tmp_path: Path) -> None:
-    found = explained(tmp_path)
-    rows = {(row.scope, row.phase): row for row in found.rows}
+    result = explained(tmp_path)
+    rows = {(row.scope, row.phase): row for row in result.rows}
     out = rows["layers/attn/out", "forward"]
     assert out.measured is not None
     assert out.compiled is not None
@@ -109,30 +109,30 @@ def test_the_module_tells_scope_line_and_mesh_axes(tmp_path: Path) -> None:
     assert gathered.in_flight_s == pytest.approx(40e-6)
     assert gathered.exposed_s == pytest.approx(11e-6)
     assert (reduced.axes, reduced.compiled_bytes) == (("tensor",), 1024 * 1024 * 4)
-    sources = {op.name: op.facts.source for op in found.measured.ops}
+    sources = {op.name: op.facts.source for op in result.measured.ops}
     assert sources["fusion.1"] == "/home/user/model.py:10"
     assert sources["all-gather-start.1"] == "/home/user/model.py:20"
 
 
 def test_rates_stand_beside_the_roofs_exactly(tmp_path: Path) -> None:
-    found = explained(tmp_path)
-    assert found.roofs is not None
-    assert (found.chip, found.roofs.chip) == (chip("v5e"), "v5e")
-    data = {each["op"]: each for each in found.to_json()["operations"]}
+    result = explained(tmp_path)
+    assert result.roofs is not None
+    assert (result.chip, result.roofs.chip) == (chip("v5e"), "v5e")
+    data = {operation["op"]: operation for operation in result.to_json()["operations"]}
     flops = 2 * 1024 * 512 * 1024
     assert data["fusion.1"]["flops_per_s"] == pytest.approx(flops / 30e-6)
     moved = 2 * (1024 * 512 + 512 * 1024) + 4 * 1024 * 1024
     assert data["fusion.1"]["hbm_bytes_per_s"] == pytest.approx(moved / 30e-6)
     bound = max(flops / chip("v5e").flops_per_s["bf16"], moved / chip("v5e").hbm_bytes_per_s)
     assert data["fusion.1"]["of_roof"] == pytest.approx(bound / 30e-6)
-    (gather,) = (each for each in found.to_json()["collectives"] if each["kind"] == "all_gather")
+    (gather,) = (collective for collective in result.to_json()["collectives"] if collective["kind"] == "all_gather")
     sent = 64 * 128 * 2 * 7 / 8
     assert gather["wire_bytes_per_s"] == pytest.approx(sent / 40e-6)
     assert gather["of_roof"] == pytest.approx(sent / 40e-6 / (2 * chip("v5e").ici_bytes_per_s))
 
 
 def test_what_is_achieved_over_a_step_stands_beside_the_roofs(tmp_path: Path) -> None:
-    data = {each["resource"]: each for each in explained(tmp_path).to_json()["achieved"]}
+    data = {rate["resource"]: rate for rate in explained(tmp_path).to_json()["achieved"]}
     flops = 2 * 1024 * 512 * 1024
     assert data["mxu"]["per_s"] == pytest.approx(flops / 100e-6)
     assert data["mxu"]["of_roof"] == pytest.approx(flops / 100e-6 / chip("v5e").flops_per_s["bf16"])
@@ -141,13 +141,13 @@ def test_what_is_achieved_over_a_step_stands_beside_the_roofs(tmp_path: Path) ->
     sent = 64 * 128 * 2 * 7 / 8 + 2 * 4 * 1024 * 1024 * 3 / 4
     assert data["ici"]["per_s"] == pytest.approx(sent / 100e-6)
     assert data["ici"]["peak"] == 2 * chip("v5e").ici_bytes_per_s
-    own = {each["resource"]: each["peak"] for each in explained(tmp_path, stats={}).to_json()["achieved"]}
+    own = {rate["resource"]: rate["peak"] for rate in explained(tmp_path, stats={}).to_json()["achieved"]}
     assert own == {"mxu": None, "hbm": None, "ici": None}
 
 
 def test_peaks_that_are_wrong_are_said_to_be(tmp_path: Path) -> None:
-    found = explained(tmp_path, stats=V5E | {"peak_teraflops_per_second": 400.0})
-    note, *rest = found.notes
+    result = explained(tmp_path, stats=V5E | {"peak_teraflops_per_second": 400.0})
+    note, *rest = result.notes
     assert (
         note
         == "the trace says that a device's peak is 400 TFLOP/s, the catalogue 197 TFLOP/s for v5e: the catalogue's is "
@@ -158,8 +158,8 @@ def test_peaks_that_are_wrong_are_said_to_be(tmp_path: Path) -> None:
 
 def test_a_rate_that_beats_its_roof_means_that_an_input_is_wrong(tmp_path: Path) -> None:
     slow = chip("v5e").replace(flops_per_s={"bf16": 1e13})
-    found = explained(tmp_path, chip=slow)
-    beaten = [note for note in found.notes if "beats the roof" in note]
+    result = explained(tmp_path, chip=slow)
+    beaten = [note for note in result.notes if "beats the roof" in note]
     # 4 MiB summed over 4 devices in 10 us is more than any v5e can send.
     assert beaten == [
         "fusion.1 beats the roof, at 35.8 TFLOP/s of 10 TFLOP/s: an input is wrong",
@@ -168,7 +168,7 @@ def test_a_rate_that_beats_its_roof_means_that_an_input_is_wrong(tmp_path: Path)
 
 
 def test_the_verdict_names_the_share_the_loss_and_its_line(tmp_path: Path) -> None:
-    found = explained(tmp_path)
+    result = explained(tmp_path)
     moved = {
         "fusion.1": 2 * (1024 * 512 + 512 * 1024) + 4 * 1024 * 1024,
         "fusion.2": 2 * 4 * 1024 * 1024,
@@ -176,26 +176,26 @@ def test_the_verdict_names_the_share_the_loss_and_its_line(tmp_path: Path) -> No
     # fusion.5 is not in the module, and the trace tells no bytes of it.
     share = sum(moved.values()) / chip("v5e").hbm_bytes_per_s / 100e-6
     sent = (64 * 128 * 2 * 7 / 8 + 2 * 4 * 1024 * 1024 * 3 / 4) / (2 * chip("v5e").ici_bytes_per_s) / 100e-6
-    assert found.verdict.roofline == pytest.approx(max(share, sent))
-    assert found.verdict.bound == ("ici" if sent > share else "hbm")
-    losses = {each.what: each for each in found.verdict.losses}
+    assert result.verdict.roofline == pytest.approx(max(share, sent))
+    assert result.verdict.bound == ("ici" if sent > share else "hbm")
+    losses = {loss.what: loss for loss in result.verdict.losses}
     gather = losses["an all_gather over data,tensor"]
     assert gather.seconds == pytest.approx(11e-6)
     assert gather.waits_for == "nothing but the argument weights.down, so that it could begin earlier"
     reduce = losses["an all_reduce over tensor"]
     assert reduce.waits_for == "fusion.2 (model.py:20)"
     assert reduce.source == "/home/user/model.py:10"
-    assert found.verdict.line.startswith(f"{found.verdict.roofline:.0%} of the roofline ({found.verdict.bound}); ")
+    assert result.verdict.line.startswith(f"{result.verdict.roofline:.0%} of the roofline ({result.verdict.bound}); ")
 
 
 def test_what_to_try_has_its_evidence(tmp_path: Path) -> None:
     said = explained(tmp_path).advice
-    gather, reduce = (each for each in said if each.rule == "exposed_collective")
+    gather, reduce = (advice for advice in said if advice.rule == "exposed_collective")
     assert gather.seconds == pytest.approx(11e-6)
     assert "29 us pass beside compute" in gather.evidence
     assert "the device waits for all of it" in reduce.evidence
     assert "its operand is made by fusion.2 (model.py:20)" in reduce.evidence
-    assert "gathered_activation" not in [each.rule for each in said], "what is gathered is a weight"
+    assert "gathered_activation" not in [advice.rule for advice in said], "what is gathered is a weight"
 
 
 def test_what_helps_against_several_things_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,11 +211,11 @@ def test_what_helps_against_several_things_is_said_once(tmp_path: Path, capsys: 
 def test_a_trace_without_a_module_says_so(tmp_path: Path) -> None:
     file = tmp_path / "host.xplane.pb"
     file.write_bytes(xspace(tpu()))
-    found = explain(file)
-    told = "jit_step: the trace has no HLO of it (a CPU's has none of programs out of a cache); --hlo gives one"
-    assert found.empty["compiled"] == told
-    assert found.empty["roofline"] == "no roof of these devices is known; --on CHIP"
-    assert found.verdict.line.startswith("no roofline")
+    result = explain(file)
+    note = "jit_step: the trace has no HLO of it (a CPU's has none of programs out of a cache); --hlo gives one"
+    assert result.empty["compiled"] == note
+    assert result.empty["roofline"] == "no roof of these devices is known; --on CHIP"
+    assert result.verdict.line.startswith("no roofline")
 
 
 def test_the_module_that_a_run_keeps_beside_its_trace_serves_where_the_trace_has_none(tmp_path: Path) -> None:
@@ -225,9 +225,9 @@ def test_the_module_that_a_run_keeps_beside_its_trace_serves_where_the_trace_has
     (run / "run.json").write_text(json.dumps({"mesh": {"data": 2, "tensor": 4}}))
     assert "the trace has no HLO of it" in explain(run).empty["compiled"]
     RunFolder(path=run).write_module(MODULE)
-    found = explain(run)
-    assert "compiled" not in found.empty
-    assert any(row.compiled for row in found.rows)
+    result = explain(run)
+    assert "compiled" not in result.empty
+    assert any(row.compiled for row in result.rows)
     # A module of another program says nothing of this one.
     RunFolder(path=run).write_module(MODULE.replace("HloModule jit_step", "HloModule jit_other"))
     assert "the trace has no HLO of it" in explain(run).empty["compiled"]
@@ -280,20 +280,20 @@ def test_two_traces_row_by_row(tmp_path: Path) -> None:
     for name, longer in (("before", 0.0), ("after", 5.0)):
         (tmp_path / name).mkdir()
         events = [
-            Event(each.name, each.start, each.end + (longer if each.name == REDUCE else 0.0), each.stats)
+            Event(event.name, event.start, event.end + (longer if event.name == REDUCE else 0.0), event.stats)
             for at in (0, 100)
-            for each in step(at)
-            if each.name != LOOP and each.name != fusion(5)
+            for event in step(at)
+            if event.name != LOOP and event.name != fusion(5)
         ]
         file = tmp_path / f"{name}.json"
         file.write_text(json.dumps(explained(tmp_path / name, ops=events).to_json()))
         paths.append(file)
-    found = difference(*(read_side(each) for each in paths))
-    most = found.changes[0]
+    changes = difference(*(read_side(path) for path in paths))
+    most = changes.changes[0]
     assert (most.scope, most.change_s) == ("layers/mlp/up", pytest.approx(5e-6))
-    idle = next(each for each in found.changes if each.scope == "idle")
+    idle = next(change for change in changes.changes if change.scope == "idle")
     assert idle.change_s == pytest.approx(-5e-6)
-    assert found.verdict.startswith("100 us a step, then 100 us (+0.0%)")
+    assert changes.verdict.startswith("100 us a step, then 100 us (+0.0%)")
     same = difference(*(read_side(paths[0]) for _ in range(2)))
     assert same.verdict.endswith("no row differs")
 
@@ -309,8 +309,8 @@ def test_two_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Path, monke
     assert (data["before"]["kind"], data["after"]["kind"]) == ("planned", "planned")
     times = [json.loads(path.read_text())["step"]["expected_s"] for path in paths]
     assert [data[side]["step_s"] for side in ("before", "after")] == pytest.approx(times)
-    assert sum(each["change_s"] for each in data["changes"]) == pytest.approx(times[1] - times[0], rel=1e-2)
-    assert any("new reduce_scatter over tensor" in each for row in data["changes"] for each in row["collectives"])
+    assert sum(change["change_s"] for change in data["changes"]) == pytest.approx(times[1] - times[0], rel=1e-2)
+    assert any("new reduce_scatter over tensor" in text for row in data["changes"] for text in row["collectives"])
     assert "Rows that differ" in rooftop("explain", "--diff", *map(str, paths)).out
 
 
@@ -321,7 +321,7 @@ def test_two_serving_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Pat
         assert rooftop(*common, "--weights-dtype", path.stem, "-o", str(path)).status == 0
     data = rooftop("explain", "--diff", *map(str, paths), "--json").json
     jsonschema.validate(data, schema(Difference))
-    changes = {(each["scope"], each["phase"]): each["change_s"] for each in data["changes"]}
+    changes = {(change["scope"], change["phase"]): change["change_s"] for change in data["changes"]}
     assert changes["layers/mlp/up", "generate"] < 0, "half the bytes of weights are read"
 
 
@@ -364,9 +364,9 @@ def test_a_run_that_computes_in_another_dtype_than_planned_says_so(tmp_path: Pat
         workload=Workload(batch_tokens=8 * 2048, seq_len=2048), remat="block", microbatches=1,
     )  # fmt: skip
     plan = plan_training(problem, alternatives=0).plan
-    found = explain(file, modules=[MODULE], mesh={"data": 2, "tensor": 4}, plan=plan)
-    assert not any("dtype" in note for note in found.notes)
-    (note,) = (note for note in replace(found, compute_dtype="f32").notes if "dtype" in note)
+    result = explain(file, modules=[MODULE], mesh={"data": 2, "tensor": 4}, plan=plan)
+    assert not any("dtype" in note for note in result.notes)
+    (note,) = (note for note in replace(result, compute_dtype="f32").notes if "dtype" in note)
     assert note == "the plan computes in bf16, the run in f32: bytes, and rates, are those of another dtype"
 
 
@@ -377,9 +377,9 @@ def test_json_follows_its_schema_and_tables_print(
     trace, module = tmp_path / "host.xplane.pb", tmp_path / "step.hlo"
     trace.write_bytes(xspace(tpu(stats=V5E)))
     module.write_text(MODULE)
-    given = ("explain", str(trace), "--hlo", str(module), "--mesh", "data=2,tensor=4")
-    jsonschema.validate(rooftop(*given, "--json").json, schema(ExplainedRecord))
-    text = rooftop(*given).out
+    arguments = ("explain", str(trace), "--hlo", str(module), "--mesh", "data=2,tensor=4")
+    jsonschema.validate(rooftop(*arguments, "--json").json, schema(ExplainedRecord))
+    text = rooftop(*arguments).out
     for part in ("of the roofline", "layers/attn/out", "all_gather data,tensor", "What to try", "model.py:10"):
         assert part in text
     assert GATHERED not in text
@@ -401,27 +401,27 @@ def test_what_xla_makes_for_a_tpu_is_measured_as_its_timeline_runs(tmp_path: Pat
     line = report.timeline
     # A trace as a TPU would write it if it took as long as the timeline says; what takes no time takes a picosecond.
     ops = [
-        Event(each.place[1], each.start_s * 1e6, max(each.end_s, each.start_s + 1e-12) * 1e6)
-        for each in line.events
-        if each.track == COMPUTE
+        Event(event.place[1], event.start_s * 1e6, max(event.end_s, event.start_s + 1e-12) * 1e6)
+        for event in line.events
+        if event.track == COMPUTE
     ]
     whole = Event("jit_mlp(1)", 0, line.total_s * 1e6)
     lines = {"Steps": [Event("1", 0, whole.end)], "XLA Modules": [whole], "XLA Ops": ops}
     file = tmp_path / "host.xplane.pb"
     file.write_bytes(xspace(plane("/device:TPU:0", lines, V5E)))
-    found = explain(file, modules=[report.compiled.hlo_text], mesh={"X": 4})
-    assert found.measured.step_s == pytest.approx(line.total_s, abs=1e-11)
-    assert found.measured.exposed_s == pytest.approx(line.exposed_s, abs=1e-10)
-    gathers = {each.facts.place.scope: each for each in found.measured.collectives}
-    assert {each.facts.kind for each in gathers.values()} == {"all_gather"}
+    result = explain(file, modules=[report.compiled.hlo_text], mesh={"X": 4})
+    assert result.measured.step_s == pytest.approx(line.total_s, abs=1e-11)
+    assert result.measured.exposed_s == pytest.approx(line.exposed_s, abs=1e-10)
+    gathers = {collective.facts.place.scope: collective for collective in result.measured.collectives}
+    assert {collective.facts.kind for collective in gathers.values()} == {"all_gather"}
     first, second = gathers["layers/mlp/up"], gathers["layers/mlp/down"]
     assert first.facts.axes == second.facts.axes == ("X",)
     assert first.hidden_s == pytest.approx(0, abs=1e-10), "nothing can run before it"
     assert second.hidden_s > 0.9 * second.in_flight_s, "XLA:TPU carries it on beside the first matmul"
-    assert found.measured.attributed > 0.95
-    flops = {(row.scope, row.phase): row.compiled.flops for row in found.rows if row.compiled is not None}
+    assert result.measured.attributed > 0.95
+    flops = {(row.scope, row.phase): row.compiled.flops for row in result.rows if row.compiled is not None}
     assert flops["layers/mlp/up", "forward"] == 2 * 2048 * 4096 * 8192
-    assert found.notes == ()
+    assert result.notes == ()
 
 
 @pytest.mark.slow
@@ -456,7 +456,7 @@ def test_a_run_of_rooftop_train_with_its_plan(
     assert any("emulates" in note for note in data["notes"])
     assert data["attributed"] >= 0.95
     assert {name: size for name, size in data["mesh"].items() if size > 1} == {"fsdp": 2, "tensor": 2}
-    assert [each["number"] for each in data["steps"]] == [3, 4, 5, 6]
+    assert [record["number"] for record in data["steps"]] == [3, 4, 5, 6]
     rows = {(row["scope"], row["phase"]): row for row in data["rows"]}
     for key in (("layers/mlp/up", "forward"), ("layers/attn/qkv", "backward"), ("unembed", "forward")):
         row = rows[key]

@@ -80,12 +80,12 @@ def test_each_table_comes_back(
     for stack in stacking.stacks:
         assert packed[stack.name].shape == (stacking.cores, stack.rows, stack.width)
         # Every row is where an id of its table looks for it, and everything else is padding.
-        found = np.full(packed[stack.name].shape, np.nan, np.float32)
+        restored = np.full(packed[stack.name].shape, np.nan, np.float32)
         for place in stack.places:
             for row, values in enumerate(tables[place.table.name]):
                 core = (row + place.rotation) % stacking.cores
-                found[core, place.offset + row // stacking.cores, : place.table.width] = values
-        np.testing.assert_array_equal(found, packed[stack.name])
+                restored[core, place.offset + row // stacking.cores, : place.table.width] = values
+        np.testing.assert_array_equal(restored, packed[stack.name])
 
 
 @given(MODELS, st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 4000, 1 << 20]))
@@ -147,12 +147,12 @@ def test_names_of_many_tables_stay_short_and_differ() -> None:
 def test_the_report_counts_every_byte() -> None:
     tables = model((100, 6), (50, 5))
     stacking = stack_tables(tables, cores=8, cores_per_device=4, batch=16)
-    (found,) = report(stacking, batch=16)
-    assert found.tables == ("t0", "t1") and found.rows == 192
-    assert found.table_bytes == 192 * 8 * 4 and found.slot_bytes == 192 * 8 * 4
-    assert found.padding_bytes == 2 * (192 * 8 - 100 * 6 - 50 * 5) * 4
-    assert found.waste == found.padding_bytes / (2 * 192 * 8 * 4)
-    assert found.activation_bytes_per_core == 16 * 2 // 8 * 8 * 4
+    (row,) = report(stacking, batch=16)
+    assert row.tables == ("t0", "t1") and row.rows == 192
+    assert row.table_bytes == 192 * 8 * 4 and row.slot_bytes == 192 * 8 * 4
+    assert row.padding_bytes == 2 * (192 * 8 - 100 * 6 - 50 * 5) * 4
+    assert row.waste == row.padding_bytes / (2 * 192 * 8 * 4)
+    assert row.activation_bytes_per_core == 16 * 2 // 8 * 8 * 4
 
 
 def test_what_is_refused() -> None:

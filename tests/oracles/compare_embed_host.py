@@ -95,11 +95,11 @@ def reference(case: Case) -> tuple[int, dict[str, Expected]]:
     passes = int(output.num_minibatches[0])
     rows = case.devices if case.minibatching else case.cores
     used = max(case.cores, 8) * (case.cores_per_device * passes if case.minibatching else 1)
-    found = {}
+    activations = {}
     for ours, theirs in names.items():
         pointers, ids, samples, gains = (part[theirs].reshape(rows, -1) for part in parts)
         there = np.arange(ids.shape[1]) < -(-pointers[:, :used].max(axis=1) // 8)[:, None] * 8
-        found[ours] = Expected(
+        activations[ours] = Expected(
             size=ids.size,
             max_ids=statistics.max_ids_per_partition[theirs],
             max_unique_ids=statistics.max_unique_ids_per_partition[theirs],
@@ -110,13 +110,13 @@ def reference(case: Case) -> tuple[int, dict[str, Expected]]:
             samples=samples[there],
             gains=gains[there],
         )
-    return passes, {stack.name: found[stack.name] for stack in stacking.stacks}
+    return passes, {stack.name: activations[stack.name] for stack in stacking.stacks}
 
 
 def _objects(rows: list[Any]) -> Any:
-    found = np.empty(len(rows), object)
-    found[:] = rows
-    return found
+    objects = np.empty(len(rows), object)
+    objects[:] = rows
+    return objects
 
 
 def compare(case: Case) -> str:
@@ -150,15 +150,15 @@ def write(cases: int, file: Path) -> None:
 def write_digests(cases: int, file: Path) -> None:
     """The digests of what the reference made of the cases that we do not refuse, and which those are."""
     refused = np.zeros(cases, bool)
-    found = {"whole": np.zeros(cases, np.uint64), "dropped": np.zeros(cases, np.int32)}
-    found |= {name: np.zeros(cases, np.float64) for name in ("along", "sizes")}
+    digests = {"whole": np.zeros(cases, np.uint64), "dropped": np.zeros(cases, np.int32)}
+    digests |= {name: np.zeros(cases, np.float64) for name in ("along", "sizes")}
     for seed in range(cases):
         case = draw(seed)
         refused[seed] = isinstance(case.run(accelerate=False), RooftopError)
         if not refused[seed]:
             for name, value in vars(Digest.of(*reference(case))).items():
-                found[name][seed] = value
-    np.savez_compressed(file, refused=refused, **found)
+                digests[name][seed] = value
+    np.savez_compressed(file, refused=refused, **digests)
 
 
 def main() -> None:
@@ -171,15 +171,15 @@ def main() -> None:
     if len(sys.argv) > 2:
         write(cases, Path(sys.argv[2]))
         return
-    found: collections.Counter[str] = collections.Counter()
+    totals: collections.Counter[str] = collections.Counter()
 
     @settings(max_examples=cases, deadline=None, derandomize=True, database=None)
     @given(st.integers(0, 2**40).map(draw))
     def every(case: Case) -> None:
-        found[compare(case)] += 1
+        totals[compare(case)] += 1
 
     every()
-    print("; ".join(f"{name}: {count}" for name, count in sorted(found.items())))
+    print("; ".join(f"{name}: {count}" for name, count in sorted(totals.items())))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def sorted_by_core(case: Case, stacking: Stacking, stack: Stack, inputs: dict[st
             splits = ids.row_splits[device * samples : (device + 1) * samples + 1]
             span = slice(splits[0], splits[-1])
             weights = np.ones(splits[-1] - splits[0], np.float32) if ids.weights is None else ids.weights[span]
-            found = tf.raw_ops.ConvertToListOfSparseCoreCooTensors(
+            tensors = tf.raw_ops.ConvertToListOfSparseCoreCooTensors(
                 indices_or_row_splits=(splits - splits[0]).astype(np.int32),
                 values=ids.values[span].astype(np.int32),
                 weights=weights,
@@ -75,7 +75,7 @@ def sorted_by_core(case: Case, stacking: Stacking, stack: Stack, inputs: dict[st
                 stacked_table_sample_count=features * samples,
                 combiner=case.combiner,
             )
-            for into, parts in zip(lists, found, strict=True):
+            for into, parts in zip(lists, tensors, strict=True):
                 for core in range(own):
                     into[core].append(parts[core])
             offsets.append(place.offset * case.cores)
@@ -103,17 +103,17 @@ def compare(case: Case) -> collections.Counter[str]:
     """Raises AssertionError where the two differ; counts what was compared."""
     ours = case.run(accelerate=False)
     assert isinstance(ours, Preprocessed), ours
-    stacking, found = case.stacking(), collections.Counter[str]()
+    stacking, totals = case.stacking(), collections.Counter[str]()
     inputs = case.inputs(stacking.tables)
     for stack in stacking.stacks:
         mine, seen = ours.buffers[stack.name], ours.statistics.stacks[stack.name]
-        arrays = [each.reshape(case.cores, -1) for each in (mine.sample_ids, mine.embedding_ids, mine.gains)]
+        arrays = [array.reshape(case.cores, -1) for array in (mine.sample_ids, mine.embedding_ids, mine.gains)]
         pointers = mine.row_pointers.reshape(case.cores, -1)
         most = np.zeros((2, case.devices, case.cores), np.int64)
         for device in range(case.devices):
             for core, theirs in enumerate(sorted_by_core(case, stacking, stack, inputs, device)):
                 source = device * case.cores_per_device + core
-                samples, rows, gains, ends = (each.numpy() for each in theirs)
+                samples, rows, gains, ends = (tensor.numpy() for tensor in theirs)
                 for destination in range(case.cores):
                     begin, end = ends[destination], ends[destination + 1]
                     first = 0 if destination == 0 else -(-pointers[source, destination - 1] // 8) * 8
@@ -124,11 +124,11 @@ def compare(case: Case) -> collections.Counter[str]:
                     np.testing.assert_allclose(arrays[2][source, here], gains[there], rtol=3e-6)
                     counts = (end - begin, len(np.unique(rows[there])))
                     most[:, device, destination] = np.maximum(most[:, device, destination], counts)
-                    found += collections.Counter(partitions=1, ids=int(end - begin))
+                    totals += collections.Counter(partitions=1, ids=int(end - begin))
         np.testing.assert_array_equal(seen.max_ids, most[0])
         np.testing.assert_array_equal(seen.max_unique_ids, most[1])
-    found["cases"] += 1
-    return found
+    totals["cases"] += 1
+    return totals
 
 
 def in_passes(seed: int) -> Case:
@@ -138,13 +138,13 @@ def in_passes(seed: int) -> Case:
 
 def root_first(mask: int) -> int:
     """The mask of open joints as the kernels read it: from the root to the leaves, ours is from the leaves on."""
-    found, bit, count = 0, 0, BUCKETS // 2
+    position, bit, count = 0, 0, BUCKETS // 2
     while count:
         for index in range(count):
-            found |= (mask >> bit & 1) << (count - 1 + index)
+            position |= (mask >> bit & 1) << (count - 1 + index)
             bit += 1
         count //= 2
-    return found
+    return position
 
 
 def compare_passes(case: Case) -> collections.Counter[str]:
@@ -155,7 +155,7 @@ def compare_passes(case: Case) -> collections.Counter[str]:
         return collections.Counter(refused=1)
     if ours.minibatches == 1:
         return collections.Counter()
-    stacking, found = case.stacking(), collections.Counter[str]()
+    stacking, totals = case.stacking(), collections.Counter[str]()
     inputs = case.inputs(stacking.tables)
     one = dataclasses.replace(case, max_ids=ROOM, max_unique_ids=ROOM, minibatching=False)
     for stack in stacking.stacks:
@@ -163,7 +163,7 @@ def compare_passes(case: Case) -> collections.Counter[str]:
         for device in range(case.devices):
             lists: list[list[Any]] = [[], [], [], []]
             for theirs in sorted_by_core(one, stacking, stack, inputs, device):
-                samples, rows, gains, ends = (each.numpy() for each in theirs)
+                samples, rows, gains, ends = (tensor.numpy() for tensor in theirs)
                 destinations = np.repeat(np.arange(case.cores), np.diff(ends[: case.cores + 1]))
                 partitions = destinations * BUCKETS + bucket_of(rows.astype(np.int64) * case.cores + destinations)
                 order = np.lexsort((samples, rows, partitions))
@@ -172,8 +172,8 @@ def compare_passes(case: Case) -> collections.Counter[str]:
                     into.append(values[order])
                 lists[3].append(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
             pointers, samples, rows, gains, pointers_used, used, passes = (
-                each.numpy()
-                for each in tf.raw_ops.ConvertToSparseCoreCsrWrappedCooTensor(
+                tensor.numpy()
+                for tensor in tf.raw_ops.ConvertToSparseCoreCsrWrappedCooTensor(
                     sorted_row_ids_list=lists[0],
                     sorted_col_ids_list=lists[1],
                     sorted_gains_list=lists[2],
@@ -195,29 +195,29 @@ def compare_passes(case: Case) -> collections.Counter[str]:
             np.testing.assert_array_equal(mine.embedding_ids[device, :used], rows[:used])
             there = mine.sample_ids[device, :used] != PADDING
             np.testing.assert_allclose(mine.gains[device, :used][there], gains[:used][there], rtol=3e-6)
-            found += collections.Counter({"ids in passes": int(there.sum())})
-    found["cases in passes"] += 1
-    return found
+            totals += collections.Counter({"ids in passes": int(there.sum())})
+    totals["cases in passes"] += 1
+    return totals
 
 
 def main() -> None:
     """Compare as many cases as asked for."""
     cases = int(sys.argv[1]) if len(sys.argv) > 1 else 300
-    found = collections.Counter[str]()
+    totals = collections.Counter[str]()
 
     @settings(max_examples=cases, deadline=None, derandomize=True, database=None)
     @given(st.integers(0, 2**40).map(roomy))
     def every(case: Case) -> None:
-        found.update(compare(case))
+        totals.update(compare(case))
 
     @settings(max_examples=cases, deadline=None, derandomize=True, database=None)
     @given(st.integers(0, 2**40).map(in_passes))
     def every_in_passes(case: Case) -> None:
-        found.update(compare_passes(case))
+        totals.update(compare_passes(case))
 
     every()
     every_in_passes()
-    print(f"tensorflow-tpu {tf.__version__}; " + "; ".join(f"{name}: {count:,}" for name, count in found.items()))
+    print(f"tensorflow-tpu {tf.__version__}; " + "; ".join(f"{name}: {count:,}" for name, count in totals.items()))
 
 
 if __name__ == "__main__":

@@ -44,17 +44,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--python", required=True)
-    given = parser.parse_args()
-    found = explain(given.trace).measured
-    steps = sum(each.counted for each in found.steps) * found.devices
-    ours = {op.name: op.time_s * steps for op in found.ops}
-    theirs = xprof_times(given.trace, given.python)
+    options = parser.parse_args()
+    measured = explain(options.trace).measured
+    steps = sum(step.counted for step in measured.steps) * measured.devices
+    ours = {op.name: op.time_s * steps for op in measured.ops}
+    theirs = xprof_times(options.trace, options.python)
     other = {name: (ours.get(name, 0.0), time_s) for name, time_s in theirs.items()}
     other = {name: both for name, both in other.items() if abs(both[0] - both[1]) > _SAME * max(*both, 1e-6)}
     print(f"{len(theirs) - len(other)} of {len(theirs)} ops have the same self time")
     for name, (mine, own) in sorted(other.items(), key=lambda item: -item[1][1]):
         print(f"{name}: {mine * 1e6:.3f} us here, {own * 1e6:.3f} us there")
-    print(f"{sum(theirs.values()):.9f} s there; busy for {found.busy_s * steps:.9f} s here")
+    print(f"{sum(theirs.values()):.9f} s there; busy for {measured.busy_s * steps:.9f} s here")
 
 
 if __name__ == "__main__":

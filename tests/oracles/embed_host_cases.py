@@ -77,7 +77,7 @@ class Case:
 
     def inputs(self, tables: Tables) -> dict[str, Ragged]:
         rng = np.random.default_rng(self.seed + 1)
-        found = {}
+        inputs = {}
         for feature in tables.features:
             lengths = rng.integers(0, self.most_ids + 1, self.batch)
             splits = np.concatenate([[0], np.cumsum(lengths)])
@@ -86,8 +86,8 @@ class Case:
                 vocabulary = min(vocabulary, 1 + int(rng.integers(1, 12)))
             values = rng.integers(0, vocabulary, splits[-1]).astype(rng.choice([np.int32, np.int64]))
             weights = rng.uniform(0.1, 2, splits[-1]).astype(np.float32) if feature.weighted else None
-            found[feature.name] = Ragged(values=values, row_splits=splits, weights=weights)
-        return found
+            inputs[feature.name] = Ragged(values=values, row_splits=splits, weights=weights)
+        return inputs
 
     def run(self, **options: Any) -> Preprocessed | RooftopError:
         """What we make of the case."""
@@ -154,13 +154,13 @@ def as_expected(case: Case, ours: Preprocessed) -> dict[str, Expected]:
     """What we made of a case, as another implementation's would be read."""
     rows = case.devices if case.minibatching else case.cores
     used = max(case.cores, 8) * (case.cores_per_device * ours.minibatches if case.minibatching else 1)
-    found = {}
+    arrays = {}
     for name, mine in ours.buffers.items():
         pointers = mine.row_pointers.reshape(rows, -1)[:, :used]
         parts = [part.reshape(rows, -1) for part in (mine.embedding_ids, mine.sample_ids, mine.gains)]
         there = np.arange(parts[0].shape[1]) < -(-pointers.max(axis=1) // 8)[:, None] * 8
         seen = ours.statistics.stacks[name]
-        found[name] = Expected(
+        arrays[name] = Expected(
             size=mine.embedding_ids.size,
             max_ids=seen.max_ids.reshape(-1),
             max_unique_ids=seen.max_unique_ids.reshape(-1),
@@ -171,7 +171,7 @@ def as_expected(case: Case, ours: Preprocessed) -> dict[str, Expected]:
             samples=parts[1][there],
             gains=parts[2][there],
         )
-    return found
+    return arrays
 
 
 @dataclass(frozen=True, kw_only=True)

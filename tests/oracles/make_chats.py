@@ -69,7 +69,7 @@ def main() -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=sys.argv[1], bos_token="<|endoftext|>", eos_token="<|end|>"
     )
-    made = []
+    chats = []
     for template_name, template in TEMPLATES.items():
         for case_name, case in CASES.items():
             if (template_name, case_name) in SKIPPED:
@@ -81,12 +81,12 @@ def main() -> None:
                 )
                 for tokenize in (False, True)
             )  # fmt: skip
-            made.append({"template": template_name, "case": case_name, "text": text, "ids": ids})
-    found = {"templates": TEMPLATES, "cases": CASES, "made": made}
+            chats.append({"template": template_name, "case": case_name, "text": text, "ids": ids})
+    document = {"templates": TEMPLATES, "cases": CASES, "made": chats}
     lines = [f' "made_with": "transformers {transformers.__version__}"']
-    for key, values in found.items():
-        named = values.items() if isinstance(values, dict) else ((None, each) for each in values)
-        rows = [f"  {'' if name is None else json.dumps(name) + ': '}{_line(each)}" for name, each in named]
+    for key, values in document.items():
+        named = values.items() if isinstance(values, dict) else ((None, value) for value in values)
+        rows = [f"  {'' if name is None else json.dumps(name) + ': '}{_line(value)}" for name, value in named]
         opening, closing = "{}" if isinstance(values, dict) else "[]"
         lines.append(f' "{key}": {opening}\n' + ",\n".join(rows) + f"\n {closing}")
     (HERE / "chats.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -30,17 +30,17 @@ MOST = {"gpt2": 24}
 def main() -> None:
     """Continue the prompts of every tiny model."""
     families = json.loads((HERE / "tiny_models.json").read_text())
-    found = {}
+    results = {}
     for name, keys in families.items():
         norm_mean = json.loads((HERE / "logits" / f"{name}.json").read_text())["norm_mean"]
         with tempfile.TemporaryDirectory() as directory:
             make_logits._write_checkpoint(keys, norm_mean, Path(directory))
             model = make_logits._load(Path(directory))
-            found[name] = _continued(model, name)
-        print(name, len(found[name]))
+            results[name] = _continued(model, name)
+        print(name, len(results[name]))
     lines = ",\n".join(
         f"  {json.dumps(name)}: [\n    " + ",\n    ".join(map(json.dumps, cases)) + "\n  ]"
-        for name, cases in found.items()
+        for name, cases in results.items()
     )
     made_with = json.dumps({**make_logits._made_with(), "script": Path(__file__).name})
     (HERE / "greedy.json").write_text('{\n  "made_with": ' + made_with + ",\n" + lines + "\n}\n")
@@ -48,20 +48,20 @@ def main() -> None:
 
 def _continued(model: Any, name: str) -> list[dict[str, list[int]]]:
     random = np.random.RandomState(zlib.crc32(name.encode()))
-    found: list[dict[str, list[int]]] = []
+    continuations: list[dict[str, list[int]]] = []
     for number, length in enumerate(LENGTHS):
         tokens = min(TOKENS, MOST.get(name, 256) - length)
         for _ in range(200):
             prompt = random.randint(1, 90, length).tolist()
             if number >= len(LENGTHS) - 2:
-                prompt[:SHARED] = found[0]["prompt"][:SHARED]
+                prompt[:SHARED] = continuations[0]["prompt"][:SHARED]
             output = _greedy(model, prompt, tokens)
             if output is not None:
                 break
         else:
             raise SystemExit(f"{name}: two tokens are as likely, whatever the prompt")
-        found.append({"prompt": prompt, "output": output})
-    return found
+        continuations.append({"prompt": prompt, "output": output})
+    return continuations
 
 
 def _greedy(model: Any, prompt: list[int], tokens: int) -> list[int] | None:

@@ -206,8 +206,8 @@ def test_engines_have_every_format_of_the_table(format_: tuple[str, int | None])
         "generate": {"batch": 8},
         "dtypes": {"weights": weights, "weight_group": group, "kv": "int8"},
     }
-    made = configuration_of(plan)
-    assert (made.weights_dtype, made.kv_dtype, dict(made.mesh)) == (
+    configuration = configuration_of(plan)
+    assert (configuration.weights_dtype, configuration.kv_dtype, dict(configuration.mesh)) == (
         ENGINE_WEIGHTS[format_],
         "int8",
         {"data": 2, "tensor": 4},

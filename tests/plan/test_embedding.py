@@ -60,11 +60,11 @@ def test_the_stack_is_what_the_compiler_marked(row: dict[str, str]) -> None:
     if fits:
         slots = {"sgd": 0, "adagrad": 1}[row["optimizer"]]
         summed = row["sample_passes"] != "1" and row["optimizer"] != "sgd"
-        found = stack_bytes(row["phase"], max_ids=ids, slots=slots, room=tile_room(chip), summed=summed, **sizes)
+        needed = stack_bytes(row["phase"], max_ids=ids, slots=slots, room=tile_room(chip), summed=summed, **sizes)
         compiled = int(row["compiled_bytes"])
         # On TPU7x the compiler sometimes keeps two more floats of every unique id in small updates.
         more = 2 * unique * sizes["cores"] * 4 + 1024 if row["slice"].startswith("tpu7x") else 0
-        assert -0.05 * compiled <= compiled - found <= max(0.05 * compiled, more)
+        assert -0.05 * compiled <= compiled - needed <= max(0.05 * compiled, more)
 
 
 def test_the_marks_cover_three_chips_and_both_phases() -> None:
@@ -124,8 +124,8 @@ def test_replicas_grow_as_the_compiler_was_seen_to_make_them() -> None:
         (13000, 52000): 16, (13600, 54400): 32, (14000, 56000): 64, (1024, 2**24): 512,
     }  # fmt: skip
     unique, ids = np.array(list(seen)).T
-    found = replica_factor(max_ids=ids, max_unique_ids=unique, cores=16, room=tile_room(CHIP))
-    assert np.asarray(found).tolist() == list(seen.values())
+    factor = replica_factor(max_ids=ids, max_unique_ids=unique, cores=16, room=tile_room(CHIP))
+    assert np.asarray(factor).tolist() == list(seen.values())
     assert replica_factor(max_ids=8, max_unique_ids=8, cores=8, room=tile_room(CHIP)) == 8
 
 
@@ -153,7 +153,7 @@ def test_limits_beyond_a_tile_are_refused_with_the_largest(unique: int, ids: int
     most, with_ids = (int(re.findall(rf" {name} (\d+)", refused.value.by)[0]) for name in ("max_unique_ids", "max_ids"))
 
     def fits(more: float) -> bool:
-        ids, unique = (8 * round(each * more / 8) for each in (with_ids, most))
+        ids, unique = (8 * round(value * more / 8) for value in (with_ids, most))
         return EmbedPlan(problem=problem(unique=unique, ids=max(ids, unique))).fits
 
     assert fits(1.0) and not fits(1.01)

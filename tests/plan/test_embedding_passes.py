@@ -54,7 +54,7 @@ def plan(
 def test_the_stack_of_an_update_by_sums_is_what_the_compiler_marked(on: str, kind: str, compiled: int) -> None:
     # Width 64, 512 unique ids of 1,024, four passes: marks of libtpu 0.0.42.1.
     where = Slice.parse(on)
-    found = stack_bytes(
+    needed = stack_bytes(
         "backward",
         width=64,
         max_ids=1024,
@@ -64,7 +64,7 @@ def test_the_stack_of_an_update_by_sums_is_what_the_compiler_marked(on: str, kin
         room=tile_room(where.chip),
         summed=True,
     )
-    assert found == pytest.approx(compiled, rel=0.001)
+    assert needed == pytest.approx(compiled, rel=0.001)
 
 
 def test_sums_take_the_table_once_more_unless_updates_add() -> None:
@@ -76,8 +76,8 @@ def test_sums_take_the_table_once_more_unless_updates_add() -> None:
         one, four = (plan(optimizer, passes=passes) for passes in (1, 4))
         assert one.memory["sums"] == 0 and four.memory["sums"] == sums * four.memory["tables"]
         parts = ("tables", "slots", "sums", "backward_stack", "inputs")
-        held = sum(four.memory[name] for name in parts) + 2 * four.memory["activations"]
-        assert four.memory["total"]["sequential"] == pytest.approx(held)
+        state_bytes = sum(four.memory[name] for name in parts) + 2 * four.memory["activations"]
+        assert four.memory["total"]["sequential"] == pytest.approx(state_bytes)
         # Stacks are for what a pass looks up; what is looked up in all is as much.
         assert four.memory["forward_stack"] < 0.5 * one.memory["forward_stack"]
         assert four.memory["activations"] == one.memory["activations"]
@@ -85,7 +85,7 @@ def test_sums_take_the_table_once_more_unless_updates_add() -> None:
 
 def test_a_pass_is_an_execution_of_its_rows_and_sums_are_a_second_loop() -> None:
     one, four = plan(), plan(passes=4)
-    lookups, updates = ([each.ledger.rows[place] for each in (one, four)] for place in (0, 1))
+    lookups, updates = ([plan.ledger.rows[place] for plan in (one, four)] for place in (0, 1))
     assert [row.count for row in (*lookups, *updates)] == [1, 4, 1, 4]
     assert [len(row.collectives) for row in (*lookups, *updates)] == [1, 1, 1, 2]
     # Rows that are in several passes are read in each.
@@ -112,10 +112,10 @@ def test_limits_in_passes_hold_what_is_expected_of_a_pass(batch: int, ids: float
     samples = 8 * batch
     stacking = stacking_on(tables, where, samples)
     whole = expected(stacking, batch=samples)["t"]
-    wanted = expected(stacking, batch=samples, sample_passes=passes)["t"]
-    found = limits_in_passes(whole, passes, stacking.cores)
-    assert all(getattr(found, name) >= value for name, value in vars(wanted).items())
-    assert found.max_ids <= whole.max_ids
+    expected_limits = expected(stacking, batch=samples, sample_passes=passes)["t"]
+    limits = limits_in_passes(whole, passes, stacking.cores)
+    assert all(getattr(limits, name) >= value for name, value in vars(expected_limits).items())
+    assert limits.max_ids <= whole.max_ids
 
 
 def test_limits_in_passes_hold_what_is_observed() -> None:
@@ -134,12 +134,12 @@ def test_limits_in_passes_hold_what_is_observed() -> None:
         buffer=full_buffer(int(whole.max_ids.max()), stacking.cores),
     )
     for passes in (2, 4, 16):
-        found = limits_in_passes(limits, passes, stacking.cores)
+        of_passes = limits_in_passes(limits, passes, stacking.cores)
         one = Preprocessor(stacking, batch=batch, minibatching=True, sample_passes=passes)
         seen = one.observe({"f": ids}).stacks["t"]
-        assert seen.max_ids.max() <= found.max_ids < limits.max_ids
-        assert seen.max_unique_ids.max() <= found.max_unique_ids
-        assert seen.buffer.max() <= found.buffer
+        assert seen.max_ids.max() <= of_passes.max_ids < limits.max_ids
+        assert seen.max_unique_ids.max() <= of_passes.max_unique_ids
+        assert seen.buffer.max() <= of_passes.buffer
 
 
 def test_limits_that_do_not_fit_in_one_pass_are_answered_with_passes_that_do() -> None:
@@ -217,7 +217,7 @@ def test_what_is_compiled_is_in_as_many_passes() -> None:
     four = plan(passes=4)
     (stack,) = four.problem.stacking.stacks
     asked = (part_request(four, "update", stack), step_request(four, "pipelined"))
-    assert [each.arguments["sample_passes"] for each in asked] == [4, 4]
+    assert [request.arguments["sample_passes"] for request in asked] == [4, 4]
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def test_the_compilers_marks_stand_beside_those_of_passes(
     assert data["agrees"] and data["sample_passes"] == 4, data["verdict"]
     for step in data["steps"].values():
         # The sums lie beside tables and slots, and are changed where they lie.
-        held = planned["tables"] + planned["slots"] + planned["sums"]
-        assert step["arguments_bytes"] == pytest.approx(held, rel=0.05)
+        state_bytes = planned["tables"] + planned["slots"] + planned["sums"]
+        assert step["arguments_bytes"] == pytest.approx(state_bytes, rel=0.05)
         assert step["needed_bytes"] == pytest.approx(step["planned_bytes"], rel=0.05)
         assert step["heap_bytes"] < 1.3 * step["arguments_bytes"]

@@ -47,10 +47,10 @@ def problem(model: ModelConfig = LLAMA, on: str = "v5e:4x4", batch: int | None =
     """A problem of 8192 tokens in and 512 out; ``more`` are fields of the problem or of its workload."""
     of_workload = {name: more.pop(name) for name in list(more) if name in ServingWorkload.__dataclass_fields__}
     workload = ServingWorkload(batch_seqs=batch, **of_workload)  # type: ignore[arg-type]
-    given: dict[str, object] = {
+    fields: dict[str, object] = {
         "model": model, "slice": Slice.parse(on), "workload": workload, "numerics": INT8,
     }  # fmt: skip
-    return ServingProblem(**(given | more))  # type: ignore[arg-type]
+    return ServingProblem(**(fields | more))  # type: ignore[arg-type]
 
 
 def place(on: str, kv_split: str = "batch", **sizes: int) -> Placement:
@@ -59,9 +59,9 @@ def place(on: str, kv_split: str = "batch", **sizes: int) -> Placement:
     return Placement(mesh=mesh, kv_split=kv_split)
 
 
-def kv_bytes(given: ServingProblem, placement: Placement, batch: int) -> float:
+def kv_bytes(job: ServingProblem, placement: Placement, batch: int) -> float:
     """Bytes of the cache on a device, without scales."""
-    return float(given.memory(placement, float(batch), prefilling=False, generating=True).kv)
+    return float(job.memory(placement, float(batch), prefilling=False, generating=True).kv)
 
 
 # ---- the ledger -----------------------------------------------------------------------------------------------------
@@ -81,8 +81,8 @@ def test_plan_and_ledger_add_up_and_stay_above_their_bound(model: str) -> None:
 
 def test_a_ring_hides_behind_no_more_attention_than_there_is() -> None:
     """Keys and values of 128 heads go round 32 devices: they take longer than the attention to them."""
-    given = problem(load_model("deepseek-v3"), "v5p:4x4x8")
-    (core,) = (row for row in given.prefill(place("v5p:4x4x8", expert=32, context=4), 8192.0) if "core" in row.scope)
+    job = problem(load_model("deepseek-v3"), "v5p:4x4x8")
+    (core,) = (row for row in job.prefill(place("v5p:4x4x8", expert=32, context=4), 8192.0) if "core" in row.scope)
     (ring,) = core.collectives
     attention_s = float(core.expected_s) - float(ring.exposed_s)
     assert float(ring.expected_s) > 2 * attention_s
@@ -94,19 +94,19 @@ def test_a_ring_hides_behind_no_more_attention_than_there_is() -> None:
     ("model", "on"), [("deepseek-v2", "v5e:4x4"), ("gemma2-9b", "v5p:2x2x4"), ("llama3-8b", "h100:8x2")]
 )
 def test_placements_that_are_priced_at_once_are_priced_as_each_by_itself(model: str, on: str, mode: str) -> None:
-    given = problem(load_model(model), on, mode=mode)
-    placements, batches = given.generate_placements(), np.array([1.0, 7.0, 300.0])
+    job = problem(load_model(model), on, mode=mode)
+    placements, batches = job.generate_placements(), np.array([1.0, 7.0, 300.0])
     assert sum(1 for _ in together(placements)) < len(placements) / 2
     for sizes in (batches, batches[:1]):
-        found = sweep_generate(given, placements, sizes)
+        swept = sweep_generate(job, placements, sizes)
         for row, placement in enumerate(placements):
-            np.testing.assert_array_equal(found.expected_s[row], token_s(given, placement, sizes))
-            np.testing.assert_array_equal(found.memory_bytes[row], server_memory(given, placement, sizes))
+            np.testing.assert_array_equal(swept.expected_s[row], token_s(job, placement, sizes))
+            np.testing.assert_array_equal(swept.memory_bytes[row], server_memory(job, placement, sizes))
 
 
 def test_weights_and_cache_are_read_once() -> None:
-    given = problem()
-    step = given.generate(place("v5e:4x4", context=2, tensor=8), 32.0)
+    job = problem()
+    step = job.generate(place("v5e:4x4", context=2, tensor=8), 32.0)
     core = next(row for row in step if row.scope == "layers/attn/core")
     # 32 sequences of 8448 tokens, 163840 bytes each and a bf16 scale per head of 128, over 16 devices.
     assert 80 * float(core.hbm_bytes) == pytest.approx(32 * 8448 * 163840 * (1 + 2 / 128) / 16)
@@ -157,10 +157,10 @@ def test_only_experts_that_are_used_are_read() -> None:
     assert float(rules.distinct_experts(8, 2, 1.0)) == pytest.approx(2)
     assert float(rules.distinct_experts(8, 2, np.float64(1000))) == pytest.approx(8)
     model = load_model("mixtral-8x7b")
-    given = problem(model, prompt=1024, generate=64, numerics=ServingNumerics())
+    job = problem(model, prompt=1024, generate=64, numerics=ServingNumerics())
 
     def read(batch: float) -> float:
-        step = given.generate(place("v5e:4x4", context=2, tensor=8), batch)
+        step = job.generate(place("v5e:4x4", context=2, tensor=8), batch)
         return sum(float(row.count * row.hbm_bytes) for row in step if row.scope == "layers/moe/experts")
 
     whole = 32 * 8 * 3 * 4096 * 14336 * 2 / 16
@@ -184,34 +184,34 @@ def test_chunks_see_the_tokens_before_them(new: int, before: int, window: int | 
 
 
 def test_a_cache_has_copies_beyond_its_heads_and_none_if_it_is_split() -> None:
-    given = problem()
+    job = problem()
     one = 32 * 8704 * 163840 / 16
-    assert kv_bytes(given, place("v5e:4x4", context=2, tensor=8), 32) == pytest.approx(one)
-    assert kv_bytes(given, place("v5e:4x4", "seq", context=2, tensor=8), 32) == pytest.approx(one)
-    assert kv_bytes(given, place("v5e:4x4", tensor=16), 32) == pytest.approx(2 * one)
+    assert kv_bytes(job, place("v5e:4x4", context=2, tensor=8), 32) == pytest.approx(one)
+    assert kv_bytes(job, place("v5e:4x4", "seq", context=2, tensor=8), 32) == pytest.approx(one)
+    assert kv_bytes(job, place("v5e:4x4", tensor=16), 32) == pytest.approx(2 * one)
     # Three sequences over two: the busiest device holds two of them, or half of each.
-    assert kv_bytes(given, place("v5e:4x4", context=2, tensor=8), 3) == pytest.approx(one / 32 * 2 * 2)
-    assert kv_bytes(given, place("v5e:4x4", "seq", context=2, tensor=8), 3) == pytest.approx(one / 32 * 3)
+    assert kv_bytes(job, place("v5e:4x4", context=2, tensor=8), 3) == pytest.approx(one / 32 * 2 * 2)
+    assert kv_bytes(job, place("v5e:4x4", "seq", context=2, tensor=8), 3) == pytest.approx(one / 32 * 3)
 
 
 def test_a_latent_is_copied_over_tensor() -> None:
-    given = problem(load_model("deepseek-v2"), on="v6e:4x4", numerics=ServingNumerics())
+    job = problem(load_model("deepseek-v2"), on="v6e:4x4", numerics=ServingNumerics())
     latent = 16 * 8704 * 60 * (512 + 64) * 2
-    assert kv_bytes(given, place("v6e:4x4", tensor=16), 16) == pytest.approx(latent)
-    assert kv_bytes(given, place("v6e:4x4", expert=16), 16) == pytest.approx(latent / 16)
+    assert kv_bytes(job, place("v6e:4x4", tensor=16), 16) == pytest.approx(latent)
+    assert kv_bytes(job, place("v6e:4x4", expert=16), 16) == pytest.approx(latent / 16)
 
 
 def test_windows_bound_the_cache_and_sharing_divides_it() -> None:
     model = load_model("gemma3-27b")
-    given = problem(model, on="v5e:4x4", numerics=ServingNumerics())
+    job = problem(model, on="v5e:4x4", numerics=ServingNumerics())
     windows = model.windows
     tokens = sum(8704 if window is None else min(8704, window) for window in windows)
-    assert kv_bytes(given, place("v5e:4x4", tensor=16), 1) == pytest.approx(tokens * 2 * 16 * 128 * 2 / 16)
-    shared = replace(given, numerics=ServingNumerics(kv_sharing=2))
+    assert kv_bytes(job, place("v5e:4x4", tensor=16), 1) == pytest.approx(tokens * 2 * 16 * 128 * 2 / 16)
+    shared = replace(job, numerics=ServingNumerics(kv_sharing=2))
     layout = place("v5e:4x4", tensor=16)
-    assert kv_bytes(shared, layout, 1) == pytest.approx(kv_bytes(given, layout, 1) / 2)
+    assert kv_bytes(shared, layout, 1) == pytest.approx(kv_bytes(job, layout, 1) / 2)
     # What is shared is read by every layer all the same.
-    assert float(shared.generate(layout, 1.0).total("hbm")) == float(given.generate(layout, 1.0).total("hbm"))
+    assert float(shared.generate(layout, 1.0).total("hbm")) == float(job.generate(layout, 1.0).total("hbm"))
 
 
 def test_scales_are_counted() -> None:
@@ -229,25 +229,25 @@ def test_scales_are_counted() -> None:
 @settings(max_examples=examples(20))
 @given(st.integers(1, 200), st.sampled_from(["batch", "seq"]))
 def test_the_largest_batch_is_the_last_that_fits(prompt: int, split: str) -> None:
-    given = problem(prompt=prompt * 128, kv_split=split)
+    job = problem(prompt=prompt * 128, kv_split=split)
     layout = place("v5e:4x4", split, context=2, tensor=8)
-    most = most_sequences(given, layout)
+    most = most_sequences(job, layout)
 
     def fits(batch: int) -> bool:
-        memory = given.memory(layout, float(batch), prefilling=False, generating=True)
-        return float(memory.total) <= given.capacity
+        memory = job.memory(layout, float(batch), prefilling=False, generating=True)
+        return float(memory.total) <= job.capacity
 
     assert fits(most)
     assert not fits(most + 1)
 
 
 def test_small_caches_allow_large_batches() -> None:
-    given = problem(load_model("llama3.2-1b"), "v5p:4x4x8", prompt=1024, generate=64)
+    job = problem(load_model("llama3.2-1b"), "v5p:4x4x8", prompt=1024, generate=64)
     layout = place("v5p:4x4x8", data=1, context=4, tensor=32)
-    most = most_sequences(given, layout)
+    most = most_sequences(job, layout)
     assert 4096 < most < MOST_SEQUENCES
-    memory = given.memory(layout, np.array([most, most + 4.0]), prefilling=False, generating=True)
-    assert (np.asarray(memory.total) <= given.capacity).tolist() == [True, False]
+    memory = job.memory(layout, np.array([most, most + 4.0]), prefilling=False, generating=True)
+    assert (np.asarray(memory.total) <= job.capacity).tolist() == [True, False]
 
 
 def test_what_does_not_fit_says_what_is_left() -> None:
@@ -262,16 +262,16 @@ def test_what_does_not_fit_says_what_is_left() -> None:
 @pytest.mark.parametrize("mode", ["disaggregated", "interleaved"])
 @pytest.mark.parametrize("model", ["llama3-70b", "gemma3-27b", "mistral-7b", "mixtral-8x7b", "deepseek-v2-lite"])
 def test_step_times_are_the_plans(model: str, mode: str) -> None:
-    given = problem(load_model(model), "v5e:4x4", batch=24, prompt=3000, generate=200, mode=mode)
-    plan = plan_serving(given).plan
+    job = problem(load_model(model), "v5e:4x4", batch=24, prompt=3000, generate=200, mode=mode)
+    plan = plan_serving(job).plan
     times = plan.step_times()
-    context = round(given.step_context)
+    context = round(job.step_context)
     assert times.generate_s(24, 24 * context) == pytest.approx(plan.step_s, rel=1e-9)
     assert times.prefill_s([(3000, 0)]) == pytest.approx(plan.prefill_s, rel=0.01)
     for batch, tokens in ((1, 100), (7, 2000), (160, 600), (1500, 50)):
-        priced = float(given.generate(plan.generate_on, float(batch), context=float(tokens)).expected_s)
+        priced = float(job.generate(plan.generate_on, float(batch), context=float(tokens)).expected_s)
         assert times.generate_s(batch, batch * tokens) == pytest.approx(priced, rel=1e-6)
-    assert times.kv_tokens >= 24 * given.workload.held_tokens
+    assert times.kv_tokens >= 24 * job.workload.held_tokens
     assert times.transfer_s(3000) == pytest.approx(plan.transfer_s, rel=0.1)
 
 
@@ -319,14 +319,14 @@ def test_speculation_trades_flops_for_steps() -> None:
     fast = plan_serving(problem(batch=4, draft=draft)).plan
     assert fast.token_s < 0.8 * slow.token_s
     # A round: four guesses one after another, and a check of five tokens.
-    told = fast.to_json()["draft"]
-    assert told["round_s"] == pytest.approx(told["guess_s"] + told["check_s"])
-    assert told["round_s"] == pytest.approx(fast.token_s * told["tokens_per_round"])
+    draft_figures = fast.to_json()["draft"]
+    assert draft_figures["round_s"] == pytest.approx(draft_figures["guess_s"] + draft_figures["check_s"])
+    assert draft_figures["round_s"] == pytest.approx(fast.token_s * draft_figures["tokens_per_round"])
     small = plan_serving(problem(draft.model, batch=4, axes=fast.generate_on.mesh.shape)).plan
-    assert told["guess_s"] == pytest.approx(4 * small.step_s, rel=1e-6)
-    assert slow.step_s < told["check_s"] < 1.3 * slow.step_s
+    assert draft_figures["guess_s"] == pytest.approx(4 * small.step_s, rel=1e-6)
+    assert slow.step_s < draft_figures["check_s"] < 1.3 * slow.step_s
     # The draft model prefills the prompt too, and its KV is sent as well.
-    assert fast.prefill_s == pytest.approx(slow.prefill_s + told["prefill_s"])
+    assert fast.prefill_s == pytest.approx(slow.prefill_s + draft_figures["prefill_s"])
     kv = 8192 * (163840 + 2 * 8 * 128 * 32) * (1 + 2 / 128)
     assert fast.problem.prompt_kv_bytes == pytest.approx(kv)
     # Both models are held, and none of it pays if nothing is accepted.
@@ -369,9 +369,9 @@ def test_a_target_of_tpot_bounds_the_batch() -> None:
 @pytest.mark.parametrize("model", ["llama3-70b", "qwen3-30b-a3b", "deepseek-v2-lite"])
 def test_the_knee_is_the_last_doubling_that_pays(model: str) -> None:
     """Twice the batch raises tokens/s by a smaller factor than TPOT, half of it has a worse ratio of the two."""
-    given = problem(load_model(model), batch=None, prompt=2048, generate=512)
-    plans = search_batches(given).plans
-    knee = search_batches(given).knee
+    job = problem(load_model(model), batch=None, prompt=2048, generate=512)
+    plans = search_batches(job).plans
+    knee = search_batches(job).knee
 
     def ratio(batch: int) -> float:
         plan = min(plans, key=lambda plan: abs(plan.batch - batch))
@@ -438,14 +438,14 @@ def test_the_front_falls_nowhere() -> None:
 
 
 def test_the_plan_adds_up_to_what_the_sweep_saw() -> None:
-    given = problem(batch=None)
-    places = given.generate_placements()
-    found = sweep_generate(given, places, batch_grid(100))
-    for at in (0, 10, len(found.batches) - 1):
-        batch = int(found.batches[at])
-        plan = plan_serving(replace(given, workload=replace(given.workload, batch_seqs=batch))).plan
-        assert plan.step_s == pytest.approx(float(found.fastest_s[at]), rel=1e-12)
-        assert plan.generate_on.mesh.axes == found.best(at).mesh.axes
+    job = problem(batch=None)
+    places = job.generate_placements()
+    swept = sweep_generate(job, places, batch_grid(100))
+    for at in (0, 10, len(swept.batches) - 1):
+        batch = int(swept.batches[at])
+        plan = plan_serving(replace(job, workload=replace(job.workload, batch_seqs=batch))).plan
+        assert plan.step_s == pytest.approx(float(swept.fastest_s[at]), rel=1e-12)
+        assert plan.generate_on.mesh.axes == swept.best(at).mesh.axes
 
 
 def _recommend(objective: str = "cost", model: ModelConfig = LLAMA, **targets: float) -> object:
@@ -455,17 +455,17 @@ def _recommend(objective: str = "cost", model: ModelConfig = LLAMA, **targets: f
 
 
 def test_recommendation_meets_the_targets_and_beats_the_others() -> None:
-    found = _recommend(requests_per_second=40.0, ttft_s=0.5, tpot_s=0.03)
-    best = found.best
+    recommendation = _recommend(requests_per_second=40.0, ttft_s=0.5, tpot_s=0.03)
+    best = recommendation.best
     assert best.ttft_s <= 0.5
     assert best.tpot_s <= 0.03
     work = best.plan.problem.workload
     assert best.generate_servers * best.plan.batch * LOAD >= 40 * work.generate * best.plan.token_s
     assert best.prefill_servers * LOAD >= 40 * best.plan.prefill_s
     assert best.usd_per_hour == pytest.approx(best.chips * best.plan.problem.slice.chip.price_usd_per_hour)
-    costs = [fleet.usd_per_hour for fleet in (best, *found.others)]
+    costs = [fleet.usd_per_hour for fleet in (best, *recommendation.others)]
     assert costs == sorted(costs)
-    assert all("dollars an hour against" in found.why(other) for other in found.others)
+    assert all("dollars an hour against" in recommendation.why(other) for other in recommendation.others)
     fewest = _recommend("chips", requests_per_second=40.0, ttft_s=0.5, tpot_s=0.03)
     assert fewest.best.chips <= best.chips
 
@@ -489,16 +489,16 @@ def test_an_unreachable_target_names_the_nearest() -> None:
 def test_the_nearest_is_as_near_as_servers_can_make_it() -> None:
     with pytest.raises(Infeasible) as error:
         _recommend(requests_per_second=40.0, ttft_s=5e-3)
-    given = problem(on="v6e:8x8")
-    _, fastest = best_prefill(given, given.engine_prefills())
+    job = problem(on="v6e:8x8")
+    _, fastest = best_prefill(job, job.engine_prefills())
     reached = float(error.value.by.split("TTFT ")[1].split(" ms")[0]) / 1e3
     # Ten times the servers that the load needs: the mean wait is a twentieth of a prefill, and a bit.
     assert fastest < reached < 1.1 * fastest
 
 
 def test_where_a_server_runs_may_be_fixed() -> None:
-    given = problem(requests_per_second=10.0, axes={"context": 4, "tensor": 4}, prefill_slice=Slice.parse("v5e:8x8"))
-    best = recommend(given, {"v5e": [given.slice]}, [INT8], ["disaggregated"]).best
+    job = problem(requests_per_second=10.0, axes={"context": 4, "tensor": 4}, prefill_slice=Slice.parse("v5e:8x8"))
+    best = recommend(job, {"v5e": [job.slice]}, [INT8], ["disaggregated"]).best
     assert best.plan.generate_on.mesh.size("context", "tensor") == 16
     assert best.plan.generate_on.mesh.size("context") == 4
     assert best.plan.problem.prefill_server.name == "v5e:8x8"
@@ -506,10 +506,10 @@ def test_where_a_server_runs_may_be_fixed() -> None:
 
 def test_a_chip_without_measurements_says_that_its_times_are_bounds() -> None:
     where = {name: candidate_slices(Slice.parse(on)) for name, on in (("v6e", "v6e:4x4"), ("h100", "h100:8"))}
-    found = recommend(problem(requests_per_second=10.0), where, [INT8], ["disaggregated"])
-    by_chip = {fleet.plan.problem.slice.chip.name: fleet for fleet in (found.best, *found.others)}
+    recommendation = recommend(problem(requests_per_second=10.0), where, [INT8], ["disaggregated"])
+    by_chip = {fleet.plan.problem.slice.chip.name: fleet for fleet in (recommendation.best, *recommendation.others)}
     assert (by_chip["v6e"].is_bound, by_chip["h100"].is_bound) == (False, True)
-    assert "and its times are bounds" in found.why(by_chip["h100"])
+    assert "and its times are bounds" in recommendation.why(by_chip["h100"])
 
 
 def test_the_front_over_chips_is_faster_or_cheaper() -> None:
@@ -522,8 +522,8 @@ def test_the_front_over_chips_is_faster_or_cheaper() -> None:
 
 def test_a_plan_file_is_the_plan() -> None:
     draft = DraftModel(model=load_model("llama3-8b"), length=3, acceptance=0.6)
-    given = problem(mode="disaggregated", prefill_slice=Slice.parse("v5e:8x8"), draft=draft, link="ici")
-    plan = plan_serving(given).plan
+    job = problem(mode="disaggregated", prefill_slice=Slice.parse("v5e:8x8"), draft=draft, link="ici")
+    plan = plan_serving(job).plan
     again = ServingPlan.from_json(json.loads(json.dumps(plan.to_json())))
     assert (again.step_s, again.token_s, again.prefill_s) == (plan.step_s, plan.token_s, plan.prefill_s)
     assert again.to_json() == plan.to_json()

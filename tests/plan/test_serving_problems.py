@@ -29,14 +29,14 @@ LLAMA = load_model("llama3-70b")
 
 def problem(shape: tuple[int, ...] = (4, 4), batch: int | None = 32, **more: object) -> ServingProblem:
     """LLaMA-3 70B in int8 with 8192 tokens of context, by the book's arithmetic."""
-    given: dict[str, object] = {
+    fields: dict[str, object] = {
         "model": LLAMA,
         "slice": Slice(V5E, shape),
         "workload": ServingWorkload(prompt=8192, generate=512, batch_seqs=batch),
         "numerics": INT8,
         "bounds": "book",
     }
-    return ServingProblem(**(given | more))  # type: ignore[arg-type]
+    return ServingProblem(**(fields | more))  # type: ignore[arg-type]
 
 
 # ---- chapter 7 ------------------------------------------------------------------------------------------------------
@@ -45,9 +45,9 @@ def problem(shape: tuple[int, ...] = (4, 4), batch: int | None = 32, **more: obj
 @pytest.mark.parametrize(("batch", "seconds", "book"), [(4, 2.568e-3, 2.5e-3), (256, 21.05e-3, 21e-3)])
 def test_i1_30b_on_v5e_4x4(batch: int, seconds: float, book: float) -> None:
     kv = batch * 100e3 * 8192
-    found = rules.generate_step_s(kv, 30e9, 2 * batch * 30e9, 16 * 8.1e11, 16 * 1.97e14)
-    assert found == pytest.approx(seconds, rel=5e-4)
-    assert found == pytest.approx(book, rel=0.03)
+    step_s = rules.generate_step_s(kv, 30e9, 2 * batch * 30e9, 16 * 8.1e11, 16 * 1.97e14)
+    assert step_s == pytest.approx(seconds, rel=5e-4)
+    assert step_s == pytest.approx(book, rel=0.03)
 
 
 def test_i2_a_sequence_of_llama2_13b() -> None:
@@ -67,11 +67,11 @@ def test_i3_i4_i5_llama2_13b_on_eight_v5e(
     batches = np.array([1.0, 8, 16, 32, 64, 240])
     kv = kv_cache_bytes(load_model("llama2-13b"), "bf16", 8192) / smaller
     # The table reads everything from HBM: no FLOPs.
-    found = rules.generate_step_s(batches * kv, 26e9, 0.0 * batches, 8 * 8.2e11, 8 * 1.97e14)
-    assert found * 1e3 == pytest.approx(exact_ms, rel=rel)
-    assert found * 1e3 == pytest.approx(book_ms, rel=4e-3)
+    step_s = rules.generate_step_s(batches * kv, 26e9, 0.0 * batches, 8 * 8.2e11, 8 * 1.97e14)
+    assert step_s * 1e3 == pytest.approx(exact_ms, rel=rel)
+    assert step_s * 1e3 == pytest.approx(book_ms, rel=4e-3)
     if smaller == 1:
-        assert batches / found == pytest.approx([200.61, 659.30, 787.99, 873.21, 923.13, 963.53], rel=4e-3)
+        assert batches / step_s == pytest.approx([200.61, 659.30, 787.99, 873.21, 923.13, 963.53], rel=4e-3)
 
 
 def test_i6_tensor_parallelism_while_hbm_binds() -> None:
@@ -127,10 +127,10 @@ def test_b3_step_on_4x2_and_4x4(shape: tuple[int, ...], ms: float, rate: float, 
     ("dtype", "shape", "left"), [("bf16", (4, 4), 116e9), ("int8", (2, 4), 58e9), ("int4", (2, 2), 29e9)]
 )
 def test_b4_smallest_slice_by_dtype(dtype: str, shape: tuple[int, ...], left: float) -> None:
-    found = smallest_slice(problem(numerics=ServingNumerics(weights=dtype, kv=dtype)), 1)
-    assert found == Slice(V5E, shape)
+    smallest = smallest_slice(problem(numerics=ServingNumerics(weights=dtype, kv=dtype)), 1)
+    assert smallest == Slice(V5E, shape)
     weights = 70e9 * ServingNumerics(weights=dtype).weight_bytes
-    assert found.hbm_bytes - weights == pytest.approx(left)
+    assert smallest.hbm_bytes - weights == pytest.approx(left)
 
 
 def test_b5_reading_all_of_hbm() -> None:

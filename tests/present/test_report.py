@@ -80,9 +80,9 @@ HOST = plane(
 )
 
 
-def measured_page(found: Any) -> str:
+def measured_page(answer: Any) -> str:
     """The page of a trace."""
-    return page(measured_document(found))
+    return page(measured_document(answer))
 
 
 @pytest.fixture
@@ -100,46 +100,46 @@ def explained(trace: Path) -> Any:
 
 def test_a_page_is_one_file_that_loads_nothing(trace: Path) -> None:
     text = measured_page(explained(trace))
-    found = Outline(text)
-    assert found.open == []
+    outline = Outline(text)
+    assert outline.open == []
     assert text.startswith("<!doctype html>")
     for name in ("link", "img", "iframe", "object", "embed"):
-        assert found.all(name) == []
-    for _, attributes in found.elements:
+        assert outline.all(name) == []
+    for _, attributes in outline.elements:
         assert not {"src", "srcset", "onload", "onclick", "onerror"} & set(attributes)
         assert str(attributes.get("href", "#")).startswith("#")
     assert not re.findall(r"https?://|url\(|@import|fetch\(|XMLHttpRequest", text)
-    policy = next(each["content"] for each in found.all("meta") if each.get("http-equiv"))
+    policy = next(meta["content"] for meta in outline.all("meta") if meta.get("http-equiv"))
     assert str(policy).startswith("default-src 'none'")
 
 
 def test_every_plot_says_what_it_shows_and_has_a_table(trace: Path) -> None:
-    found = Outline(measured_page(explained(trace)))
-    names = {each.get("id") for _, each in found.elements}
-    plots = [each for each in found.all("svg") if "plot" in str(each.get("class"))]
+    outline = Outline(measured_page(explained(trace)))
+    names = {attributes.get("id") for _, attributes in outline.elements}
+    plots = [attributes for attributes in outline.all("svg") if "plot" in str(attributes.get("class"))]
     assert len(plots) >= 4
-    for each in plots:
-        assert each["tabindex"] == "0"
-        assert set(str(each["aria-labelledby"]).split()) <= names
-    figures = {each["id"] for each in found.all("figure")}
+    for plot in plots:
+        assert plot["tabindex"] == "0"
+        assert set(str(plot["aria-labelledby"]).split()) <= names
+    figures = {attributes["id"] for attributes in outline.all("figure")}
     assert figures >= {"where-a-step-goes", "roofline-2", "measured-step-7", "memory-over-time"}
-    assert len(found.all("summary")) >= len(figures)
-    identifiers = [each["id"] for _, each in found.elements if "id" in each]
+    assert len(outline.all("summary")) >= len(figures)
+    identifiers = [attributes["id"] for _, attributes in outline.elements if "id" in attributes]
     assert len(identifiers) == len(set(identifiers))
-    links = {str(each["href"])[1:] for each in found.all("a")}
-    assert links == {each["id"] for each in found.all("section")}
+    links = {str(attributes["href"])[1:] for attributes in outline.all("a")}
+    assert links == {attributes["id"] for attributes in outline.all("section")}
 
 
 def test_figures_of_the_page_are_those_of_the_command(trace: Path) -> None:
-    made = explained(trace)
-    text = " ".join(Outline(measured_page(made)).text["td"])
-    for each in ("layers/attn/out", "30 us", "1.07 G", "all-gather-start.1"):
-        assert each in text
-    told = Outline(measured_page(made)).text["title"]
-    out = next(each for each in told if each.startswith("measured: layers/attn/out"))
+    answer = explained(trace)
+    text = " ".join(Outline(measured_page(answer)).text["td"])
+    for shown in ("layers/attn/out", "30 us", "1.07 G", "all-gather-start.1"):
+        assert shown in text
+    titles = Outline(measured_page(answer)).text["title"]
+    out = next(title for title in titles if title.startswith("measured: layers/attn/out"))
     assert "FLOP/s: 35.8 T" in out
     assert "of its roof" in out
-    (line,) = (each for each in of_explained(made.to_json()) if each.scope == "layers/attn/out")
+    (line,) = (line for line in of_explained(answer.to_json()) if line.scope == "layers/attn/out")
     assert line.sides["measured"].flops == pytest.approx(2 * 1024 * 512 * 1024)
     assert line.sides["measured"].intensity == pytest.approx(line.sides["compiled"].intensity)
 
@@ -159,24 +159,24 @@ def test_text_of_a_trace_is_never_markup(tmp_path: Path) -> None:
     clean = tmp_path / "clean.xplane.pb"
     clean.write_bytes(xspace(tpu(stats=V5E)))
     text = measured_page(explain(file))
-    found = Outline(text)
-    assert found.open == []
-    assert len(found.all("script")) == 1
-    assert found.all("b") == []
-    assert "alert(1)" in "".join(found.text["title"]), "it is there, as text"
+    outline = Outline(text)
+    assert outline.open == []
+    assert len(outline.all("script")) == 1
+    assert outline.all("b") == []
+    assert "alert(1)" in "".join(outline.text["title"]), "it is there, as text"
     usual = {name for name, _ in Outline(measured_page(explain(clean))).elements}
-    assert {name for name, _ in found.elements} <= usual
+    assert {name for name, _ in outline.elements} <= usual
 
 
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_any_text_comes_back_out_of_a_page_as_it_went_in(one: str, two: str) -> None:
     text = tag("p", one, title=two)
-    found = Outline(text)
-    assert found.open == []
-    assert [name for name, _ in found.elements] == ["p"]
+    outline = Outline(text)
+    assert outline.open == []
+    assert [name for name, _ in outline.elements] == ["p"]
     # Readers of HTML take other line ends for their own.
-    assert "".join(found.text.get("p", [])).replace("\r", "\n") == one.replace("\r", "\n")
-    assert str(found.elements[0][1]["title"]).replace("\r", "\n") == two.replace("\r", "\n")
+    assert "".join(outline.text.get("p", [])).replace("\r", "\n") == one.replace("\r", "\n")
+    assert str(outline.elements[0][1]["title"]).replace("\r", "\n") == two.replace("\r", "\n")
 
 
 def test_elements() -> None:
@@ -222,15 +222,15 @@ def test_ledgers_of_several_sides_are_joined() -> None:
 
 
 def test_the_timeline_of_a_trace_is_a_step_of_it(trace: Path) -> None:
-    made = explained(trace)
-    drawn = measured_lanes(made)
+    answer = explained(trace)
+    drawn = measured_lanes(answer)
     assert drawn.total_s == pytest.approx(100e-6)
     (main, nested) = drawn.lanes
-    assert [each.name for each in nested.spans] == ["fusion.5"], "what runs within a loop stands below it"
-    sorts = {each.name: each.sort for each in main.spans}
+    assert [span.name for span in nested.spans] == ["fusion.5"], "what runs within a loop stands below it"
+    sorts = {span.name: span.sort for span in main.spans}
     assert (sorts["fusion.1"], sorts["all-reduce.3"]) == (COMPUTE, WAIT)
-    assert typical_step(made.measured.steps).number == 7
-    assert sum(each.seconds for each in main.spans if each.sort == COMPUTE) == pytest.approx(59e-6)
+    assert typical_step(answer.measured.steps).number == 7
+    assert sum(span.seconds for span in main.spans if span.sort == COMPUTE) == pytest.approx(59e-6)
 
 
 def test_beside_a_plan_all_three_timelines_are_drawn(tmp_path: Path) -> None:
@@ -242,13 +242,13 @@ def test_beside_a_plan_all_three_timelines_are_drawn(tmp_path: Path) -> None:
     )  # fmt: skip
     plan = plan_training(problem, alternatives=0).plan
     text = measured_page(explain(file, modules=[MODULE], mesh={"data": 2, "tensor": 4}, plan=plan))
-    titles = [each.split(":")[0] for each in Outline(text).text["h3"]]
+    titles = [title.split(":")[0] for title in Outline(text).text["h3"]]
     assert [title for title in titles if title in ("measured", "compiled", "planned")] == [
         "measured", "compiled", "planned",
     ]  # fmt: skip
-    found = Outline(text)
-    assert "link" in "".join(found.text["text"]), "the compiled one has the links of the torus"
-    assert "By scope and phase: measured beside compiled beside planned" in found.text["caption"]
+    outline = Outline(text)
+    assert "link" in "".join(outline.text["text"]), "the compiled one has the links of the torus"
+    assert "By scope and phase: measured beside compiled beside planned" in outline.text["caption"]
 
 
 def test_transfers_beside_have_a_lane(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_transfers_beside_have_a_lane(tmp_path: Path) -> None:
     file.write_bytes(xspace(tpu(stats=V5E, extra=beside)))
     drawn = measured_lanes(explain(file))
     assert drawn.lanes[-1].name == "TPU 0 beside"
-    assert [each.sort for each in drawn.lanes[-1].spans] == [TRANSFER]
+    assert [span.sort for span in drawn.lanes[-1].spans] == [TRANSFER]
 
 
 def test_a_long_timeline_stays_small() -> None:
@@ -266,9 +266,9 @@ def test_a_long_timeline_stays_small() -> None:
         for at in range(40_000)
     )
     drawn = Lanes(title="long", source="measured", total_s=0.04, lanes=(Lane(name="TPU 0", spans=spans),))
-    found = Outline(picture(Timeline(title="long", lanes=drawn), 860, "long"))
-    assert 100 < len(found.all("rect")) <= MOST_BARS + 10
-    assert "short ones" in "".join(found.text["title"])
+    outline = Outline(picture(Timeline(title="long", lanes=drawn), 860, "long"))
+    assert 100 < len(outline.all("rect")) <= MOST_BARS + 10
+    assert "short ones" in "".join(outline.text["title"])
 
 
 def test_what_no_page_is_made_of_is_refused() -> None:
@@ -292,11 +292,17 @@ def test_a_page_of_a_serving_plan_has_its_front(rooftop: Callable[..., Any], tmp
         "32",
     )
     data = rooftop(*common, "--report", str(file), "--json").json
-    found = Outline(file.read_text())
-    told = [each for each in found.text["title"] if each.startswith("context 7,936: batch")]
-    assert len(told) == len(data["pareto"])
-    assert {each["id"] for each in found.all("section")} >= {"pareto", "generate", "prefill", "memory", "timeline"}
-    assert any(each.startswith("this plan: batch 32") for each in found.text["title"])
+    outline = Outline(file.read_text())
+    points = [title for title in outline.text["title"] if title.startswith("context 7,936: batch")]
+    assert len(points) == len(data["pareto"])
+    assert {attributes["id"] for attributes in outline.all("section")} >= {
+        "pareto",
+        "generate",
+        "prefill",
+        "memory",
+        "timeline",
+    }
+    assert any(title.startswith("this plan: batch 32") for title in outline.text["title"])
 
 
 def test_the_page_of_a_plan_needs_no_jax(tmp_path: Path) -> None:
@@ -333,9 +339,9 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 @needs_browser
@@ -369,13 +375,13 @@ def test_a_page_opens_from_disk(browser: Any, trace: Path, tmp_path: Path, width
 
     # From mark to mark with the arrows, wherever they are on the page.
     seen.locator("#where-a-step-goes svg.plot").focus()
-    told = []
+    messages = []
     for _ in range(3):
         seen.keyboard.press("ArrowRight")
         seen.wait_for_function("!document.getElementById('tip').hidden")
-        told.append(seen.locator("#tip").inner_text())
-    assert told[0].startswith("a step: computing")
-    assert len(set(told)) == 3
+        messages.append(seen.locator("#tip").inner_text())
+    assert messages[0].startswith("a step: computing")
+    assert len(set(messages)) == 3
     seen.keyboard.press("Escape")
 
     # The timeline zooms: a bar that stays in sight becomes wider, and one that does not is gone.

@@ -21,9 +21,9 @@ def moments(pairs: Pairs) -> set[int]:
     return {at for start, size in pairs for at in range(start, start + size)}
 
 
-def of(found: Intervals) -> set[int]:
+def of(union: Intervals) -> set[int]:
     return {
-        at for start, end in zip(found.starts.tolist(), found.ends.tolist(), strict=True) for at in range(start, end)
+        at for start, end in zip(union.starts.tolist(), union.ends.tolist(), strict=True) for at in range(start, end)
     }
 
 
@@ -35,14 +35,14 @@ def test_unions_differences_and_intersections_are_those_of_the_moments(one: Pair
     assert of(first - second) == moments(one) - moments(other)
     assert of(first & second) == moments(one) & moments(other)
     assert first.measure == len(moments(one))
-    for found in (first, first | second, first - second):
-        assert (found.starts < found.ends).all(), "none is empty"
-        assert (found.ends[:-1] < found.starts[1:]).all(), "none touches the next"
+    for result in (first, first | second, first - second):
+        assert (result.starts < result.ends).all(), "none is empty"
+        assert (result.ends[:-1] < result.starts[1:]).all(), "none touches the next"
 
 
 @given(PAIRS, st.lists(st.integers(-3, 50), min_size=1))
 def test_what_lies_before_a_moment(pairs: Pairs, at: list[int]) -> None:
-    expected = [len([each for each in moments(pairs) if each < one]) for one in at]
+    expected = [len([moment for moment in moments(pairs) if moment < one]) for one in at]
     assert intervals(pairs).until(at).tolist() == expected
 
 
@@ -50,11 +50,11 @@ def test_what_lies_before_a_moment(pairs: Pairs, at: list[int]) -> None:
 def test_shares_add_up_to_what_any_of_them_covers_alone(pairs: Pairs, outside: Pairs) -> None:
     starts = np.array([start for start, _ in pairs], np.int64)
     ends = starts + np.array([size for _, size in pairs], np.int64)
-    found = shares(starts, ends, intervals(outside))
+    parts = shares(starts, ends, intervals(outside))
     covered = moments(pairs) - moments(outside)
     expected = [
         sum(1 / sum(at in range(low, low + size) for low, size in pairs) for at in moments([pair]) & covered)
         for pair in pairs
     ]
-    assert found.tolist() == pytest.approx(expected)
-    assert found.sum() == pytest.approx(len(covered))
+    assert parts.tolist() == pytest.approx(expected)
+    assert parts.sum() == pytest.approx(len(covered))

@@ -51,7 +51,7 @@ def bench(rooftop: Callable[..., Answer]) -> Callable[..., Answer]:
 # Collectives
 
 
-def wanted(kind: str, groups: np.ndarray) -> np.ndarray:
+def expected(kind: str, groups: np.ndarray) -> np.ndarray:
     """What devices have after a collective, from what they had: both [..., devices of a group, elements]."""
     members = groups.shape[-2]
     total = groups.sum(-2, keepdims=True)
@@ -70,9 +70,9 @@ def wanted(kind: str, groups: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_each_program_does_its_collective(kind: str, axes: tuple[str, ...]) -> None:
     mesh = timing.device_mesh(MESH)
-    given = collectives.operand(kind, axes, 64, "f32", mesh)
-    value = np.random.default_rng(0).integers(-9, 10, given.shape).astype(np.float32)
-    made = jax.jit(collectives.program(kind, axes, mesh))(jax.device_put(value, given.sharding))
+    operand = collectives.operand(kind, axes, 64, "f32", mesh)
+    value = np.random.default_rng(0).integers(-9, 10, operand.shape).astype(np.float32)
+    program = jax.jit(collectives.program(kind, axes, mesh))(jax.device_put(value, operand.sharding))
 
     # Axes of the collective last, in mesh order; the others number the groups.
     order = sorted(range(len(MESH)), key=lambda place: (tuple(MESH)[place] in axes, place))
@@ -81,15 +81,15 @@ def test_each_program_does_its_collective(kind: str, axes: tuple[str, ...]) -> N
     def grouped(x: np.ndarray) -> np.ndarray:
         return x.transpose(*order, len(order)).reshape(-1, members, x.shape[-1])
 
-    np.testing.assert_array_equal(grouped(np.asarray(made)), wanted(kind, grouped(value)))
+    np.testing.assert_array_equal(grouped(np.asarray(program)), expected(kind, grouped(value)))
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_sizes_are_payloads_as_in_the_ledger(kind: str) -> None:
     mesh = timing.device_mesh(MESH)
     taken = collectives.operand(kind, ("Y",), 1024, "bf16", mesh)
-    given = jax.eval_shape(collectives.program(kind, ("Y",), mesh), taken)
-    payload = given if kind == "all_gather" else taken
+    output = jax.eval_shape(collectives.program(kind, ("Y",), mesh), taken)
+    payload = output if kind == "all_gather" else taken
     assert payload.shape == (2, 4, 512)
     # What a payload does not divide into is rounded up, alike for all kinds.
     assert collectives.operand(kind, ("Y",), 1025, "bf16", mesh).shape[-1] * (4 if kind == "all_gather" else 1) == 516
@@ -125,9 +125,9 @@ def test_what_is_no_collective_is_refused(change: dict[str, Any], message: str) 
 
 def test_every_run_but_the_first_is_timed() -> None:
     calls: list[int] = []
-    found = timing.time_program(calls.append, 1, least_s=0.0, least_runs=7)
-    assert found.runs == len(calls) - 1 == 7
-    assert all(seconds > 0 for seconds in found.seconds)
+    timed = timing.time_program(calls.append, 1, least_s=0.0, least_runs=7)
+    assert timed.runs == len(calls) - 1 == 7
+    assert all(seconds > 0 for seconds in timed.seconds)
 
 
 def test_runs_go_on_for_the_least_time() -> None:
@@ -135,19 +135,19 @@ def test_runs_go_on_for_the_least_time() -> None:
 
 
 def test_a_timing_is_its_median_and_fastest() -> None:
-    found = timing.Timing(seconds=(3.0, 1.0, 2.0, 9.0))
-    assert (found.median_s, found.fastest_s, found.runs) == (2.5, 1.0, 4)
+    timed = timing.Timing(seconds=(3.0, 1.0, 2.0, 9.0))
+    assert (timed.median_s, timed.fastest_s, timed.runs) == (2.5, 1.0, 4)
 
 
 def test_a_measured_number_carries_where_and_when() -> None:
     used = timing.devices(8)
-    found = timing.provenance(used).to_json()
-    assert found["devices"] == "8 x cpu (emulated)"
-    assert (found["platform"], found["count"], found["emulated"]) == ("cpu", 8, True)
-    assert found["versions"]["jax"] == importlib.metadata.version("jax")
-    assert found["versions"]["jaxlib"] == importlib.metadata.version("jaxlib")
-    assert datetime.fromisoformat(found["date"]).utcoffset() == timedelta(0)
-    assert json.loads(json.dumps(found)) == found
+    origin = timing.provenance(used).to_json()
+    assert origin["devices"] == "8 x cpu (emulated)"
+    assert (origin["platform"], origin["count"], origin["emulated"]) == ("cpu", 8, True)
+    assert origin["versions"]["jax"] == importlib.metadata.version("jax")
+    assert origin["versions"]["jaxlib"] == importlib.metadata.version("jaxlib")
+    assert datetime.fromisoformat(origin["date"]).utcoffset() == timedelta(0)
+    assert json.loads(json.dumps(origin)) == origin
 
 
 def test_more_devices_than_there_are_is_refused() -> None:
@@ -174,20 +174,20 @@ def test_without_jax_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_best_strategies_are_run_and_checked() -> None:
     priced = prices("expected")
-    found = measured.measure(parse(MATMUL), priced, 3, least_s=0.0).to_json()
+    answer = measured.measure(parse(MATMUL), priced, 3, least_s=0.0).to_json()
     best = strategies(parse(MATMUL), priced)[:3]
-    assert [each["rule"] for each in found["strategies"]] == [each.rule for each in best]
-    assert [each["planned_s"] for each in found["strategies"]] == [each.time_s for each in best]
-    assert all(each["checked"] and each["runs"] >= 3 for each in found["strategies"])
-    assert all(0 < each["fastest_s"] <= each["median_s"] for each in found["strategies"])
-    assert found["empty_call_s"] > 0
-    assert found["emulated"]
+    assert [entry["rule"] for entry in answer["strategies"]] == [strategy.rule for strategy in best]
+    assert [entry["planned_s"] for entry in answer["strategies"]] == [strategy.time_s for strategy in best]
+    assert all(entry["checked"] and entry["runs"] >= 3 for entry in answer["strategies"])
+    assert all(0 < entry["fastest_s"] <= entry["median_s"] for entry in answer["strategies"])
+    assert answer["empty_call_s"] > 0
+    assert answer["emulated"]
 
 
 def test_collective_matmuls_can_be_left_out() -> None:
-    found = measured.measure(parse(MATMUL), prices(), 2, overlapped=False, least_s=0.0).to_json()
+    answer = measured.measure(parse(MATMUL), prices(), 2, overlapped=False, least_s=0.0).to_json()
     plain = strategies(parse(MATMUL), prices(), overlapped=False)[:2]
-    assert [each["rule"] for each in found["strategies"]] == [each.rule for each in plain]
+    assert [entry["rule"] for entry in answer["strategies"]] == [strategy.rule for strategy in plain]
 
 
 @pytest.mark.parametrize(
@@ -202,31 +202,33 @@ def test_collective_matmuls_can_be_left_out() -> None:
     ],
 )
 def test_einsums_reshardings_and_collectives_run(text: str) -> None:
-    (found,) = measured.measure(parse(text), prices(E=8), 1, least_s=0.0).to_json()["strategies"]
-    assert found["checked"]
+    (entry,) = measured.measure(parse(text), prices(E=8), 1, least_s=0.0).to_json()["strategies"]
+    assert entry["checked"]
 
 
 def test_progress_names_what_comes_next() -> None:
-    told: list[tuple[int, int, str]] = []
+    reports: list[tuple[int, int, str]] = []
     measured.measure(
-        parse("bf16[B_X, D] -> bf16[B, D_X]"), prices(), 1, on_progress=lambda *news: told.append(news), least_s=0.0
+        parse("bf16[B_X, D] -> bf16[B, D_X]"), prices(), 1, on_progress=lambda *news: reports.append(news), least_s=0.0
     )
     rule = "all_to_all [B_X, D] over X"
-    assert told == [(0, 2, f"compile: {rule}"), (1, 2, f"run: {rule}")]
+    assert reports == [(0, 2, f"compile: {rule}"), (1, 2, f"run: {rule}")]
 
 
 @pytest.mark.parametrize("wrong", [lambda x: -x, lambda x: x.at[0, 0].add(1), lambda x: x[::-1]])
 def test_a_wrong_result_is_not_timed(wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     right = measured.einsum_program
-    monkeypatch.setattr(measured, "einsum_program", lambda *given: lambda *operands: wrong(right(*given)(*operands)))
+    monkeypatch.setattr(
+        measured, "einsum_program", lambda *arguments: lambda *operands: wrong(right(*arguments)(*operands))
+    )
     with pytest.raises(Infeasible, match=r"wrong result of 'multiply.*numbers differ from those of one device"):
         measured.measure(parse(MATMUL), prices(), 1, least_s=0.0)
 
 
 def test_what_is_too_large_for_one_device_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "CHECKED_ELEMENTS", 16 * 32 + 32 * 64 + 16 * 64 - 1)
-    (found,) = measured.measure(parse(MATMUL), prices(), 1, least_s=0.0).to_json()["strategies"]
-    assert not found["checked"]
+    (entry,) = measured.measure(parse(MATMUL), prices(), 1, least_s=0.0).to_json()["strategies"]
+    assert not entry["checked"]
 
 
 def test_what_a_cpu_cannot_do_in_time_is_refused_with_sizes_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,14 +275,14 @@ def test_the_answer_in_json(bench: Callable[..., Answer], tmp_path: Path) -> Non
     assert run["command"].startswith("rooftop bench collectives --mesh X=2,Y=4 --axis Y --kinds all_gather,")
     assert run["emulated"]
     assert run["versions"].keys() == {"rooftop", "jax", "jaxlib"}
-    assert [(each["kind"], each["bytes"]) for each in run["collectives"]] == [
+    assert [(entry["kind"], entry["bytes"]) for entry in run["collectives"]] == [
         (kind, size) for kind in COLLECTIVES for size in (4096, 16384)
     ]
     planned = Prices(mesh=Mesh.lay(Slice.parse("v5e:2x4"), MESH), dims={}, kind="expected")
-    for each in run["collectives"]:
-        assert each["wire_bytes_per_s"] == pytest.approx(each["wire_bytes"] / each["median_s"])
-        assert each["planned"]["expected_s"] == planned.collective_s(each["kind"], ("Y",), each["bytes"])
-        assert 0 < each["planned"]["bound_s"] <= each["planned"]["expected_s"]
+    for entry in run["collectives"]:
+        assert entry["wire_bytes_per_s"] == pytest.approx(entry["wire_bytes"] / entry["median_s"])
+        assert entry["planned"]["expected_s"] == planned.collective_s(entry["kind"], ("Y",), entry["bytes"])
+        assert 0 < entry["planned"]["bound_s"] <= entry["planned"]["expected_s"]
 
 
 def test_a_table_says_that_devices_are_emulated(bench: Callable[..., Answer]) -> None:

@@ -34,7 +34,7 @@ def sparse_core(core: int, ops: list[Event], *, device: int = 0, word: str = "")
 
 def twice(*events: Event) -> list[Event]:
     """The same in both steps."""
-    return [Event(each.name, each.start + at, each.end + at, each.stats) for at in (0, 100) for each in events]
+    return [Event(event.name, event.start + at, event.end + at, event.stats) for at in (0, 100) for event in events]
 
 
 def core_of(ops: list[Event], *others: str, **how: Any) -> Any:
@@ -43,14 +43,14 @@ def core_of(ops: list[Event], *others: str, **how: Any) -> Any:
 
 
 def test_a_core_is_busy_beside_its_tensor_core_alone_or_idle() -> None:
-    found = core_of(twice(Event(LOOKUP, 40, 70), Event(UPDATE, 80, 90)))
-    (core,) = found.cores
+    measured_core = core_of(twice(Event(LOOKUP, 40, 70), Event(UPDATE, 80, 90)))
+    (core,) = measured_core.cores
     assert (core.device, core.core) == (0, 0)
     assert core.busy_s == seconds(40)
     assert core.beside_s == seconds(20)
     assert core.alone_s == seconds(20)
     assert core.idle_s == seconds(60)
-    assert found.overlap == pytest.approx(0.5)
+    assert measured_core.overlap == pytest.approx(0.5)
     assert [(op.name, op.count, op.most, op.lookup) for op in core.ops] == [
         ("lookup.1", 1.0, 1, True),
         ("update.2", 1.0, 1, True),
@@ -60,17 +60,17 @@ def test_a_core_is_busy_beside_its_tensor_core_alone_or_idle() -> None:
 
 def test_every_core_of_every_device_is_apart_and_no_device_of_its_own() -> None:
     ops, both = twice(Event(LOOKUP, 0, 10)), (tpu(0, ops=twice(*STEP)), tpu(1, ops=twice(*STEP)))
-    found = measured(
+    result = measured(
         xspace(*both, sparse_core(0, ops), sparse_core(1, ops, word="Offload ")),
         xspace(tpu(0, ops=twice(*STEP)), sparse_core(3, twice(Event(LOOKUP, 0, 20)))),
     )
-    assert found.devices == 3
-    assert [(each.host, each.device, each.core) for each in found.sparse.cores] == [
+    assert result.devices == 3
+    assert [(core.host, core.device, core.core) for core in result.sparse.cores] == [
         ("host0", 0, 0), ("host0", 0, 1), ("host1", 0, 3),
     ]  # fmt: skip
-    assert found.sparse.cores[2].busy_s == seconds(20)
+    assert result.sparse.cores[2].busy_s == seconds(20)
     # What a SparseCore does is no time of the TensorCore.
-    assert found.compute_s == seconds(60)
+    assert result.compute_s == seconds(60)
 
 
 def test_ops_that_run_several_times_a_step_are_minibatches() -> None:
@@ -88,14 +88,14 @@ def test_the_host_tells_of_passes_and_of_dropped_ids() -> None:
     marks = [Event("preprocess", at, at + 5, {"dropped_ids": ids, "minibatches": 2}) for at, ids in ((1, 3), (101, 4))]
     late = Event("preprocess", 500, 505, {"dropped_ids": 100, "minibatches": 9})
     host = plane("/host:CPU", {"python": [*marks, late]})
-    found = core_of(twice(Event(LOOKUP, 0, 10)), host)
-    assert (found.minibatches, found.dropped_ids) == (2, 7), "what lies behind the counted steps does not count"
+    core = core_of(twice(Event(LOOKUP, 0, 10)), host)
+    assert (core.minibatches, core.dropped_ids) == (2, 7), "what lies behind the counted steps does not count"
     assert core_of(twice(Event(LOOKUP, 0, 10))).dropped_ids is None
 
 
 def test_without_sparse_cores_there_is_nothing() -> None:
-    found = measured(xspace(tpu())).sparse
-    assert (found.cores, found.overlap, found.minibatches, found.dropped_ids) == ((), None, 0, None)
+    sparse = measured(xspace(tpu())).sparse
+    assert (sparse.cores, sparse.overlap, sparse.minibatches, sparse.dropped_ids) == ((), None, 0, None)
 
 
 def test_what_to_try_and_what_is_printed(rooftop: Callable[..., Any], tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_what_to_try_and_what_is_printed(rooftop: Callable[..., Any], tmp_path: 
     host = plane("/host:CPU", {"python": [Event("preprocess", 1, 2, {"dropped_ids": 5})]})
     file = tmp_path / "host.xplane.pb"
     file.write_bytes(xspace(tpu(ops=twice(*STEP)), sparse_core(0, ops), host))
-    advice = {each.rule: each for each in explain(file).advice}
+    advice = {advice.rule: advice for advice in explain(file).advice}
     assert "its TensorCore computes nothing" in advice["sparse_core_alone"].evidence
     assert "27 us" in advice["sparse_core_alone"].evidence
     assert "up to 2 passes" in advice["minibatching"].evidence
@@ -116,5 +116,7 @@ def test_what_to_try_and_what_is_printed(rooftop: Callable[..., Any], tmp_path: 
     assert "TPU 0 SparseCore 0" in printed
     assert "At most 2 passes over the tables a step; 5 ids dropped." in printed
     assert "SparseCores, a step" in page.read_text()
-    lane = next(each for each in measured_lanes(explain(file)).lanes if each.name == "TPU 0 SparseCore 0")
-    assert [each.name for each in lane.spans] == ["lookup.1", "lookup.1"]
+    lane = next(
+        candidate for candidate in measured_lanes(explain(file)).lanes if candidate.name == "TPU 0 SparseCore 0"
+    )
+    assert [span.name for span in lane.spans] == ["lookup.1", "lookup.1"]

@@ -33,15 +33,15 @@ from tests.support.traces import (
 
 
 def test_every_moment_of_a_tpu_is_counted_once() -> None:
-    found = measured(xspace(tpu()))
-    assert found.marked == "marked on the device"
-    assert [each.number for each in found.steps] == [7, 8]
-    assert found.step_s == seconds(100)
-    assert found.compute_s == seconds(63)
-    assert found.exposed_s == seconds(21)
-    assert found.held_s == seconds(6)
-    assert found.idle.seconds == seconds(10)
-    assert sum(row.time_s for row in found.rows) == pytest.approx(found.busy_s, rel=1e-12)
+    result = measured(xspace(tpu()))
+    assert result.marked == "marked on the device"
+    assert [measured_step.number for measured_step in result.steps] == [7, 8]
+    assert result.step_s == seconds(100)
+    assert result.compute_s == seconds(63)
+    assert result.exposed_s == seconds(21)
+    assert result.held_s == seconds(6)
+    assert result.idle.seconds == seconds(10)
+    assert sum(row.time_s for row in result.rows) == pytest.approx(result.busy_s, rel=1e-12)
 
 
 def test_an_asynchronous_collective_is_hidden_behind_what_computes_between_its_ends() -> None:
@@ -59,7 +59,7 @@ def test_a_synchronous_collective_is_exposed_from_end_to_end() -> None:
 
 def test_a_transfer_that_the_trace_has_apart_counts_as_it_is() -> None:
     beside = {"Async XLA Ops": [Event(GATHER, 30, 50), Event(GATHER, 130, 150)]}
-    ops = [each for each in (*step(0), *step(100)) if each.name != GATHERED]
+    ops = [event for event in (*step(0), *step(100)) if event.name != GATHERED]
     gather = the(measured(xspace(tpu(extra=beside, ops=ops))), "all-gather-start.1")
     assert (gather.in_flight_s, gather.hidden_s, gather.exposed_s) == (seconds(20), seconds(19), seconds(1))
 
@@ -67,13 +67,13 @@ def test_a_transfer_that_the_trace_has_apart_counts_as_it_is() -> None:
 def test_two_collectives_under_way_at_once_hide_nothing_from_each_other() -> None:
     permute = "%collective-permute-start.9 = f32[8]{0} collective-permute-start(f32[8]{0} %x), channel_id=3"
     beside = {"Async XLA Ops": [Event(permute, 65, 85)]}
-    found = measured(xspace(tpu(extra=beside)))
+    result = measured(xspace(tpu(extra=beside)))
     # Over two steps: 20 us under way, of which fusion.5 hides those from 82 to 85.
-    assert the(found, "collective-permute-start.9").exposed_s == seconds(17 / 2)
-    assert the(found, "all-reduce.3").exposed_s == seconds(10)
+    assert the(result, "collective-permute-start.9").exposed_s == seconds(17 / 2)
+    assert the(result, "all-reduce.3").exposed_s == seconds(10)
     # Together they cover 11 + 10 us a step, and what the permute has beyond them: 80 to 82 us.
-    assert found.exposed_s == seconds(21 + 2 / 2)
-    assert sum(row.time_s for row in found.rows) == pytest.approx(found.busy_s, rel=1e-12)
+    assert result.exposed_s == seconds(21 + 2 / 2)
+    assert sum(row.time_s for row in result.rows) == pytest.approx(result.busy_s, rel=1e-12)
 
 
 def test_rates_are_amounts_over_the_time_that_is_an_ops_own() -> None:
@@ -94,15 +94,15 @@ XPROF = {
 
 @pytest.mark.oracle
 def test_xprof_has_the_same_times() -> None:
-    found = measured(xspace(tpu()))
-    ops = {op.name: op for op in found.ops}
-    own = {name: op.time_s * len(found.steps) * 1e6 for name, op in ops.items()}
+    result = measured(xspace(tpu()))
+    ops = {op.name: op for op in result.ops}
+    own = {name: op.time_s * len(result.steps) * 1e6 for name, op in ops.items()}
     # The two ends of the gather are one collective here.
     own["all-gather-start.1"] += own.pop("all-gather-done.1")
     expected = dict(XPROF)
     expected["all-gather-start.1"] += expected.pop("all-gather-done.1")
     assert own == pytest.approx(expected)
-    assert found.idle.seconds / found.step_s == pytest.approx(0.100)
+    assert result.idle.seconds / result.step_s == pytest.approx(0.100)
     first = ops["fusion.1"]
     assert first.per_second(first.facts.flops) == pytest.approx(100e12)
     assert first.per_second(first.facts.hbm_bytes) == pytest.approx(186.26 * 2**30, rel=1e-4)
@@ -129,11 +129,14 @@ def test_scopes_come_from_name_stacks() -> None:
 
 
 def test_idle_between_programs_is_the_hosts_and_within_them_the_programs() -> None:
-    ops = [each for each in (*step(0), *step(100)) if each.name != fusion(1)]
-    found = measured(xspace(tpu(ops=ops)))
-    assert found.idle.inside_s == seconds(30)
-    assert found.idle.between_s == seconds(10)
-    assert [(each.reason, each.seconds) for each in found.idle.waits] == [(INSIDE, seconds(30)), (UNKNOWN, seconds(10))]
+    ops = [event for event in (*step(0), *step(100)) if event.name != fusion(1)]
+    result = measured(xspace(tpu(ops=ops)))
+    assert result.idle.inside_s == seconds(30)
+    assert result.idle.between_s == seconds(10)
+    assert [(wait.reason, wait.seconds) for wait in result.idle.waits] == [
+        (INSIDE, seconds(30)),
+        (UNKNOWN, seconds(10)),
+    ]
 
 
 def test_the_host_says_why_devices_idle() -> None:
@@ -152,7 +155,7 @@ def test_the_host_says_why_devices_idle() -> None:
         },
     )
     # The devices idle from 90 to 100 and from 190 to 200.
-    waits = {(each.reason, each.what, each.where): each.seconds for each in measured(xspace(tpu(), host)).idle.waits}
+    waits = {(wait.reason, wait.what, wait.where): wait.seconds for wait in measured(xspace(tpu(), host)).idle.waits}
     assert waits["sleeps", "time sleep", "data.py:20 next_batch"] == seconds(6 / 2)
     assert waits["runs Python", "", "data.py:20 next_batch"] == seconds(2 / 2)
     assert waits["dispatches", "PjitFunction(step)", "loop.py:3 main"] == seconds(1 / 2)
@@ -161,12 +164,12 @@ def test_the_host_says_why_devices_idle() -> None:
 
 
 def test_hosts_are_measured_by_their_own_clocks_and_put_together() -> None:
-    slow = [Event(each.name, each.start, each.end) for each in (*step(0), *step(100)) if each.name != REDUCE]
+    slow = [Event(event.name, event.start, event.end) for event in (*step(0), *step(100)) if event.name != REDUCE]
     first, second = xspace(tpu(0)), xspace(tpu(1, timestamp_ns=999_000_000, ops=slow))
-    found = measured(first, second)
-    assert found.devices == 2
-    assert found.exposed_s == seconds((21 + 11) / 2)
-    assert found.idle.seconds == seconds((10 + 20) / 2)
+    result = measured(first, second)
+    assert result.devices == 2
+    assert result.exposed_s == seconds((21 + 11) / 2)
+    assert result.idle.seconds == seconds((10 + 20) / 2)
 
 
 def test_steps_marked_on_the_host_are_executions_on_the_device() -> None:
@@ -175,13 +178,17 @@ def test_steps_marked_on_the_host_are_executions_on_the_device() -> None:
     )
     lines = {
         "XLA Modules": [Event("jit_step(123)", 100 * at, 100 * at + 90) for at in range(3)],
-        "XLA Ops": [each for at in range(3) for each in step(100 * at)],
+        "XLA Ops": [event for at in range(3) for event in step(100 * at)],
     }
-    found = measured(xspace(plane("/device:TPU:0", lines, None, KINDS), marks))
-    assert [(each.number, each.counted) for each in found.steps] == [(40, True), (41, True), (42, False)]
+    result = measured(xspace(plane("/device:TPU:0", lines, None, KINDS), marks))
+    assert [(measured_step.number, measured_step.counted) for measured_step in result.steps] == [
+        (40, True),
+        (41, True),
+        (42, False),
+    ]
     # What follows the last step is unknown; those before it last until the next begins.
-    assert found.step_s == seconds(100)
-    assert found.idle.seconds == seconds(10)
+    assert result.step_s == seconds(100)
+    assert result.idle.seconds == seconds(10)
 
 
 def test_a_long_program_behind_the_steps_is_none_of_them() -> None:
@@ -191,11 +198,11 @@ def test_a_long_program_behind_the_steps_is_none_of_them() -> None:
     evaluation = [Event("jit_evaluate(9)", 300 + 1000 * at, 1200 + 1000 * at) for at in range(4)]
     lines = {
         "XLA Modules": [*(Event("jit_step(123)", 100 * at, 100 * at + 90) for at in range(3)), *evaluation],
-        "XLA Ops": [*(each for at in range(3) for each in step(100 * at)), Event(fusion(9), 300, 1200)],
+        "XLA Ops": [*(event for at in range(3) for event in step(100 * at)), Event(fusion(9), 300, 1200)],
     }
-    found = measured(xspace(plane("/device:TPU:0", lines, None, KINDS), marks))
-    assert [each.number for each in found.steps] == [40, 41, 42]
-    assert found.step_s == seconds(100)
+    result = measured(xspace(plane("/device:TPU:0", lines, None, KINDS), marks))
+    assert [measured_step.number for measured_step in result.steps] == [40, 41, 42]
+    assert result.step_s == seconds(100)
 
 
 def test_streams_of_a_gpu_overlap() -> None:
@@ -212,11 +219,11 @@ def test_streams_of_a_gpu_overlap() -> None:
             "Launch Stats": [Event("ignored", 0, 1000)],
         },
     )
-    found = measured(xspace(gpu))
-    gather = the(found, "all-gather-start.2")
-    assert found.trace.kind == "gpu"
+    result = measured(xspace(gpu))
+    gather = the(result, "all-gather-start.2")
+    assert result.trace.kind == "gpu"
     assert (gather.facts.kind, gather.in_flight_s, gather.hidden_s) == ("all_gather", seconds(60), seconds(30))
-    assert found.step_s == seconds(90), "its executions recur: the second begins at 90"
+    assert result.step_s == seconds(90), "its executions recur: the second begins at 90"
 
 
 def test_memory_over_time_is_what_allocators_say() -> None:
@@ -234,18 +241,18 @@ def test_memory_over_time_is_what_allocators_say() -> None:
             ]
         },
     )
-    found = measured(xspace(tpu(), host))
-    (memory,) = found.memory
+    result = measured(xspace(tpu(), host))
+    (memory,) = result.memory
     assert (memory.allocator, memory.peak_bytes, memory.capacity_bytes) == ("TPU_0_bfc", 700.0, 1000.0)
     assert [taken for _, taken in memory.points] == [100.0, 700.0, 400.0]
-    assert "memory" not in found.empty
+    assert "memory" not in result.empty
 
 
 def test_an_empty_table_says_why() -> None:
-    found = measured(xspace(tpu(ops=[Event(fusion(1), 0, 100), Event(fusion(1), 100, 200)])))
-    assert found.empty["collectives"].startswith("no op of the trace is a collective")
-    assert found.empty["idle"] == "the devices are never idle within the counted steps"
-    assert "MemoryAllocation" in found.empty["memory"]
+    result = measured(xspace(tpu(ops=[Event(fusion(1), 0, 100), Event(fusion(1), 100, 200)])))
+    assert result.empty["collectives"].startswith("no op of the trace is a collective")
+    assert result.empty["idle"] == "the devices are never idle within the counted steps"
+    assert "MemoryAllocation" in result.empty["memory"]
 
 
 @pytest.mark.parametrize(
@@ -264,26 +271,26 @@ def test_a_trace_in_which_nothing_ran_says_what_it_lacks(planes: list[str], why:
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="JAX 0.12's reader aborts on these stats")
 def test_the_reader_agrees_with_jaxs_own(tmp_path: Path) -> None:
     file = tmp_path / "h.xplane.pb"
-    told = {"a": 3, "b": 2.5, "c": "words"}
-    data = xspace(tpu(), plane("/host:CPU", {"t": [Event("x", 1, 2, told), Event("y", 3, 9, {"a": -7})]}))
+    stats = {"a": 3, "b": 2.5, "c": "words"}
+    data = xspace(tpu(), plane("/host:CPU", {"t": [Event("x", 1, 2, stats), Event("y", 3, 9, {"a": -7})]}))
     file.write_bytes(data)
     space, oracle = read_space(file), ProfileData.from_serialized_xspace(data)
     assert space.host == "h"
     for own, other in zip(space.planes, oracle.planes, strict=True):
         assert own.name == other.name
         for mine, theirs in zip(own.lines, other.lines, strict=True):
-            events, expected = mine.read(tuple(told)), list(theirs.events)
-            assert [own.kinds[int(each)].name for each in events.kinds] == [each.name for each in expected]
-            spans = np.array([(each.start_ns, each.duration_ns) for each in expected]).reshape(-1, 2)
+            events, expected = mine.read(tuple(stats)), list(theirs.events)
+            assert [own.kinds[int(kind)].name for kind in events.kinds] == [event.name for event in expected]
+            spans = np.array([(event.start_ns, event.duration_ns) for event in expected]).reshape(-1, 2)
             np.testing.assert_allclose((events.starts - events.starts[:1]) / 1e3, spans[:, 0] - spans[:1, 0], atol=1e-3)
             np.testing.assert_allclose((events.ends - events.starts) / 1e3, spans[:, 1], atol=1e-3)
             for name, column in events.stats.items():
-                given = [dict(each.stats).get(name) for each in expected]
+                values = [dict(event.stats).get(name) for event in expected]
                 read = [
                     (column.texts[int(value)] if column.texts else value) if present else None
                     for value, present in zip(column.values.tolist(), column.present.tolist(), strict=True)
                 ]
-                assert read == given
+                assert read == values
 
 
 def test_files_that_are_no_traces_are_refused_in_one_line(tmp_path: Path) -> None:

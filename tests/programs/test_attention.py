@@ -77,27 +77,27 @@ def plain(
     return jnp.stack(rows, 1)
 
 
-def attended(over: Any = attend, *, kernel: str, **given: Any) -> Any:
+def attended(over: Any = attend, *, kernel: str, **options: Any) -> Any:
     """An attention of q, k and v, by a kernel and by settings of its scores and its own."""
     settings = {field.name for field in fields(Scores)}
-    scores = Scores(**{name: given.pop(name) for name in settings & set(given)})
-    arrays = {name: jnp.asarray(value) if isinstance(value, np.ndarray) else value for name, value in given.items()}
+    scores = Scores(**{name: options.pop(name) for name in settings & set(options)})
+    arrays = {name: jnp.asarray(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
     return partial(over, kernel, scores, **arrays)
 
 
-def derived(attention: Any, given: Arrays, *, sinks: bool) -> Any:
+def derived(attention: Any, operands: Arrays, *, sinks: bool) -> Any:
     """Outputs, and derivatives of their weighted sum by q, k, v and sinks."""
 
     def weighed(q: jax.Array, k: jax.Array, v: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
         o = attention(q, k, v, sinks=s if sinks else None)
-        return (o * given[4]).sum(), o
+        return (o * operands[4]).sum(), o
 
-    gradients, o = jax.jit(jax.grad(weighed, (0, 1, 2, 3), has_aux=True))(*given[:4])
+    gradients, o = jax.jit(jax.grad(weighed, (0, 1, 2, 3), has_aux=True))(*operands[:4])
     return jax.tree.map(np.asarray, (o, *gradients))
 
 
-def close(actual: Any, wanted: Any, tolerance: float = 1e-5) -> None:
-    for a, b in zip(actual, wanted, strict=True):
+def close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=tolerance * max(1.0, np.abs(b).max()), rtol=0)
 
 
@@ -116,12 +116,12 @@ CASES = [(None, None, False, 2, 16), (5, 3.0, True, 1, 8), (1, None, True, 4, 16
 def test_reference_and_chunked_equal_plain(
     window: int | None, softcap: float | None, sinks: bool, kv_heads: int, d_v: int, segments: np.ndarray | None
 ) -> None:
-    made = arrays(2, 12, 4, kv_heads, 16, d_v)
+    operands = arrays(2, 12, 4, kv_heads, 16, d_v)
     how = {"scale": 0.3, "window": window, "softcap": softcap, "segments": segments}
-    wanted = derived(lambda q, k, v, sinks: plain(q, k, v, sinks, **how), made, sinks=sinks)
-    assert sinks == (np.abs(wanted[-1]).max() > 0)
+    expected = derived(lambda q, k, v, sinks: plain(q, k, v, sinks, **how), operands, sinks=sinks)
+    assert sinks == (np.abs(expected[-1]).max() > 0)
     for kernel, block in (("reference", 1024), ("chunked", 4), ("chunked", 1), ("chunked", 1024)):
-        close(derived(attended(kernel=kernel, block=block, **how), made, sinks=sinks), wanted)
+        close(derived(attended(kernel=kernel, block=block, **how), operands, sinks=sinks), expected)
 
 
 @pytest.fixture
@@ -144,19 +144,19 @@ SPLASH = [
 def test_splash_equals_reference(
     window: int | None, softcap: float | None, sinks: bool, kv_heads: int, d_v: int
 ) -> None:
-    made = arrays(2, 256, 4, kv_heads, 16, d_v)
+    operands = arrays(2, 256, 4, kv_heads, 16, d_v)
     how = {"scale": 0.3, "window": window, "softcap": softcap}
-    wanted = derived(attended(kernel="reference", **how), made, sinks=sinks)
-    close(derived(attended(kernel="splash", block=128, **how), made, sinks=sinks), wanted)
+    expected = derived(attended(kernel="reference", **how), operands, sinks=sinks)
+    close(derived(attended(kernel="splash", block=128, **how), operands, sinks=sinks), expected)
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("window", [None, pytest.param(70, marks=pytest.mark.slow)])
 def test_splash_equals_reference_within_segments(window: int | None) -> None:
-    made = arrays(2, 256, 4, 2, 16, 8)
+    operands = arrays(2, 256, 4, 2, 16, 8)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0, "segments": packed(256)}
-    wanted = derived(attended(kernel="reference", **how), made, sinks=True)
-    close(derived(attended(kernel="splash", block=128, **how), made, sinks=True), wanted)
+    expected = derived(attended(kernel="reference", **how), operands, sinks=True)
+    close(derived(attended(kernel="splash", block=128, **how), operands, sinks=True), expected)
 
 
 def test_cudnn_is_asked_for_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +168,11 @@ def test_cudnn_is_asked_for_the_same_attention(monkeypatch: pytest.MonkeyPatch) 
         return on_cpu(*operands, implementation="xla", **settings)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", function)
-    made = arrays(2, 24, 4, 2, 16, 16)
+    operands = arrays(2, 24, 4, 2, 16, 16)
     for window, segments in ((None, None), (7, None), (None, packed(24)), (7, packed(24))):
         how = {"scale": 0.3, "window": window, "segments": segments}
-        wanted = derived(attended(kernel="reference", **how), made, sinks=False)
-        close(derived(attended(kernel="cudnn", **how), made, sinks=False), wanted)
+        expected = derived(attended(kernel="reference", **how), operands, sinks=False)
+        close(derived(attended(kernel="cudnn", **how), operands, sinks=False), expected)
     assert set(asked) == {"cudnn"}
 
 
@@ -205,11 +205,11 @@ def test_chunked_never_has_all_scores() -> None:
 
 def test_saved_attention_is_not_computed_again() -> None:
     """For each run of queries a scan over its keys forward, and one backward; a third if the policy keeps nothing."""
-    found = len(runs(q_len=40, kv_len=40, window=None, offset=0, block=8))
-    assert found == 5
-    assert jaxpr("chunked").count(" scan[") == 2 * found
-    assert jaxpr("chunked", remat=("attn_core",)).count(" scan[") == 2 * found
-    assert jaxpr("chunked", remat=()).count(" scan[") == 3 * found
+    blocks = len(runs(q_len=40, kv_len=40, window=None, offset=0, block=8))
+    assert blocks == 5
+    assert jaxpr("chunked").count(" scan[") == 2 * blocks
+    assert jaxpr("chunked", remat=("attn_core",)).count(" scan[") == 2 * blocks
+    assert jaxpr("chunked", remat=()).count(" scan[") == 3 * blocks
 
 
 def by_counting(q_len: int, kv_len: int, window: int | None, offset: int, block: int) -> int:
@@ -233,12 +233,12 @@ def test_executed_pairs_are_those_of_blocks_with_a_pair_that_counts(
 def test_runs_hold_every_query_once_with_every_key_that_counts(
     q_len: int, kv_len: int, window: int | None, offset: int, block: int
 ) -> None:
-    found = runs(q_len=q_len, kv_len=kv_len, window=window, offset=offset, block=block)
-    assert [i for run in found for i in range(q_len)[run.queries]] == list(range(q_len))
+    blocks = runs(q_len=q_len, kv_len=kv_len, window=window, offset=offset, block=block)
+    assert [i for run in blocks for i in range(q_len)[run.queries]] == list(range(q_len))
     mask = np.array(
         Scores(scale=1.0, window=window, offset=offset).mask(jnp.arange(q_len), jnp.arange(kv_len), None, None)
     )
-    for run in found:
+    for run in blocks:
         mask[run.queries, run.keys] = False
         assert (run.keys.stop - run.keys.start) % block_size(kv_len, block) == 0
         assert 0 <= run.keys.start < run.keys.stop <= kv_len
@@ -286,7 +286,7 @@ def test_declared_flops_stand_in_the_names_of_operations() -> None:
 
     sizes = {"batch": 2, "q_len": 256, "kv_len": 256, "heads": 4, "d_qk": 16, "d_v": 16, "block": 128}
     text = jax.jit(scoped).lower(q).compile().as_text()
-    forward, backward = (round(kernel_flops("splash", **sizes, backward=each)) for each in (False, True))
+    forward, backward = (round(kernel_flops("splash", **sizes, backward=backward)) for backward in (False, True))
     name = f"layers/attn/core/kernel_flops[fwd={forward},dq={backward * 3 // 7},dkv={backward * 4 // 7}]/sin"
     assert name in text
     assert scope_and_phase(f"jit(f)/transpose(jvp(layers))/attn/core/{name.rpartition('core/')[2]}") == (
@@ -307,7 +307,7 @@ def ring(
     devices: int,
     order: str,
     kernel: str,
-    given: Arrays,
+    operands: Arrays,
     *,
     sinks: bool,
     check_vma: bool,
@@ -316,7 +316,7 @@ def ring(
 ) -> Any:
     """As ``derived``, for the sequence split over so many devices."""
     mesh = jax.make_mesh((devices,), ("context",), devices=jax.devices()[:devices])
-    positions = sequence_order(given[0].shape[1], devices, order)
+    positions = sequence_order(operands[0].shape[1], devices, order)
     axis, split, whole = "context", P(None, "context", None, None), P(None)
 
     def sharded(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
@@ -332,7 +332,7 @@ def ring(
         ids = None
         if segments is not None:
             ids = jax.device_put(segments[:, positions], jax.NamedSharding(mesh, P(None, "context")))
-        q, k, v, s, weights = given
+        q, k, v, s, weights = operands
         places = [jax.NamedSharding(mesh, split), jax.NamedSharding(mesh, whole)]
         q, k, v, weights = (jax.device_put(x[:, positions], places[0]) for x in (q, k, v, weights))
         o, dq, dk, dv, ds = derived(sharded, (q, k, v, jax.device_put(s, places[1]), weights), sinks=sinks)
@@ -359,11 +359,11 @@ def test_ring_equals_one_device(
     devices: int, order: str, window: int | None, kv_heads: int, batch: int, check_vma: bool
 ) -> None:
     """Outputs and all gradients, at tolerance of float32; windows shorter and longer than a device's share."""
-    made = arrays(batch, 48, 4, kv_heads, 16, 8)
+    operands = arrays(batch, 48, 4, kv_heads, 16, 8)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0}
-    wanted = derived(attended(kernel="reference", **how), made, sinks=True)
-    found = ring(devices, order, "chunked", made, sinks=True, check_vma=check_vma, block=4, **how)
-    close(found, wanted)
+    expected = derived(attended(kernel="reference", **how), operands, sinks=True)
+    actual = ring(devices, order, "chunked", operands, sinks=True, check_vma=check_vma, block=4, **how)
+    close(actual, expected)
 
 
 WITHIN = [
@@ -385,11 +385,11 @@ def test_split_sequences_attend_within_segments(
     over: str, devices: int, order: str, window: int | None, kv_heads: int, batch: int
 ) -> None:
     """Segments rotate, or are gathered, with their keys: they lie across devices, and begin and end inside chunks."""
-    made, segments = arrays(batch, 48, 4, kv_heads, 16, 8), packed(48)[-batch:]
+    operands, segments = arrays(batch, 48, 4, kv_heads, 16, 8), packed(48)[-batch:]
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0, "segments": segments}
-    wanted = derived(attended(kernel="reference", **how), made, sinks=True)
+    expected = derived(attended(kernel="reference", **how), operands, sinks=True)
     how["by"] = over
-    close(ring(devices, order, "chunked", made, sinks=True, check_vma=True, block=4, **how), wanted)
+    close(ring(devices, order, "chunked", operands, sinks=True, check_vma=True, block=4, **how), expected)
 
 
 GATHERED = [
@@ -406,11 +406,11 @@ GATHERED = [
 
 @pytest.mark.parametrize(("devices", "order", "window", "sinks"), GATHERED)
 def test_gathered_keys_equal_one_device(devices: int, order: str, window: int | None, sinks: bool) -> None:
-    made = arrays(1, 48, 4, 2, 16, 8)
+    operands = arrays(1, 48, 4, 2, 16, 8)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0}
-    wanted = derived(attended(kernel="reference", **how), made, sinks=sinks)
+    expected = derived(attended(kernel="reference", **how), operands, sinks=sinks)
     how["by"] = "all_gather"
-    close(ring(devices, order, "chunked", made, sinks=sinks, check_vma=True, block=4, **how), wanted)
+    close(ring(devices, order, "chunked", operands, sinks=sinks, check_vma=True, block=4, **how), expected)
 
 
 @pytest.mark.slow
@@ -418,11 +418,11 @@ def test_gathered_keys_equal_one_device(devices: int, order: str, window: int | 
 @pytest.mark.parametrize("by", CONTEXT_ATTENTIONS)
 @pytest.mark.parametrize("window", [None, 200])
 def test_split_splash_attends_within_segments(by: str, window: int | None) -> None:
-    made = arrays(2, 512, 2, 1, 16, 8)
+    operands = arrays(2, 512, 2, 1, 16, 8)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0, "segments": packed(512)}
-    wanted = derived(attended(kernel="reference", **how), made, sinks=True)
-    found = ring(2, "zigzag", "splash", made, sinks=True, check_vma=False, block=128, by=by, **how)
-    close(found, wanted)
+    expected = derived(attended(kernel="reference", **how), operands, sinks=True)
+    actual = ring(2, "zigzag", "splash", operands, sinks=True, check_vma=False, block=128, by=by, **how)
+    close(actual, expected)
 
 
 @pytest.mark.slow
@@ -432,10 +432,10 @@ def test_split_splash_attends_within_segments(by: str, window: int | None) -> No
 @pytest.mark.parametrize("devices", [2, 4])
 def test_ring_of_splash_equals_one_device(devices: int, order: str, window: int | None) -> None:
     """Its backward pass calls a private function of JAX's: this is what notices when that changes."""
-    made = arrays(1, 256 * devices, 2, 1, 16, 8)
+    operands = arrays(1, 256 * devices, 2, 1, 16, 8)
     how: dict[str, Any] = {"scale": 0.3, "window": window, "softcap": 4.0}
-    wanted = derived(attended(kernel="reference", **how), made, sinks=True)
-    close(ring(devices, order, "splash", made, sinks=True, check_vma=False, block=128, **how), wanted)
+    expected = derived(attended(kernel="reference", **how), operands, sinks=True)
+    close(ring(devices, order, "splash", operands, sinks=True, check_vma=False, block=128, **how), expected)
 
 
 def permuted_bytes(devices: int, layers: int, *, backward: bool) -> float:
@@ -454,14 +454,16 @@ def permuted_bytes(devices: int, layers: int, *, backward: bool) -> float:
 
     with jax.set_mesh(mesh):
         shapes = [(1, 64 * devices, heads, 16) for heads in (4, 2, 2)]
-        given = [jax.ShapeDtypeStruct(each, jnp.float32, sharding=jax.NamedSharding(mesh, split)) for each in shapes]
+        operands = [
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, split)) for shape in shapes
+        ]
         function = jax.grad(summed, (0, 1, 2)) if backward else summed
-        module = hlo.parse(jax.jit(function).lower(*given).compile().as_text())
+        module = hlo.parse(jax.jit(function).lower(*operands).compile().as_text())
     return sum(
-        module.executions[computation.name] * sum(tensor.nbytes for tensor in each.shape)
+        module.executions[computation.name] * sum(tensor.nbytes for tensor in instruction.shape)
         for computation in module.computations.values()
-        for each in computation
-        if each.opcode == "collective-permute"
+        for instruction in computation
+        if instruction.opcode == "collective-permute"
     )
 
 
@@ -513,10 +515,10 @@ def test_what_a_ring_does_not_do_is_refused(changes: dict[str, Any], message: st
     mesh = jax.make_mesh((2,), ("context",), devices=jax.devices()[:2])
     split = P(None, "context", None, None)
     settings = {"kernel": "chunked", "length": 8} | changes
-    given = arrays(1, settings.pop("length"), 2, 2, 8, 8)[:3]
+    operands = arrays(1, settings.pop("length"), 2, 2, 8, 8)[:3]
     attention = attended(context_attend, axes=("context",), by=by, scale=1.0, **settings)
-    given = jax.device_put(given, jax.NamedSharding(mesh, split))
+    operands = jax.device_put(operands, jax.NamedSharding(mesh, split))
     with jax.set_mesh(mesh), pytest.raises(RooftopError, match=message):
-        jax.eval_shape(jax.shard_map(attention, in_specs=(split,) * 3, out_specs=split), *given)
+        jax.eval_shape(jax.shard_map(attention, in_specs=(split,) * 3, out_specs=split), *operands)
     with pytest.raises(RooftopError, match="a multiple of 6 for 3 devices"):
         sequence_order(8, 3, "zigzag")

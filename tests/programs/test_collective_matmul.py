@@ -96,10 +96,10 @@ def test_equals_the_plain_einsum(name: str, devices: int, bidirectional: bool) -
     # JAX shares the derivative of an output that is the same everywhere among its copies.
     derivative = devices * integers(2, *expected.shape)
     with jax.set_mesh(mesh):
-        found, pull_back = jax.vjp(mapped(name, mesh, bidirectional=bidirectional), *arrays)
-        gradients = pull_back(jax.device_put(derivative, found.sharding))
-    for got, wanted in zip((found, *gradients), (expected, *pull(derivative)), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+        product, pull_back = jax.vjp(mapped(name, mesh, bidirectional=bidirectional), *arrays)
+        gradients = pull_back(jax.device_put(derivative, product.sharding))
+    for got, right in zip((product, *gradients), (expected, *pull(derivative)), strict=True):
+        np.testing.assert_array_equal(got, right)
 
 
 @pytest.mark.parametrize("name", ["gather a contracted dim", "gather rows", "scatter columns", "all-reduce columns"])
@@ -148,7 +148,7 @@ def test_block_equals_plain_block(sizes: dict[str, int], bidirectional: bool) ->
     def loss(x: jax.Array, w_in: jax.Array, w_out: jax.Array, target: jax.Array) -> jax.Array:
         return jnp.sum((block(x, w_in, w_out) - target) ** 2)
 
-    expected, wanted = jax.value_and_grad(plain, argnums=(0, 1, 2))(x, w_in, w_out, target)
+    expected, expected_gradients = jax.value_and_grad(plain, argnums=(0, 1, 2))(x, w_in, w_out, target)
     placed = [
         jax.device_put(array, jax.NamedSharding(mesh, spec))
         for array, spec in zip((x, w_in, w_out, target), (*specs, specs[0]), strict=True)
@@ -158,7 +158,7 @@ def test_block_equals_plain_block(sizes: dict[str, int], bidirectional: bool) ->
         value, gradients = step(*placed)
         text = step.as_text()
     assert value == pytest.approx(float(expected), rel=1e-5)
-    for got, correct in zip(gradients, wanted, strict=True):
+    for got, correct in zip(gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(got, correct, rtol=1e-4, atol=1e-4)
     # Forward and backward, nothing is gathered or scattered but by permutes; only the loss and copies are all-reduced.
     assert "collective-permute" in text
@@ -213,7 +213,7 @@ def test_nothing_is_exposed(arguments: dict[str, Any]) -> None:
     """Every hop goes on beside a matmul; there is no other communication."""
     compiled = compile_block(**arguments)
     schedule = timeline(compiled.module, compiled.mesh, estimates="xla")
-    kinds = sorted(each.collective.ledger_entry.kind for each in schedule.collectives)
+    kinds = sorted(entry.collective.ledger_entry.kind for entry in schedule.collectives)
     assert set(kinds) == {"all_gather", "reduce_scatter"}
     assert schedule.exposed_s == 0
     assert not re.search(r" (all-gather|reduce-scatter|all-reduce|all-to-all)\(", compiled.hlo_text)

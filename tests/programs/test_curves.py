@@ -48,6 +48,6 @@ def test_a_curve_of_twenty_steps_is_that_of_one_device(
     alone: Callable[..., list[float]], sizes: dict[str, int], changes: dict[str, Any]
 ) -> None:
     how = {"microbatches": 1} | changes
-    wanted = alone(**how)
-    assert train(program(**how), mesh_of(**sizes), STEPS)[0] == pytest.approx(wanted, rel=1e-5)
-    assert sum(wanted[-5:]) < sum(wanted[:5])
+    expected = alone(**how)
+    assert train(program(**how), mesh_of(**sizes), STEPS)[0] == pytest.approx(expected, rel=1e-5)
+    assert sum(expected[-5:]) < sum(expected[:5])

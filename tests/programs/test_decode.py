@@ -34,7 +34,7 @@ def dense(
     first: int, sinks: npt.NDArray[np.float64] | None,
 ) -> npt.NDArray[np.float64]:  # fmt: skip
     """Query by query: q [C, n, H] at ``first`` and on; k and v [S, k, H]."""
-    found = np.zeros((*q.shape[:2], v.shape[2]))
+    outputs = np.zeros((*q.shape[:2], v.shape[2]))
     for place in range(len(q)):
         for head in range(q.shape[1]):
             at = first + place
@@ -45,8 +45,8 @@ def dense(
                 x = scores.softcap * np.tanh(x / scores.softcap)
             weights = np.exp(x)
             total = weights.sum() + (0 if sinks is None else np.exp(sinks[head]))
-            found[place, head] = weights @ v[seen, head // (HEADS // KV_HEADS)] / total
-    return found
+            outputs[place, head] = weights @ v[seen, head // (HEADS // KV_HEADS)] / total
+    return outputs
 
 
 def run(
@@ -64,28 +64,28 @@ def run(
     pool = Pages(
         values=jnp.zeros(shape, jnp.int8 if int8 else jnp.float32), scales=jnp.zeros(shape[:-1]) if int8 else None
     )
-    for row, held in enumerate(START):
-        at = np.arange(held)
-        both = jnp.asarray(np.stack([k[row, :held], v[row, :held]], axis=2 if ragged else 1), jnp.float32)
+    for row, length in enumerate(START):
+        at = np.arange(length)
+        both = jnp.asarray(np.stack([k[row, :length], v[row, :length]], axis=2 if ragged else 1), jnp.float32)
         places = jnp.asarray(tables[row, at // page]), jnp.asarray(at % page)
-        if held and ragged:
-            pool = Pages(values=pool.values.at[places].set(both.reshape(held, *shape[2:])))
-        elif held:
+        if length and ragged:
+            pool = Pages(values=pool.values.at[places].set(both.reshape(length, *shape[2:])))
+        elif length:
             pool = pool.write(*places, both)
-    new = [np.stack([x[row, held : held + WIDTH] for row, held in enumerate(START)]) for x in (k, v)]
+    new = [np.stack([x[row, length : length + WIDTH] for row, length in enumerate(START)]) for x in (k, v)]
     # The last row is of another width: no room for more than its one token.
     rows = [
         Rows(tables=jnp.asarray(tables[some]), start=jnp.array(START[some]), count=jnp.array(COUNT[some]), width=width)
         for some, width in ((slice(3), WIDTH), (slice(3, 4), 1))
     ]
-    given = [jnp.concatenate([x[:3].reshape(-1, *x.shape[2:]), x[3, :1]]).astype(jnp.float32) for x in (q, *new)]
+    packed_rows = [jnp.concatenate([x[:3].reshape(-1, *x.shape[2:]), x[3, :1]]).astype(jnp.float32) for x in (q, *new)]
     sink = None if logits is None else jnp.asarray(logits, jnp.float32)
-    o, pool = jax.jit(attend_heads, static_argnums=(0, 1))(reader, scores, *given, sink, pool, rows)
+    o, pool = jax.jit(attend_heads, static_argnums=(0, 1))(reader, scores, *packed_rows, sink, pool, rows)
     o = jnp.concatenate([o, jnp.zeros((WIDTH - 1, *o.shape[1:]))]).reshape(4, WIDTH, *o.shape[1:])
     assert bool(jnp.isfinite(o).all())
-    wanted = np.stack([dense(scores, q[row], k[row], v[row], held, logits) for row, held in enumerate(START)])
+    expected = np.stack([dense(scores, q[row], k[row], v[row], length, logits) for row, length in enumerate(START)])
     there = np.arange(WIDTH) < np.array(COUNT)[:, None]
-    return np.asarray(o, np.float64), wanted, there
+    return np.asarray(o, np.float64), expected, there
 
 
 @pytest.mark.parametrize(("reader", "block"), [("gather", 4), ("gather", 12), ("gather", 1024), ("blocked", 4)])
@@ -106,14 +106,14 @@ def test_pages_are_read_as_the_sequence_they_hold(
     monkeypatch.setattr(paged, "SMALL_BLOCK", block)
     monkeypatch.setattr(paged, "GROUP", 2)
     jax.clear_caches()
-    found, wanted, there = run(scores, sinks=sinks, reader=reader, page=16 if reader == "blocked" else 4)
-    np.testing.assert_allclose(found[there], wanted[there], atol=1e-5)
+    actual, expected, there = run(scores, sinks=sinks, reader=reader, page=16 if reader == "blocked" else 4)
+    np.testing.assert_allclose(actual[there], expected[there], atol=1e-5)
 
 
 @pytest.mark.parametrize("reader", ["gather", "blocked"])
 def test_an_int8_cache_is_near(reader: str) -> None:
-    found, wanted, there = run(Scores(scale=0.3), int8=True, reader=reader)
-    error = np.abs(found[there] - wanted[there]).max()
+    actual, expected, there = run(Scores(scale=0.3), int8=True, reader=reader)
+    error = np.abs(actual[there] - expected[there]).max()
     assert 1e-5 < error < 0.05
 
 
@@ -127,8 +127,8 @@ def test_the_tpu_kernel_is_asked_for_what_is_gathered(scores: Scores, monkeypatc
 
     monkeypatch.setattr(ragged_paged_attention, "ragged_paged_attention", plain)
     with jax.disable_jit():
-        found, wanted, there = run(scores, size=128, reader="ragged")
-    np.testing.assert_allclose(found[there], wanted[there], atol=1e-4)
+        actual, expected, there = run(scores, size=128, reader="ragged")
+    np.testing.assert_allclose(actual[there], expected[there], atol=1e-4)
 
 
 def test_which_models_the_kernel_serves() -> None:
@@ -170,8 +170,8 @@ def test_weights_on_the_left_are_those_on_the_right(shape: tuple[int, ...]) -> N
     assert turned.values.shape == (*shape[1:], 24)
     back = in_full(turned, jnp.dtype("float32"))
     np.testing.assert_array_equal(back, weight.astype(np.float32))
-    found = project_left(jnp.asarray(x, jnp.float32), back)
-    np.testing.assert_allclose(found, np.tensordot(x, weight, axes=1), atol=1e-5)
+    product = project_left(jnp.asarray(x, jnp.float32), back)
+    np.testing.assert_allclose(product, np.tensordot(x, weight, axes=1), atol=1e-5)
 
 
 def test_each_guess_is_checked_as_the_token_that_it_is() -> None:

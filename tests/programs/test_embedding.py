@@ -83,7 +83,7 @@ def every_pair(*, stacked: bool = True) -> Tables:
 def batch_of(tables: Tables, seed: int, batch: int = BATCH, most: int = 6) -> dict[str, Ragged]:
     """Ids of every feature, with duplicates in samples and samples without ids."""
     random = np.random.default_rng(seed)
-    found = {}
+    features = {}
     for feature in tables.features:
         vocabulary = tables.table(feature.table).vocabulary
         rows = batch * feature.rows_per_sample
@@ -92,17 +92,17 @@ def batch_of(tables: Tables, seed: int, batch: int = BATCH, most: int = 6) -> di
         # Small ids are frequent: duplicates within samples, and between them.
         values = np.minimum(random.geometric(0.06, splits[-1]) - 1, vocabulary - 1)
         weights = random.uniform(0.5, 2, splits[-1]).astype(np.float32) if feature.weighted else None
-        found[feature.name] = Ragged(values=values, row_splits=splits, weights=weights)
-    return found
+        features[feature.name] = Ragged(values=values, row_splits=splits, weights=weights)
+    return features
 
 
 def as_input(feature: Feature, ids: Ragged) -> Any:
     """Positions of a sequence are padded dense rows to preprocessing."""
     if feature.length is None:
         return ids
-    found = np.full(ids.rows, PAD)
-    found[np.diff(ids.row_splits) > 0] = ids.values
-    return found.reshape(-1, feature.length)
+    padded = np.full(ids.rows, PAD)
+    padded[np.diff(ids.row_splits) > 0] = ids.values
+    return padded.reshape(-1, feature.length)
 
 
 def inputs_of(tables: Tables, ids: Mapping[str, Ragged]) -> dict[str, Any]:
@@ -122,17 +122,17 @@ def limits_for(stacking: Stacking, batches: list[Mapping[str, Any]], passes: int
     """Limits that the batches just keep within, in so many passes over samples."""
     observer = Preprocessor(stacking, batch=BATCH, minibatching=passes > 1, sample_passes=passes)
     seen = observer.observe(batches[0])
-    for each in batches[1:]:
-        seen = seen.merged(observer.observe(each))
-    found = {}
+    for batch in batches[1:]:
+        seen = seen.merged(observer.observe(batch))
+    limits = {}
     for name, one in seen.stacks.items():
         most = int(one.max_ids.max())
-        found[name] = StackLimits(
+        limits[name] = StackLimits(
             max_ids=most,
             max_unique_ids=int(one.max_unique_ids.max()),
             buffer=passes * full_buffer(most, stacking.cores),
         )
-    return found
+    return limits
 
 
 def in_passes(limits: Mapping[str, StackLimits]) -> dict[str, StackLimits]:
@@ -174,7 +174,7 @@ class Case:
             self.tables, cores=self.devices * self.per_device, cores_per_device=self.per_device, batch=BATCH
         )
         batches = [batch_of(self.tables, seed) for seed in range(self.steps)]
-        inputs_of_batches = [inputs_of(self.tables, each) for each in batches]
+        inputs_of_batches = [inputs_of(self.tables, batch) for batch in batches]
         limits = limits_for(stacking, inputs_of_batches, self.sample_passes)
         if self.sample_passes > 1:
             whole = limits_for(stacking, inputs_of_batches)
@@ -196,10 +196,10 @@ class Case:
         dense = {name: DenseTable(self.tables.table(name), rows) for name, rows in begun.items()}
         passes = 0
         with jax.set_mesh(mesh):
-            for seed, given in enumerate(batches):
-                made = preprocessor.preprocess(inputs_of(self.tables, given))
-                passes = max(passes, made.minibatches)
-                inputs = device_inputs(made.buffers, made.minibatches, mesh)
+            for seed, features in enumerate(batches):
+                preprocessed = preprocessor.preprocess(inputs_of(self.tables, features))
+                passes = max(passes, preprocessed.minibatches)
+                inputs = device_inputs(preprocessed.buffers, preprocessed.minibatches, mesh)
                 activations = jax.jit(lookup, static_argnums=0)(program, state.tables, inputs)
                 gradients = gradients_of(self.tables, seed)
                 share = 1 / (1 + seed)
@@ -207,12 +207,12 @@ class Case:
                 state = jax.jit(update, static_argnums=0)(program, state, inputs, placed, share)
                 for feature in self.tables.features:
                     table = dense[feature.table]
-                    wanted = look_up(table.rows, given[feature.name], table.table.combiner)
-                    found = np.asarray(activations[feature.name]).reshape(wanted.shape)
-                    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+                    expected = look_up(table.rows, features[feature.name], table.table.combiner)
+                    actual = np.asarray(activations[feature.name]).reshape(expected.shape)
+                    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
                 for name, table in dense.items():
                     looked = [
-                        (given[one.name], gradients[one.name].reshape(-1, table.table.width))
+                        (features[one.name], gradients[one.name].reshape(-1, table.table.width))
                         for one in self.tables.features_of(name)
                     ]
                     table.update(*table_gradient(table.table, looked), share)
@@ -282,25 +282,25 @@ def test_simulated_quantisation_looks_up_the_nearest_level(exchange: str) -> Non
     levels = np.linspace(-0.1, 0.1, 9)
     nearest = levels[np.abs(rows[..., None] - levels).argmin(axis=-1)]
     assert (np.abs(rows) > 0.1).any()
-    made = Preprocessor(stacking, batch=BATCH, limits=limits).preprocess(ids)
+    preprocessed = Preprocessor(stacking, batch=BATCH, limits=limits).preprocess(ids)
     with jax.set_mesh(mesh):
-        inputs = device_inputs(made.buffers, made.minibatches, mesh)
-        found = jax.jit(lookup, static_argnums=0)(program, state.tables, inputs)["f"]
-    np.testing.assert_allclose(np.asarray(found), look_up(nearest, ids["f"], "mean"), rtol=1e-5, atol=1e-6)
+        inputs = device_inputs(preprocessed.buffers, preprocessed.minibatches, mesh)
+        actual = jax.jit(lookup, static_argnums=0)(program, state.tables, inputs)["f"]
+    np.testing.assert_allclose(np.asarray(actual), look_up(nearest, ids["f"], "mean"), rtol=1e-5, atol=1e-6)
 
 
 def test_tables_begin_alike_however_they_are_stacked_and_split() -> None:
     tables = model("adam", "sum")
-    found = []
+    tables_seen = []
     for devices, stacked in ((1, True), (4, True), (8, False)):
         stacking = stack_tables(
             model("adam", "sum", stacked=stacked), cores=devices * 2, cores_per_device=2, batch=BATCH
         )
-        found.append(host(initialise(stacking, mesh_of(devices), seed=3), stacking))
-    for name in found[0]:
-        assert all(np.array_equal(found[0][name], other[name]) for other in found[1:])
-    assert not np.array_equal(found[0]["items"][:50, :5], found[0]["users"])
-    assert {table.name for table in tables.tables} == set(found[0])
+        tables_seen.append(host(initialise(stacking, mesh_of(devices), seed=3), stacking))
+    for name in tables_seen[0]:
+        assert all(np.array_equal(tables_seen[0][name], other[name]) for other in tables_seen[1:])
+    assert not np.array_equal(tables_seen[0]["items"][:50, :5], tables_seen[0]["users"])
+    assert {table.name for table in tables.tables} == set(tables_seen[0])
 
 
 def test_a_program_refuses_what_cannot_be() -> None:
@@ -324,13 +324,13 @@ def test_a_learning_rate_of_nothing_moves_nothing_and_padding_stays_as_it_was() 
     ids = inputs_of(tables, batch_of(tables, 0))
     limits = limits_for(stacking, [ids])
     program = EmbeddingProgram(stacking=stacking, batch=BATCH, limits=limits)
-    made = Preprocessor(stacking, batch=BATCH, limits=limits).preprocess(ids)
+    preprocessed = Preprocessor(stacking, batch=BATCH, limits=limits).preprocess(ids)
     mesh = mesh_of(1)
     with jax.set_mesh(mesh):
-        inputs = device_inputs(made.buffers, made.minibatches, mesh)
+        inputs = device_inputs(preprocessed.buffers, preprocessed.minibatches, mesh)
         before = initialise(stacking, mesh, seed=0)
-        given = jax.device_put(gradients_of(tables, 0), jax.NamedSharding(mesh, jax.P(mesh.axis_names)))
-        step = jax.jit(lambda share: update(program, before, inputs, given, share))
+        gradient = jax.device_put(gradients_of(tables, 0), jax.NamedSharding(mesh, jax.P(mesh.axis_names)))
+        step = jax.jit(lambda share: update(program, before, inputs, gradient, share))
         still, moved = (step(share) for share in (0.0, 1.0))
     for stack in stacking.stacks:
         old, same, new = (np.asarray(state.tables[stack.name]) for state in (before, still, moved))
@@ -361,11 +361,11 @@ def test_adam_corrects_its_bias_to_the_last_digits(step: int, beta2: float) -> N
     random = np.random.default_rng(0)
     row, gradient, first, second = (random.uniform(0.5, 2, (1, 8)).astype(np.float32) for _ in range(4))
     slots = tuple(jnp.asarray(slot) for slot in (first, second))
-    given = (jnp.asarray(row), slots, jnp.asarray(gradient), jnp.float32(1), jnp.int32(step), jnp.full((1, 1), 8.0))
-    new, _ = update_state(optimizer, RowState(*given))
+    arguments = (jnp.asarray(row), slots, jnp.asarray(gradient), jnp.float32(1), jnp.int32(step), jnp.full((1, 1), 8.0))
+    new, _ = update_state(optimizer, RowState(*arguments))
     exact = [np.float64(one[0]) for one in (row, first, second, gradient)]
-    wanted, _ = updated(optimizer, exact[0], exact[1:3], exact[3], 1.0, step)
-    np.testing.assert_allclose(np.asarray(new)[0], wanted, rtol=2e-6, atol=2e-6)
+    exact_row, _ = updated(optimizer, exact[0], exact[1:3], exact[3], 1.0, step)
+    np.testing.assert_allclose(np.asarray(new)[0], exact_row, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

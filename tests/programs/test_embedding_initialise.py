@@ -45,7 +45,7 @@ def tables(config: SparseCoreConfig) -> Tables:
 @pytest.fixture(scope="module")
 def begun() -> list[dict[str, Any]]:
     """The tables on 1, 8 and 4 devices, of 1, 3 and 2 SparseCores, the last not stacked."""
-    found = []
+    tables_seen = []
     for devices, own, stacked in ((1, 1, True), (8, 3, True), (4, 2, False)):
         config = SparseCoreConfig(initialize_tables_on_host=False, disable_table_stacking=not stacked)
         stacking = stack_tables(tables(config), cores=devices * own, cores_per_device=own, batch=240)
@@ -57,9 +57,9 @@ def begun() -> list[dict[str, Any]]:
             np.testing.assert_array_equal(again, stacks[name], "padding is zero")
         for slots in state.slots.values():
             assert [float(slot.min()) for slot in slots] == [np.float32(0.3)] and slots[0].sharding.mesh == mesh
-        assert int(state.step) == 0 and all(len(each.addressable_shards) == devices for each in state.tables.values())
-        found.append(whole)
-    return found
+        assert int(state.step) == 0 and all(len(table.addressable_shards) == devices for table in state.tables.values())
+        tables_seen.append(whole)
+    return tables_seen
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_values_are_as_the_initialisers_say(begun: list[dict[str, Any]]) -> None
 
 def test_fast_initialisation_begins_on_the_devices() -> None:
     configs = (SparseCoreConfig(), SparseCoreConfig(enable_fast_table_initialization=True))
-    found = []
+    texts = []
     for config in configs:
         stacking = stack_tables(tables(config), cores=2, cores_per_device=2, batch=4)
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-        found.append(np.asarray(next(iter(initialise(stacking, mesh, seed=3).tables.values()))))
-    assert found[0].shape == found[1].shape and (found[0] != found[1]).any()
+        texts.append(np.asarray(next(iter(initialise(stacking, mesh, seed=3).tables.values()))))
+    assert texts[0].shape == texts[1].shape and (texts[0] != texts[1]).any()

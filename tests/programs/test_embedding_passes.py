@@ -46,7 +46,7 @@ def bind(*operands: jax.Array, rule: RowRule, count: int, config: str) -> list[j
     mesh = jax.sharding.get_abstract_mesh()
     axes, devices = mesh.axis_names, mesh.size
     inputs = StackInputs(*(), **dict(zip(StackInputs.__dataclass_fields__, operands[:4], strict=True)))
-    passes, held, (gradients, rate, step) = operands[4], operands[5 : 5 + count], operands[5 + count :]
+    passes, state, (gradients, rate, step) = operands[4], operands[5 : 5 + count], operands[5 + count :]
     places = [
         read_places(
             jax.tree.map(lambda array, device=device: array.reshape(devices, 1, -1)[device], gathered),
@@ -59,20 +59,20 @@ def bind(*operands: jax.Array, rule: RowRule, count: int, config: str) -> list[j
         for device in range(devices)
     ]
     everyones = lax.all_gather(gradients, axes)
-    here, rows, samples = lax.axis_index(axes), held[0].shape[0], len(gradients) // PER_DEVICE
+    here, rows, samples = lax.axis_index(axes), state[0].shape[0], len(gradients) // PER_DEVICE
 
-    def one(index: jax.Array, held: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        total, found = jnp.zeros((rows, gradients.shape[1])), jnp.zeros(rows, bool)
+    def one(index: jax.Array, rows_of: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        total, touched = jnp.zeros((rows, gradients.shape[1])), jnp.zeros(rows, bool)
         for device, place in enumerate(places):
             mine = place.valid & (place.passes == index) & (place.destination // PER_DEVICE == here)
             at = jnp.where(mine, place.destination % PER_DEVICE * (rows // PER_DEVICE) + place.row, rows)
             own = everyones[device][jnp.where(mine, place.source * samples + place.sample, 0)]
             total = total.at[at].add(own * place.gain[:, None], mode="drop")
-            found = found.at[at].set(True, mode="drop")
-        new = rule(total, held, rate, step)
-        return tuple(jnp.where(found[:, None], a, b) for a, b in zip(new, held, strict=True))
+            touched = touched.at[at].set(True, mode="drop")
+        new = rule(total, rows_of, rate, step)
+        return tuple(jnp.where(touched[:, None], a, b) for a, b in zip(new, rows_of, strict=True))
 
-    return list(lax.fori_loop(0, passes, one, held))
+    return list(lax.fori_loop(0, passes, one, state))
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ def updated(
     state = dataclasses.replace(state, sums=begin_sums(stacking, mesh, program.summed))
     with jax.set_mesh(mesh):
         for seed in range(steps):
-            made = preprocessor.preprocess(inputs_of(stacking.tables, batch_of(stacking.tables, seed)))
+            preprocessed = preprocessor.preprocess(inputs_of(stacking.tables, batch_of(stacking.tables, seed)))
             gradients = gradients_of(stacking.tables, seed)
             placed = jax.device_put(gradients, jax.NamedSharding(mesh, jax.P(mesh.axis_names)))
-            inputs = device_inputs(made.buffers, made.minibatches, mesh)
+            inputs = device_inputs(preprocessed.buffers, preprocessed.minibatches, mesh)
             state = jax.jit(update, static_argnums=0)(program, state, inputs, placed, 1 / (1 + seed))
     tables, slots = host_state(stacking, state)
     return unpack(stacking, tables), [slot for own in slots.values() for slot in own], state
@@ -114,15 +114,15 @@ def test_sparsecores_update_a_row_of_several_passes_once(
     asked: dict[str, Any] = {"stacking": stacking, "batch": BATCH, "limits": limits, "minibatching": True}
     reference = updated(EmbeddingProgram(**asked, sample_passes=PASSES), devices, PASSES)
     program = EmbeddingProgram(**asked, sample_passes=PASSES, kernel="sparsecore")
-    found = updated(program, devices, PASSES)
+    results = updated(program, devices, PASSES)
     for name, rows in reference[0].items():
-        np.testing.assert_allclose(found[0][name], rows, rtol=1e-5, atol=1e-5)
-    for one, other in zip(found[1], reference[1], strict=True):
+        np.testing.assert_allclose(results[0][name], rows, rtol=1e-5, atol=1e-5)
+    for one, other in zip(results[1], reference[1], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     # Only updates that add need no sums; none of the others is under way between two steps.
     additive = kind == "sgd" and clip is None
-    assert set(found[2].sums) == (set() if additive else {stack.name for stack in stacking.stacks})
-    assert all(bool((sums == NO_SUM).all()) for sums in found[2].sums.values())
+    assert set(results[2].sums) == (set() if additive else {stack.name for stack in stacking.stacks})
+    assert all(bool((sums == NO_SUM).all()) for sums in results[2].sums.values())
     # An update in every pass would be another one.
     if kind == "adam":
         every = updated(EmbeddingProgram(**asked, kernel="sparsecore"), devices, PASSES)[0]
@@ -133,12 +133,12 @@ def test_sparsecores_update_a_row_of_several_passes_once(
 def test_a_sum_that_is_no_number_is_applied_too(kind: str) -> None:
     optimizer = TableOptimizer(kind=kind)
     rule = RowRule(optimizer=optimizer, what="apply")
-    held = (jnp.ones((2, 8)), *(jnp.full((2, 8), 0.5) for _ in optimizer.slots(8)))
+    state = (jnp.ones((2, 8)), *(jnp.full((2, 8), 0.5) for _ in optimizer.slots(8)))
     (sums,) = RowRule(optimizer=optimizer, what="add")(
         jnp.full((2, 8), jnp.nan), (jnp.full((2, 8), NO_SUM),), jnp.float32(0.1), jnp.float32(1)
     )
-    new, *_ = rule(jnp.zeros((2, 8)), (*held, sums.at[1].set(NO_SUM)), jnp.float32(0.1), jnp.float32(1))
-    assert jnp.isnan(new[0]).all() and jnp.array_equal(new[1], held[0][1])
+    new, *_ = rule(jnp.zeros((2, 8)), (*state, sums.at[1].set(NO_SUM)), jnp.float32(0.1), jnp.float32(1))
+    assert jnp.isnan(new[0]).all() and jnp.array_equal(new[1], state[0][1])
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_a_run_in_passes_is_that_of_one_pass(
     target = SimpleNamespace(of=lambda *_: StepTarget(kernel="sparsecore", cores_per_device=2))
     monkeypatch.setattr("rooftop.embed.train.trainer.StepTarget", target)
     monkeypatch.setattr("rooftop.embed.train.trainer.compiler_options", lambda *_, **__: {})
-    adagrad = [dataclasses.replace(each, optimizer=TableOptimizer(kind="adagrad")) for each in click_tables().tables]
+    adagrad = [dataclasses.replace(stack, optimizer=TableOptimizer(kind="adagrad")) for stack in click_tables().tables]
     tables = dataclasses.replace(click_tables(), tables=tuple(adagrad))
     # Killed after four batches, and gone on with: nothing that a checkpoint lacks is under way.
     whole = run(clicks, tmp_path / "whole", sample_passes=4, tables=tables, pipelined=True)

@@ -35,8 +35,8 @@ STEPS = 6
 def dense_step(dense: Any, activations: dict[str, Any], batch: Any) -> tuple[Any, dict[str, Any], Any]:
     """A dense part whose every output depends on its weight, the activations and the batch; NumPy and JAX take it."""
     gradients = {name: dense * value + batch for name, value in activations.items()}
-    told = sum((value * value).sum() for value in activations.values())
-    return dense * 0.9 + 0.001 * told, gradients, told
+    loss = sum((value * value).sum() for value in activations.values())
+    return dense * 0.9 + 0.001 * loss, gradients, loss
 
 
 def share_of(step: Any) -> Any:
@@ -90,8 +90,8 @@ def run(tables: Tables, pipelined: bool, devices: int, minibatching: bool = Fals
     """Raises AssertionError where steps on so many devices differ from the simulation."""
     stacking = stack_tables(tables, cores=devices * 2, cores_per_device=2, batch=BATCH)
     batches = [batch_of(tables, seed) for seed in range(STEPS)]
-    given = [inputs_of(tables, each) for each in batches]
-    limits = limits_for(stacking, given)
+    batch_inputs = [inputs_of(tables, batch) for batch in batches]
+    limits = limits_for(stacking, batch_inputs)
     if minibatching:
         limits = in_passes(limits)
     preprocessor = Preprocessor(stacking, batch=BATCH, limits=limits, minibatching=minibatching)
@@ -100,36 +100,36 @@ def run(tables: Tables, pipelined: bool, devices: int, minibatching: bool = Fals
     program = StepProgram(embedding=embedded, dense=dense_step, share_of=share_of)
     embedding = initialise(stacking, mesh, seed=0)
     literal = Literal(tables, host(embedding, stacking))
-    told, passes = [], 0
+    losses, passes = [], 0
     with jax.set_mesh(mesh):
         state = ModelState(embedding=embedding, dense=jnp.float32(0.5))
         step = jax.jit(pipelined_step if pipelined else sequential_step, static_argnums=0)
-        for index, each in enumerate(given):
-            made = preprocessor.preprocess(each)
-            passes = max(passes, made.minibatches)
-            inputs = device_inputs(made.buffers, made.minibatches, mesh)
+        for index, features in enumerate(batch_inputs):
+            preprocessed = preprocessor.preprocess(features)
+            passes = max(passes, preprocessed.minibatches)
+            inputs = device_inputs(preprocessed.buffers, preprocessed.minibatches, mesh)
             state, said = step(program, state, inputs, jnp.float32(index))
-            told.append(said)
+            losses.append(said)
         for _ in range(2 if pipelined else 0):
             state, said = step(program, state, None, None)
-            told.append(said)
+            losses.append(said)
     assert (passes > 1) == minibatching
     if pipelined:
-        assert told[0] is None and told[-1] is None
-        told = told[1:-1]
+        assert losses[0] is None and losses[-1] is None
+        losses = losses[1:-1]
     assert state.looked_up is None and state.differentiated is None
 
-    dense, wanted = 0.5, []
+    dense, expected = 0.5, []
     for index, ids in enumerate(batches):
         # Sequential: all earlier steps' updates. Pipelined: step i is looked up after the update of step i - 2.
         activations = literal.activations(ids, max(0, index - 1) if pipelined else index)
         dense, gradients, said = dense_step(dense, activations, float(index))
-        wanted.append(said)
+        expected.append(said)
         literal.update(ids, gradients, share_of(index))
-    np.testing.assert_allclose([float(each) for each in told], wanted, rtol=1e-5)
+    np.testing.assert_allclose([float(loss) for loss in losses], expected, rtol=1e-5)
     np.testing.assert_allclose(float(state.dense), dense, rtol=1e-5)
     for name, rows in host(state.embedding, stacking).items():
         np.testing.assert_allclose(rows, literal.after[-1][name], rtol=1e-5, atol=1e-5)
     # The two modes differ on these data: neither passes for the other.
     other = literal.activations(batches[2], 2 if pipelined else 1)
-    assert abs(dense_step(0.5, other, 0.0)[2] - wanted[2]) > 1e-3 * wanted[2]
+    assert abs(dense_step(0.5, other, 0.0)[2] - expected[2]) > 1e-3 * expected[2]

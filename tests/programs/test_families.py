@@ -49,8 +49,8 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
         return logits(weights, batch.tokens, how), jax.value_and_grad(loss)(weights, batch, how, chunks=1)
 
     with jax.set_mesh(mesh):
-        found, (value, gradients) = jax.jit(step, compiler_options=QUICKLY)(weights)
-    assert np.abs(np.asarray(found) - golden["logits"]).max() < 1e-4
+        actual, (value, gradients) = jax.jit(step, compiler_options=QUICKLY)(weights)
+    assert np.abs(np.asarray(actual) - golden["logits"]).max() < 1e-4
     assert float(value) == pytest.approx(float(golden["loss"]), abs=1e-5)
     grads = to_checkpoint(model, jax.tree.map(np.asarray, gradients))
     summary = np.stack([TINY.summarise(tensor, grads[tensor]) for tensor in facts["weights"]])
@@ -114,11 +114,11 @@ def test_layers_become_few_scans() -> None:
         "gemma3-27b": [(10, (1024,) * 5 + (None,)), (2, (1024,))],
         "deepseek-v3": [(3, (None,)), (58, (None,))],
     }
-    for name, wanted in periods.items():
-        found = segments(load_model(name))
-        assert [(each.repeats, tuple(kind.window for kind in each.kinds)) for each in found] == wanted
-        assert [kind.moe for each in found for kind in each.kinds] == (
-            [False, True] if name == "deepseek-v3" else [False] * sum(len(each.kinds) for each in found)
+    for name, shape in periods.items():
+        parts = segments(load_model(name))
+        assert [(part.repeats, tuple(kind.window for kind in part.kinds)) for part in parts] == shape
+        assert [kind.moe for part in parts for kind in part.kinds] == (
+            [False, True] if name == "deepseek-v3" else [False] * sum(len(part.kinds) for part in parts)
         )
     assert segments(load_model("gemma3-27b"))[0].layer(5, 9) == 59
 

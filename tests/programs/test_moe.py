@@ -141,8 +141,8 @@ def sharded(
 
     with jax.set_mesh(mesh):
         placed = {k: jax.device_put(w, NamedSharding(mesh, specs.parameter(*DIMS[k]))) for k, w in weights.items()}
-        found = both(jax.device_put(x, stream), placed, jax.device_put(derivative, stream))
-    return jax.tree.map(np.asarray, found)
+        results = both(jax.device_put(x, stream), placed, jax.device_put(derivative, stream))
+    return jax.tree.map(np.asarray, results)
 
 
 def test_padding_takes_no_slot() -> None:
@@ -174,7 +174,7 @@ def choose(scores: np.ndarray, correction: np.ndarray | float, moe: Mixture) -> 
 
 
 def plain(
-    model: ModelConfig, weights: Weights, x: np.ndarray, derivative: np.ndarray, kept: np.ndarray | bool = True
+    model: ModelConfig, weights: Weights, x: np.ndarray, derivative: np.ndarray, real: np.ndarray | bool = True
 ) -> tuple[np.ndarray, np.ndarray, Weights]:
     """The same by the definition: every expert on every token, weighed. ``kept`` [n, E]: pairs that are not dropped."""
     moe = model.moe
@@ -202,7 +202,7 @@ def plain(
         tokens = x.reshape(-1, D)
         share = score(tokens, weights) * chosen
         share = share / share.sum(-1, keepdims=True) if moe.normalise else share
-        share = share * moe.routed_scaling * kept
+        share = share * moe.routed_scaling * real
         out = jnp.zeros_like(tokens)
         for expert in range(moe.experts):
             own = {k: w[expert] for k, w in weights.items() if k.startswith(("gate", "up", "down"))}
@@ -215,10 +215,10 @@ def plain(
     return jax.tree.map(np.asarray, (out, *pull(derivative)))
 
 
-def assert_equal(found: Any, wanted: Any) -> None:
+def assert_equal(actual: Any, expected: Any) -> None:
     """Every array, to 2e-6 of its largest element."""
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         scale = np.abs(b).max() or 1.0
         assert np.abs(a - b).max() / scale < 2e-6, jax.tree_util.keystr(path)
 
@@ -243,8 +243,8 @@ SHARDINGS = [
 @pytest.mark.parametrize(("name", "sizes"), SHARDINGS)
 def test_values_and_gradients_are_those_of_a_plain_mixture(name: str, sizes: Mapping[str, int]) -> None:
     """Whatever the mesh. Without a capacity factor nothing is dropped, though experts are chosen very unevenly."""
-    given = case(name)
-    assert_equal(sharded(*given, mesh_of(**sizes)), plain(*given))
+    problem = case(name)
+    assert_equal(sharded(*problem, mesh_of(**sizes)), plain(*problem))
 
 
 GROUPED = [
@@ -266,8 +266,8 @@ GROUPED = [
 
 @pytest.mark.parametrize(("name", "sizes"), GROUPED)
 def test_grouped_matmul_drops_nothing(name: str, sizes: Mapping[str, int]) -> None:
-    given = case(name)
-    assert_equal(sharded(*given, mesh_of(**sizes), matmul="grouped"), plain(*given))
+    problem = case(name)
+    assert_equal(sharded(*problem, mesh_of(**sizes), matmul="grouped"), plain(*problem))
 
 
 @pytest.mark.parametrize("matmul", ["batched", "grouped"])
@@ -275,8 +275,8 @@ def test_crowded_experts_drop_nothing_without_a_factor(matmul: str) -> None:
     """All tokens go to the experts of two of four devices; other experts have no rows at all."""
     model, weights, x, derivative = case("gpt_oss")
     weights = weights | {"router_bias": weights["router_bias"] + 30.0 * (np.arange(8) < 4)}
-    given = model, weights, x, derivative
-    assert_equal(sharded(*given, mesh_of(expert=4, tensor=2), matmul=matmul), plain(*given))
+    problem = model, weights, x, derivative
+    assert_equal(sharded(*problem, mesh_of(expert=4, tensor=2), matmul=matmul), plain(*problem))
 
 
 def test_a_capacity_of_grouped_experts_is_that_of_a_whole_shard() -> None:
@@ -285,11 +285,11 @@ def test_a_capacity_of_grouped_experts_is_that_of_a_whole_shard() -> None:
     mesh, moe = mesh_of(expert=2), model.moe
     assert moe is not None
     weights = weights | {"router": weights["router"] + np.float32(0.2) * (np.arange(8) < 4)}
-    kept = choose((x @ weights["router"]).reshape(-1, moe.experts), 0.0, moe).reshape(BATCH, SEQ_LEN, -1)
+    chosen = choose((x @ weights["router"]).reshape(-1, moe.experts), 0.0, moe).reshape(BATCH, SEQ_LEN, -1)
     limit = capacity(BATCH * SEQ_LEN // 2, moe, 1.0, shards=2)
-    whole = kept.copy()
+    whole = chosen.copy()
     for place in NamedSharding(mesh, specs_on(mesh).residual).devices_indices_map(x.shape).values():
-        own = kept[place[:2]].reshape(-1, 2, 4)
+        own = chosen[place[:2]].reshape(-1, 2, 4)
         scores = (x[place[:2]] @ weights["router"]).reshape(-1, 2, 4)
         for shard in range(2):
             # A token's pairs are in the order of its preference.
@@ -299,11 +299,11 @@ def test_a_capacity_of_grouped_experts_is_that_of_a_whole_shard() -> None:
             ]
             for token, expert in pairs[limit:]:
                 own[token, shard, expert] = False
-        kept[place[:2]] = own.reshape(kept[place[:2]].shape)
-    assert 0 < (whole & ~kept).sum() < 0.3 * whole.sum()
-    given = model, weights, x, derivative
-    found = sharded(*given, mesh, factor=1.0, matmul="grouped")
-    assert_equal(found, plain(*given, kept=kept.reshape(-1, moe.experts)))
+        chosen[place[:2]] = own.reshape(chosen[place[:2]].shape)
+    assert 0 < (whole & ~chosen).sum() < 0.3 * whole.sum()
+    problem = model, weights, x, derivative
+    actual = sharded(*problem, mesh, factor=1.0, matmul="grouped")
+    assert_equal(actual, plain(*problem, real=chosen.reshape(-1, moe.experts)))
 
 
 @settings(max_examples=10)
@@ -313,12 +313,12 @@ def test_products_of_groups(sizes: list[int], beyond: int, tile: int) -> None:
     random, total = np.random.default_rng(0), max(sum(sizes) + beyond, 1)
     rows, others = random.standard_normal((total, 3)), random.standard_normal((total, 2))
     ends = np.cumsum(sizes)
-    wanted = [rows[end - size : end].T @ others[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    expected = [rows[end - size : end].T @ others[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     with mock.patch.object(grouped_matmul, "TILE", tile):
-        found = grouped_matmul.grouped_products(
+        actual = grouped_matmul.grouped_products(
             jnp.asarray(rows, jnp.float32), jnp.asarray(others, jnp.float32), jnp.asarray(sizes, jnp.int32)
         )
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"expert": 4, "tensor": 2}, {"fsdp": 2, "expert": 2}])
@@ -329,16 +329,16 @@ def test_pairs_beyond_the_capacity_are_dropped_last_come_first(sizes: Mapping[st
     assert moe is not None
     stream = NamedSharding(mesh, specs_on(mesh).residual)
     logits = x @ weights["router"]
-    kept = choose(logits.reshape(-1, moe.experts), 0.0, moe).reshape(BATCH, SEQ_LEN, -1)
+    chosen = choose(logits.reshape(-1, moe.experts), 0.0, moe).reshape(BATCH, SEQ_LEN, -1)
     tokens = BATCH * SEQ_LEN // len(mesh.devices.flat)
     limit = capacity(tokens, moe, 0.75, shards=moe.experts)
     assert limit == math.ceil(0.75 * tokens * 2 / 8)
     for place in stream.devices_indices_map(x.shape).values():
-        own = kept[place[:2]].reshape(tokens, -1)
-        kept[place[:2]] = (own & (np.cumsum(own, axis=0) <= limit)).reshape(kept[place[:2]].shape)
-    assert 0.1 < 1 - kept.sum() / (BATCH * SEQ_LEN * 2) < 0.6
-    given = model, weights, x, derivative
-    assert_equal(sharded(*given, mesh, factor=0.75), plain(*given, kept=kept.reshape(-1, moe.experts)))
+        own = chosen[place[:2]].reshape(tokens, -1)
+        chosen[place[:2]] = (own & (np.cumsum(own, axis=0) <= limit)).reshape(chosen[place[:2]].shape)
+    assert 0.1 < 1 - chosen.sum() / (BATCH * SEQ_LEN * 2) < 0.6
+    problem = model, weights, x, derivative
+    assert_equal(sharded(*problem, mesh, factor=0.75), plain(*problem, real=chosen.reshape(-1, moe.experts)))
 
 
 # ---- its parts ------------------------------------------------------------------------------------------------------
@@ -389,21 +389,21 @@ def test_correction_decides_and_does_not_weigh() -> None:
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_activations(name: str) -> None:
     x = np.linspace(-3, 3, 13, dtype=np.float32)
-    wanted = {
+    expected = {
         "silu": x / (1 + np.exp(-x)),
         "gelu": [v * (1 + math.erf(v / 2**0.5)) / 2 for v in x],
         "gelu_tanh": x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
         "relu": np.maximum(x, 0),
     }[name]
     model = model_of(V2, activation=name)
-    np.testing.assert_allclose(activate(None, jnp.asarray(x), model), wanted, atol=2e-6)
-    np.testing.assert_allclose(activate(jnp.asarray(x), jnp.asarray(x), model), wanted * x, atol=5e-6)
+    np.testing.assert_allclose(activate(None, jnp.asarray(x), model), expected, atol=2e-6)
+    np.testing.assert_allclose(activate(jnp.asarray(x), jnp.asarray(x), model), expected * x, atol=5e-6)
 
 
 def test_capacity() -> None:
     moe = Mixture(experts=8, active=2, d_ff=4)
-    found = [capacity(64, moe, factor, shards=8) for factor in (None, 1.0, 1.01, 0.01, 100.0)]
-    assert found == [64, 16, 17, 1, 64]
+    sizes = [capacity(64, moe, factor, shards=8) for factor in (None, 1.0, 1.01, 0.01, 100.0)]
+    assert sizes == [64, 16, 17, 1, 64]
     # A shard of four experts may be chosen twice by a token.
     assert [capacity(64, moe, factor, shards=2) for factor in (None, 1.0, 100.0)] == [128, 64, 128]
 
@@ -498,8 +498,8 @@ def compiled_rows(model: ModelConfig, slice_name: str, layout: str, batch: int, 
 
 def moved(row: JoinedRow, kind: str, axis: str) -> tuple[float, float]:
     """Bytes of one kind of collective, planned and compiled."""
-    found = [each for each in row.collectives if each.kind == kind and each.axes == (axis,)]
-    return tuple(sum(getattr(each, side) or 0.0 for each in found) for side in ("planned_bytes", "compiled_bytes"))
+    entries = [entry for entry in row.collectives if entry.kind == kind and entry.axes == (axis,)]
+    return tuple(sum(getattr(entry, side) or 0.0 for entry in entries) for side in ("planned_bytes", "compiled_bytes"))
 
 
 @pytest.mark.parametrize(
@@ -524,9 +524,9 @@ def test_compiled_mixture_is_as_planned(slice_name: str, layout: str, experts: i
     for axis in (axis for axis in ("expert", "fsdp", "tensor") if axis in layout):
         for kind in ("all_to_all",) if axis == "expert" else ("all_gather", "reduce_scatter"):
             # Not planned: the router's weight is gathered over fsdp, and routing weights travel beside the rows.
-            each = [moved(row, kind, axis) for key, row in rows.items() if key[0] != "layers/moe/router"]
-            planned, compiled = np.sum(each, axis=0)
+            amounts = [moved(row, kind, axis) for key, row in rows.items() if key[0] != "layers/moe/router"]
+            planned, compiled = np.sum(amounts, axis=0)
             assert compiled == pytest.approx(planned, rel=0.01), (kind, axis)
             assert planned > 0
-    stray = [each for key, row in rows.items() if key[0] == "unscoped" for each in row.collectives]
-    assert sum(each.compiled_bytes or 0.0 for each in stray) < 2**18, stray
+    stray = [entry for key, row in rows.items() if key[0] == "unscoped" for entry in row.collectives]
+    assert sum(entry.compiled_bytes or 0.0 for entry in stray) < 2**18, stray

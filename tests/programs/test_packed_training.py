@@ -69,35 +69,35 @@ def program(model: ModelConfig, **changes: Any) -> TrainProgram:
 
 
 def step(
-    made: TrainProgram, mesh: jax.sharding.Mesh, batch: Batch[np.ndarray]
+    trained: TrainProgram, mesh: jax.sharding.Mesh, batch: Batch[np.ndarray]
 ) -> tuple[dict[str, float], Transformer[np.ndarray]]:
     """The metrics that there are, and gradients (from Adam's first moment) of one step."""
-    state = initial_state(made, mesh)
-    place = abstract_batch(made, mesh).tokens.sharding
-    order = sequence_order(SEQ_LEN, mesh.shape["context"], made.computation.context_order)
+    state = initial_state(trained, mesh)
+    place = abstract_batch(trained, mesh).tokens.sharding
+    order = sequence_order(SEQ_LEN, mesh.shape["context"], trained.computation.context_order)
     placed = jax.tree.map(lambda ids: jax.device_put(ids[:, order], place), batch)
     with jax.set_mesh(mesh):
-        state, metrics = traced(made, mesh)(state, placed)
-    found = {name: float(value) for name, value in vars(metrics).items() if value is not None}
+        state, metrics = traced(trained, mesh)(state, placed)
+    values = {name: float(value) for name, value in vars(metrics).items() if value is not None}
     moments = optax.tree_utils.tree_get(state.optimizer, "mu")
-    return found, jax.tree.map(lambda m: np.asarray(m) / (1 - made.optimizer.b1), moments)
+    return values, jax.tree.map(lambda m: np.asarray(m) / (1 - trained.optimizer.b1), moments)
 
 
 _TRACED = dict[tuple[str, jax.sharding.Mesh], Any]()
 
 
-def traced(made: TrainProgram, mesh: jax.sharding.Mesh) -> Any:
+def traced(trained: TrainProgram, mesh: jax.sharding.Mesh) -> Any:
     """The step of a program on a mesh, traced once for batches of one kind."""
-    key = json.dumps(made.to_json(), sort_keys=True), mesh
+    key = json.dumps(trained.to_json(), sort_keys=True), mesh
     if key not in _TRACED:
-        _TRACED[key] = jax.jit(train_step(made, made.specs(mesh)), compiler_options=QUICKLY)
+        _TRACED[key] = jax.jit(train_step(trained, trained.specs(mesh)), compiler_options=QUICKLY)
     return _TRACED[key]
 
 
-def assert_close(found: Transformer[np.ndarray], wanted: Transformer[np.ndarray], tolerance: float = 1e-5) -> None:
+def assert_close(actual: Transformer[np.ndarray], expected: Transformer[np.ndarray], tolerance: float = 1e-5) -> None:
     """Every gradient, relative to its largest element or a hundredth of the model's largest."""
-    largest = max(np.abs(each).max() for each in jax.tree.leaves(wanted))
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
         scale = max(np.abs(b).max(), 1e-2 * largest)
         assert np.abs(a - b).max() / scale < tolerance, jax.tree_util.keystr(path)
 
@@ -122,13 +122,13 @@ def test_a_packed_batch_is_its_documents(name: str) -> None:
         whole = step(weights, replace(packed(model.vocab), positions=None))
         for length in sorted({length for lengths in LENGTHS for length in lengths}):
             rows = np.stack([text for texts in documents(model.vocab) for text in texts if len(text) == length])
-            found = step(weights, Batch(tokens=rows[:, :-1], targets=rows[:, 1:]))
-            alone.append((rows[:, 1:].size, found))
+            actual = step(weights, Batch(tokens=rows[:, :-1], targets=rows[:, 1:]))
+            alone.append((rows[:, 1:].size, actual))
     total = sum(size for size, _ in alone)
     assert total == (packed(model.vocab).targets >= 0).sum()
     (value, terms), gradients = jax.tree.map(
-        lambda *each: sum(size / total * np.asarray(x) for (size, _), x in zip(alone, each, strict=True)),
-        *(found for _, found in alone),
+        lambda *leaves: sum(size / total * np.asarray(x) for (size, _), x in zip(alone, leaves, strict=True)),
+        *(gradient for _, gradient in alone),
     )
     assert float(whole[0][0]) == pytest.approx(float(value), rel=1e-5)
     assert float(whole[0][1]["z_loss"]) == pytest.approx(float(terms["z_loss"]), rel=1e-5)
@@ -166,12 +166,12 @@ def test_sharded_packed_step_equals_the_one_device_step(
     # On one device there is no context to gather.
     ways = ("microbatches", "loss_chunks", "expert_matmul", "context_attention")
     one = {key: value for key, value in changes.items() if key not in ways}
-    wanted, wanted_gradients = step(program(model, **one), mesh_of(), replace(batch, positions=None))
-    found, gradients = step(program(model, **changes), mesh_of(**sizes), replace(batch, positions=None))
-    assert found == pytest.approx(wanted, rel=1e-5)
-    assert wanted["tokens"] == (batch.targets >= 0).sum()
+    expected, wanted_gradients = step(program(model, **one), mesh_of(), replace(batch, positions=None))
+    actual, gradients = step(program(model, **changes), mesh_of(**sizes), replace(batch, positions=None))
+    assert actual == pytest.approx(expected, rel=1e-5)
+    assert expected["tokens"] == (batch.targets >= 0).sum()
     assert all(
-        wanted[each] for each in ("z_loss", "gradient_norm", *(["balance_loss"] if "balance_loss" in one else []))
+        expected[name] for name in ("z_loss", "gradient_norm", *(["balance_loss"] if "balance_loss" in one else []))
     )
     assert_close(gradients, wanted_gradients, 2e-5)
 
@@ -179,11 +179,11 @@ def test_sharded_packed_step_equals_the_one_device_step(
 def test_positions_may_be_given() -> None:
     """Those that restart are what is derived; others are other positions."""
     model, mesh = model_of("llama"), mesh_of(context=2, fsdp=2)
-    batch, made = packed(model.vocab), program(model, z_loss=0.0)
-    derived, _ = step(made, mesh, replace(batch, positions=None))
-    assert step(made, mesh, batch)[0] == derived
+    batch, trained = packed(model.vocab), program(model, z_loss=0.0)
+    derived, _ = step(trained, mesh, replace(batch, positions=None))
+    assert step(trained, mesh, batch)[0] == derived
     other = np.broadcast_to(np.arange(SEQ_LEN, dtype=np.int32) ** 2 % 13, batch.tokens.shape)
-    assert step(made, mesh, replace(batch, positions=other))[0]["loss"] != pytest.approx(derived["loss"], rel=1e-4)
+    assert step(trained, mesh, replace(batch, positions=other))[0]["loss"] != pytest.approx(derived["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
@@ -193,16 +193,16 @@ def test_positions_restart_in_any_order_of_the_sequence(devices: int) -> None:
     mesh = mesh_of(context=devices)
     ids = jax.device_put(batch.segments[:, order], jax.NamedSharding(mesh, jax.P(None, "context")))
     with jax.set_mesh(mesh):
-        found = jax.jit(within_segments)(ids, jnp.asarray(order))
-    assert (np.asarray(found) == batch.positions[:, order]).all()
+        restarted = jax.jit(within_segments)(ids, jnp.asarray(order))
+    assert (np.asarray(restarted) == batch.positions[:, order]).all()
 
 
 def test_a_batch_without_any_loss_changes_nothing() -> None:
     model = model_of("llama")
     batch = packed(model.vocab)
     empty = replace(batch, targets=np.full_like(batch.targets, -1))
-    found, gradients = step(program(model, microbatches=2), mesh_of(fsdp=2), empty)
-    assert (found["loss"], found["z_loss"], found["gradient_norm"]) == (0, 0, 0)
+    metrics, gradients = step(program(model, microbatches=2), mesh_of(fsdp=2), empty)
+    assert (metrics["loss"], metrics["z_loss"], metrics["gradient_norm"]) == (0, 0, 0)
     assert all((gradient == 0).all() for gradient in jax.tree.leaves(gradients))
 
 
@@ -226,8 +226,8 @@ def test_z_loss_is_the_mean_square_of_log_z() -> None:
 
     with jax.set_mesh(mesh):
         both = jax.jit(lambda w: [jax.value_and_grad(f, has_aux=True)(w) for f in (plain, ours)])(weights)
-    ((wanted, squares), wanted_gradients), ((value, terms), gradients) = jax.tree.map(np.asarray, both)
-    assert float(value) == pytest.approx(float(wanted), rel=1e-5)
+    ((value_expected, squares), wanted_gradients), ((value, terms), gradients) = jax.tree.map(np.asarray, both)
+    assert float(value) == pytest.approx(float(value_expected), rel=1e-5)
     assert float(terms["z_loss"]) == pytest.approx(float(squares), rel=1e-5)
     assert squares > 1
     assert_close(gradients, wanted_gradients)
@@ -252,15 +252,15 @@ def test_balance_is_the_published_formula() -> None:
     segments = random.integers(0, 3, 40).astype(np.int32)
 
     def ours(layers: list[jax.Array], segments: jax.Array | None) -> jax.Array:
-        chosen = [jax.lax.top_k(each, moe.active)[1] for each in layers]
+        chosen = [jax.lax.top_k(logits, moe.active)[1] for logits in layers]
         real = None if segments is None else segments > 0
-        return balance(sum(load(each, ids, real, moe) for each, ids in zip(layers, chosen, strict=True)))
+        return balance(sum(load(logits, ids, real, moe) for logits, ids in zip(layers, chosen, strict=True)))
 
     for ids, mask in ((None, np.ones(40, bool)), (jnp.asarray(segments), segments > 0)):
-        value, gradients = jax.value_and_grad(ours)([jnp.asarray(each) for each in layers], ids)
+        value, gradients = jax.value_and_grad(ours)([jnp.asarray(layer) for layer in layers], ids)
         assert float(value) == pytest.approx(published_balance(layers, moe.active, mask), rel=1e-5)
         # A change too small to choose other experts.
-        change = [random.standard_normal(each.shape).astype(np.float32) for each in layers]
+        change = [random.standard_normal(layer.shape).astype(np.float32) for layer in layers]
         there, back = (
             published_balance([x + sign * 1e-4 * dx for x, dx in zip(layers, change, strict=True)], moe.active, mask)
             for sign in (1, -1)
@@ -285,15 +285,15 @@ def test_balance_loss_is_a_part_of_the_objective() -> None:
     """It changes the gradient of routers, in proportion, and the loss that is told stays the cross-entropy."""
     model = model_of("qwen3_moe")
     batch = packed(model.vocab)
-    found = {
+    results = {
         weight: step(program(model, balance_loss=weight, z_loss=0.0, remat="none"), mesh_of(), batch)
         for weight in (0.0, 0.1, 0.2)
     }
-    metrics = {c: each[0] for c, each in found.items()}
+    metrics = {c: result[0] for c, result in results.items()}
     assert metrics[0.1]["loss"] == pytest.approx(metrics[0.0]["loss"], rel=1e-5)
     assert "balance_loss" not in metrics[0.0]
     assert metrics[0.1]["balance_loss"] == metrics[0.2]["balance_loss"] > 1
-    routers = {c: each[1].layers[-1][-1].mlp.router for c, each in found.items()}
+    routers = {c: result[1].layers[-1][-1].mlp.router for c, result in results.items()}
     once, twice = routers[0.1] - routers[0.0], routers[0.2] - routers[0.0]
     assert np.abs(once).max() > 1e-5
     np.testing.assert_allclose(twice, 2 * once, atol=1e-3 * np.abs(twice).max())
@@ -313,24 +313,24 @@ def test_gradient_norm_is_told_before_clipping() -> None:
 
 def test_what_is_not_asked_for_is_not_told() -> None:
     model, mesh = model_of("llama"), mesh_of(fsdp=2)
-    made = program(model, packed=False, gradient_norm=False, z_loss=0.0)
-    batch = abstract_batch(made, mesh)
+    trained = program(model, packed=False, gradient_norm=False, z_loss=0.0)
+    batch = abstract_batch(trained, mesh)
     assert (batch.segments, batch.positions) == (None, None)
     with jax.set_mesh(mesh):
         _, metrics = jax.eval_shape(
-            train_step(made, made.specs(mesh)), init_state(made, jax.random.key(0), mesh), batch
+            train_step(trained, trained.specs(mesh)), init_state(trained, jax.random.key(0), mesh), batch
         )
     assert metrics == StepMetrics(loss=metrics.loss)
 
 
 def test_json_has_what_is_new_and_reads_what_is_old() -> None:
-    made = program(model_of("qwen3_moe"), balance_loss=0.01, expert_matmul="grouped", context_attention="all_gather")
-    assert TrainProgram.from_json(json.loads(json.dumps(made.to_json()))) == made
+    trained = program(model_of("qwen3_moe"), balance_loss=0.01, expert_matmul="grouped", context_attention="all_gather")
+    assert TrainProgram.from_json(json.loads(json.dumps(trained.to_json()))) == trained
     new = {"packed", "z_loss", "balance_loss", "gradient_norm", "expert_matmul", "context_attention"}
-    stored = made.to_json()
+    stored = trained.to_json()
     stored["computation"] = {key: value for key, value in stored["computation"].items() if key not in new}
     old = TrainProgram.from_json({key: value for key, value in stored.items() if key not in new})
-    assert old == program_of(model=made.model, batch=8, seq_len=SEQ_LEN, attention="chunked", compute_dtype="f32")
+    assert old == program_of(model=trained.model, batch=8, seq_len=SEQ_LEN, attention="chunked", compute_dtype="f32")
 
 
 @pytest.mark.parametrize(

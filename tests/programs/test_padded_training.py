@@ -37,12 +37,12 @@ def program(model: ModelConfig, **changes: Any) -> TrainProgram:
     return program_of(**(fields | changes))
 
 
-def batch_of(made: TrainProgram) -> Batch[np.ndarray]:
+def batch_of(trained: TrainProgram) -> Batch[np.ndarray]:
     """Random text; packed, of two documents a sequence and one token of padding."""
     random = np.random.default_rng(0)
-    text = random.integers(0, made.model.vocab, (SEQUENCES, SEQ_LEN + 1)).astype(np.int32)
+    text = random.integers(0, trained.model.vocab, (SEQUENCES, SEQ_LEN + 1)).astype(np.int32)
     tokens, targets = text[:, :-1], text[:, 1:].copy()
-    if not made.packed:
+    if not trained.packed:
         return Batch(tokens=tokens, targets=targets)
     segments = np.tile(np.repeat([1, 2, 0], [5, SEQ_LEN - 6, 1]).astype(np.int32), (SEQUENCES, 1))
     positions = np.tile(np.concatenate([np.arange(5), np.arange(SEQ_LEN - 5)]).astype(np.int32), (SEQUENCES, 1))
@@ -50,12 +50,12 @@ def batch_of(made: TrainProgram) -> Batch[np.ndarray]:
     return Batch(tokens=tokens, targets=targets, segments=segments, positions=positions)
 
 
-def one_step(made: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[dict[str, float], Transformer[np.ndarray]]:
+def one_step(trained: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[dict[str, float], Transformer[np.ndarray]]:
     """The metrics and the updated weights of one step."""
-    state, like, batch = init_state(made, jax.random.key(0), mesh), abstract_batch(made, mesh), batch_of(made)
+    state, like, batch = init_state(trained, jax.random.key(0), mesh), abstract_batch(trained, mesh), batch_of(trained)
     more = [(0, padded - size) for padded, size in zip(like.tokens.shape, batch.tokens.shape, strict=True)]
     ring = mesh.shape["context"]
-    order = sequence_order(like.tokens.shape[1], ring, made.computation.context_order if ring > 1 else "contiguous")
+    order = sequence_order(like.tokens.shape[1], ring, trained.computation.context_order if ring > 1 else "contiguous")
 
     def place(name: str) -> jax.Array | None:
         ids = getattr(batch, name)
@@ -66,7 +66,7 @@ def one_step(made: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[dict[str, flo
 
     placed = Batch(**{name: place(name) for name in ("tokens", "targets", "segments", "positions")}, padded=like.padded)
     with jax.set_mesh(mesh):
-        step = jax.jit(train_step(made, made.specs(mesh)), donate_argnums=0, compiler_options=QUICKLY)
+        step = jax.jit(train_step(trained, trained.specs(mesh)), donate_argnums=0, compiler_options=QUICKLY)
         state, metrics = jax.block_until_ready(step(state, placed))
     values = {name: float(value) for name, value in vars(metrics).items() if value is not None}
     return values, jax.tree.map(np.asarray, state.weights)
@@ -93,10 +93,10 @@ def one_step(made: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[dict[str, flo
 def test_padding_changes_neither_loss_nor_update(
     model: ModelConfig, sizes: dict[str, int], changes: dict[str, Any]
 ) -> None:
-    made, mesh = program(model, **changes), mesh_of(**sizes)
-    assert made.padded(mesh) != (SEQUENCES, SEQ_LEN)
+    trained, mesh = program(model, **changes), mesh_of(**sizes)
+    assert trained.padded(mesh) != (SEQUENCES, SEQ_LEN)
     alone = {"microbatches": 1, "context_attention": "ring"}
     expected, weights = one_step(program(model, **(changes | alone)), mesh_of())
-    metrics, updated = one_step(made, mesh)
+    metrics, updated = one_step(trained, mesh)
     assert metrics == pytest.approx(expected, rel=2e-5)
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=2e-5), updated, weights)

@@ -39,8 +39,8 @@ def prices(mesh: str = "X=2,Y=4", on: str = "v5e:2x4") -> Prices:
 @cache
 def devices(**axes: int) -> jax.sharding.Mesh:
     shape = tuple(axes.values())
-    found = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-    return jax.sharding.Mesh(found, tuple(axes))
+    local = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    return jax.sharding.Mesh(local, tuple(axes))
 
 
 MESH = {"X": 2, "Y": 4}
@@ -51,7 +51,7 @@ def whole(array: ShardedArray, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(-1, 2, array.shape(SIZES)).astype(np.float32)
 
 
-def held(array: ShardedArray, value: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
+def placed(array: ShardedArray, value: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
     """``value`` as the JAX array that holds ``array``; partial sums are made up that add to it."""
     stacked = tuple(mesh.shape[axis] for axis in mesh.axis_names if axis in array.unreduced)
     if stacked:
@@ -71,12 +71,12 @@ def expected(einsum: Einsum) -> np.ndarray:
 
 
 def operands(einsum: Einsum, mesh: jax.sharding.Mesh) -> tuple[jax.Array, jax.Array]:
-    return held(einsum.left, whole(einsum.left, 1), mesh), held(einsum.right, whole(einsum.right, 2), mesh)
+    return placed(einsum.left, whole(einsum.left, 1), mesh), placed(einsum.right, whole(einsum.right, 2), mesh)
 
 
 def every(dims: str, *, unreduced: bool = False) -> list[ShardedArray]:
     plain = ShardedArray(dtype="f32", dims=tuple(dims), axes=((),) * len(dims))
-    return [plain.with_axes(*found) for found in shardings(len(dims), MESH, unreduced=unreduced)]
+    return [plain.with_axes(*split) for split in shardings(len(dims), MESH, unreduced=unreduced)]
 
 
 @cache
@@ -110,11 +110,11 @@ def einsums(left: str, right: str, out: str) -> list[Einsum]:
 
 def check_best(asked: Sequence[Einsum]) -> None:
     mesh, known = devices(**MESH), prices()
-    for each in asked:
-        best = strategies(each, known)[0]
-        found = run_in_parts(best, each, *operands(each, mesh))
-        assert found.sharding.is_equivalent_to(partition(each.output, mesh), found.ndim), str(each)
-        np.testing.assert_array_equal(summed(each.output, found), expected(each), err_msg=str(each))
+    for einsum in asked:
+        best = strategies(einsum, known)[0]
+        product = run_in_parts(best, einsum, *operands(einsum, mesh))
+        assert product.sharding.is_equivalent_to(partition(einsum.output, mesh), product.ndim), str(einsum)
+        np.testing.assert_array_equal(summed(einsum.output, product), expected(einsum), err_msg=str(einsum))
 
 
 def sample(asked: list[Einsum], count: int) -> list[Einsum]:
@@ -164,8 +164,8 @@ def test_all_strategies_of_an_einsum_equal_one_device(text: str) -> None:
     mesh, ops = devices(**MESH), set()
     for asked, strategy in list(distinct(text))[: examples(16, quick=8)]:
         ops |= {step.op for step in strategy.steps}
-        found = jax.jit(einsum_program(strategy, asked, mesh))(*operands(asked, mesh))
-        np.testing.assert_array_equal(summed(asked.output, found), expected(asked), err_msg=strategy.rule)
+        product = jax.jit(einsum_program(strategy, asked, mesh))(*operands(asked, mesh))
+        np.testing.assert_array_equal(summed(asked.output, product), expected(asked), err_msg=strategy.rule)
     assert len(ops) > 2
 
 
@@ -177,8 +177,8 @@ def test_every_resharding_keeps_the_array() -> None:
         steps = Paths(source, prices()).to(target)
         used |= {step.op for step in steps}
         value = whole(source, 3)
-        found = jax.jit(path_program(steps, (source,), mesh))(held(source, value, mesh))
-        np.testing.assert_array_equal(summed(target, found), value, err_msg=f"{source} -> {target}")
+        result = jax.jit(path_program(steps, (source,), mesh))(placed(source, value, mesh))
+        np.testing.assert_array_equal(summed(target, result), value, err_msg=f"{source} -> {target}")
     assert used >= {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "permute"}
 
 
@@ -186,10 +186,10 @@ def test_every_resharding_keeps_the_array() -> None:
 def test_what_is_free_keeps_the_array(step: str) -> None:
     mesh = devices(**MESH)
     for source, target in (("f32[I_X, J]", "f32[I, J]{U_X}"), ("f32[I, J_Y]", "f32[I, J_Y]{U_X}")):
-        array, wanted = ShardedArray.parse(source), ShardedArray.parse(target)
-        steps = Paths(array, prices()).to(wanted)
-        found = path_program(steps, (array,), mesh)(held(array, whole(array, 4), mesh))
-        np.testing.assert_array_equal(summed(wanted, found), whole(array, 4))
+        array, target_array = ShardedArray.parse(source), ShardedArray.parse(target)
+        steps = Paths(array, prices()).to(target_array)
+        result = path_program(steps, (array,), mesh)(placed(array, whole(array, 4), mesh))
+        np.testing.assert_array_equal(summed(target_array, result), whole(array, 4))
 
 
 @pytest.mark.parametrize(
@@ -207,17 +207,17 @@ def test_what_is_free_keeps_the_array(step: str) -> None:
 )
 def test_backward_programs_give_the_gradients(text: str) -> None:
     mesh = devices(**MESH)
-    found = list(distinct(text))
-    chosen = found[:4] + [each for each in found[4:] if "while" in each[1].rule][:3]
+    pairs = list(distinct(text))
+    chosen = pairs[:4] + [pair for pair in pairs[4:] if "while" in pair[1].rule][:3]
     for asked, strategy in chosen:
         programs = backward(asked, strategy, prices())
         output = replace(asked.output, unreduced=())
         weight = whole(output, 5)
         _, (left, right) = prepared(strategy, asked, *operands(asked, mesh))
-        derivative = compiled(programs.output.steps, output)(held(output, weight, mesh))
+        derivative = compiled(programs.output.steps, output)(placed(output, weight, mesh))
         of_left, of_right, out = ("".join(array.dims) for array in (asked.left, asked.right, asked.output))
         # A partial sum has the derivative of the sum.
-        for array, program, factors, wanted in (
+        for array, program, factors, gradient_expected in (
             (
                 asked.left, programs.left, (derivative, right),
                 np.einsum(f"{out},{of_right}->{of_left}", weight, whole(asked.right, 2)),
@@ -229,4 +229,4 @@ def test_backward_programs_give_the_gradients(text: str) -> None:
         ):  # fmt: skip
             gradient = compiled(program.steps, *program.steps[0].inputs)(*factors)
             assert program.steps[-1].output == replace(array, unreduced=())
-            np.testing.assert_array_equal(np.asarray(gradient), wanted, err_msg=f"{array}: {strategy.rule}")
+            np.testing.assert_array_equal(np.asarray(gradient), gradient_expected, err_msg=f"{array}: {strategy.rule}")

@@ -55,13 +55,13 @@ def ids() -> tuple[np.ndarray, np.ndarray]:
     return text[:, :-1], text[:, 1:]
 
 
-def one_step(made: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[TrainState[np.ndarray], float]:
-    state = initial_state(made, mesh)
-    place = abstract_batch(made, mesh)
-    order = sequence_order(SEQ_LEN, mesh.shape["context"], made.computation.context_order)
-    tokens, targets = (jax.device_put(each[:, order], place.tokens.sharding) for each in ids())
+def one_step(trained: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[TrainState[np.ndarray], float]:
+    state = initial_state(trained, mesh)
+    place = abstract_batch(trained, mesh)
+    order = sequence_order(SEQ_LEN, mesh.shape["context"], trained.computation.context_order)
+    tokens, targets = (jax.device_put(tokens[:, order], place.tokens.sharding) for tokens in ids())
     with jax.set_mesh(mesh):
-        step = jax.jit(train_step(made, made.specs(mesh)), donate_argnums=0, compiler_options=QUICKLY)
+        step = jax.jit(train_step(trained, trained.specs(mesh)), donate_argnums=0, compiler_options=QUICKLY)
         state, metrics = step(state, Batch(tokens=tokens, targets=targets))
     return jax.tree.map(np.asarray, state), float(metrics.loss)
 
@@ -86,7 +86,7 @@ def plain_loss(weights: Transformer[jax.Array], tokens: jax.Array, targets: jax.
         h = norm(x, attn.norm.scale)
         q, k = rotate(jnp.einsum("btd,dnh->btnh", h, attn.q)), rotate(jnp.einsum("btd,dkh->btkh", h, attn.k))
         k, v = (
-            jnp.repeat(each, MODEL.heads // MODEL.kv_heads, 2) for each in (k, jnp.einsum("btd,dkh->btkh", h, attn.v))
+            jnp.repeat(heads, MODEL.heads // MODEL.kv_heads, 2) for heads in (k, jnp.einsum("btd,dkh->btkh", h, attn.v))
         )
         scores = jnp.einsum("btnh,bsnh->bnts", q, k) / MODEL.d_head**0.5
         scores = jnp.where(np.tril(np.ones((SEQ_LEN, SEQ_LEN), bool)), scores, -1e30)
@@ -102,21 +102,21 @@ def plain_loss(weights: Transformer[jax.Array], tokens: jax.Array, targets: jax.
 @pytest.fixture(scope="module")
 def expected() -> tuple[float, Transformer[np.ndarray], Transformer[np.ndarray]]:
     """Loss, gradients and initial weights of the plain transformer."""
-    made = program()
-    weights = initial_state(made, mesh_of()).weights
+    trained = program()
+    weights = initial_state(trained, mesh_of()).weights
     weights = jax.tree.map(lambda w: jnp.asarray(np.asarray(w)), weights)
     loss, gradients = jax.jit(jax.value_and_grad(plain_loss))(weights, *ids())
     return float(loss), jax.tree.map(np.asarray, gradients), jax.tree.map(np.asarray, weights)
 
 
 def moments(state: TrainState[np.ndarray], name: str) -> Transformer[np.ndarray]:
-    found: Transformer[np.ndarray] = optax.tree_utils.tree_get(state.optimizer, name)
-    return found
+    moment: Transformer[np.ndarray] = optax.tree_utils.tree_get(state.optimizer, name)
+    return moment
 
 
-def largest_error(actual: Transformer[np.ndarray], wanted: Transformer[np.ndarray]) -> float:
+def largest_error(actual: Transformer[np.ndarray], reference: Transformer[np.ndarray]) -> float:
     """Largest difference in any array, relative to that array's largest element."""
-    errors = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), actual, wanted)
+    errors = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), actual, reference)
     return max(jax.tree.leaves(errors))
 
 
@@ -178,8 +178,8 @@ def test_initial_weights_do_not_depend_on_the_mesh() -> None:
 
 
 def test_abstract_state_is_what_is_initialised() -> None:
-    made, mesh = program(), mesh_of(fsdp=2, tensor=4)
-    real, planned = init_state(made, jax.random.key(0), mesh), abstract_state(made, mesh)
+    trained, mesh = program(), mesh_of(fsdp=2, tensor=4)
+    real, planned = init_state(trained, jax.random.key(0), mesh), abstract_state(trained, mesh)
 
     def same(a: jax.Array, b: jax.ShapeDtypeStruct) -> bool:
         # Newer releases of JAX write a spec out to all dims.
@@ -193,10 +193,10 @@ def test_thousands_of_devices_without_any() -> None:
     mesh = jax.sharding.AbstractMesh(
         (1, 1, 1024, 1, 1, 4), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * len(AXES)
     )
-    made = program_of(model=load_model("llama3-70b"), batch=1024, seq_len=4096)
+    trained = program_of(model=load_model("llama3-70b"), batch=1024, seq_len=4096)
     with jax.sharding.use_abstract_mesh(mesh):
-        before, batch = abstract_state(made, mesh), abstract_batch(made, mesh)
-        after, metrics = jax.eval_shape(train_step(made, made.specs(mesh)), before, batch)
+        before, batch = abstract_state(trained, mesh), abstract_batch(trained, mesh)
+        after, metrics = jax.eval_shape(train_step(trained, trained.specs(mesh)), before, batch)
     down = before.weights.layers[0][0].mlp.down
     assert down.sharding.shard_shape(down.shape) == (80, 28672 // 4096, 8192)
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.spec == b.sharding.spec, before.weights, after.weights))
@@ -205,10 +205,10 @@ def test_thousands_of_devices_without_any() -> None:
 
 
 def test_json_round_trip() -> None:
-    made = program(
+    trained = program(
         optimizer=Optimizer(learning_rate=1e-3, clip_norm=1.0), specs=Specs(Rules().only({"data": 1, "fsdp": 1}))
     )
-    assert TrainProgram.from_json(made.to_json()) == made
+    assert TrainProgram.from_json(trained.to_json()) == trained
 
 
 @pytest.mark.parametrize(
@@ -239,16 +239,21 @@ def plan(layout: str, **changes: Any) -> TrainingPlan:
 
 def test_program_of_a_plan() -> None:
     numerics = Numerics(optimizer="lion", moments="bf16", gradients="f32")
-    made = TrainProgram.from_plan(plan("fsdp=x,tensor=y", numerics=numerics))
-    assert (made.model, made.batch, made.seq_len, made.microbatches) == (load_model("llama3-8b"), 128, 4096, 4)
-    how = made.computation
+    trained = TrainProgram.from_plan(plan("fsdp=x,tensor=y", numerics=numerics))
+    assert (trained.model, trained.batch, trained.seq_len, trained.microbatches) == (
+        load_model("llama3-8b"),
+        128,
+        4096,
+        4,
+    )
+    how = trained.computation
     assert (how.remat, how.attention, how.attention_block) == ("block,qkv=offload", "splash", 1024)
-    assert (made.compute_dtype, made.weights_dtype, made.gradient_dtype) == ("bf16", "f32", "f32")
-    assert made.optimizer == Optimizer(name="lion", moments="bf16")
+    assert (trained.compute_dtype, trained.weights_dtype, trained.gradient_dtype) == ("bf16", "f32", "f32")
+    assert trained.optimizer == Optimizer(name="lion", moments="bf16")
     assert how.specs.rules == Rules()
     # 8 sequences of 4096 on each device, 1024 of their tokens at a time.
-    assert made.loss_chunks == 32
-    assert TrainProgram.from_json(made.to_json()) == made
+    assert trained.loss_chunks == 32
+    assert TrainProgram.from_json(trained.to_json()) == trained
     stored = TrainProgram.from_plan(plan("context=x,fsdp=y", assumptions=Assumptions(attention="reference")))
     assert (stored.computation.attention, stored.loss_chunks) == ("reference", 8)
 
@@ -271,22 +276,22 @@ def test_plans_that_are_no_program_yet(layout: str, changes: dict[str, Any], obs
 
 @pytest.mark.parametrize(("name", "state"), [("adam", ("mu", "nu")), ("lion", ("mu",)), ("sgd", ())])
 def test_optimizers_keep_their_moments_in_any_dtype(name: str, state: tuple[str, ...]) -> None:
-    made = program(optimizer=Optimizer(name=name, moments="bf16"), weights_dtype="bf16")
-    abstract = abstract_state(made, mesh_of(fsdp=2))
+    trained = program(optimizer=Optimizer(name=name, moments="bf16"), weights_dtype="bf16")
+    abstract = abstract_state(trained, mesh_of(fsdp=2))
     assert jax.tree.all(jax.tree.map(lambda leaf: leaf.dtype == jnp.bfloat16, abstract.weights))
-    kept = [leaf for leaf in jax.tree.leaves(abstract.optimizer) if leaf.shape]
-    assert len(kept) == len(state) * len(jax.tree.leaves(abstract.weights))
-    assert all(leaf.dtype == jnp.bfloat16 for leaf in kept)
+    state_leaves = [leaf for leaf in jax.tree.leaves(abstract.optimizer) if leaf.shape]
+    assert len(state_leaves) == len(state) * len(jax.tree.leaves(abstract.weights))
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in state_leaves)
 
 
 def test_clipped_gradients_have_the_norm_asked_for(expected: tuple[float, Any, Any]) -> None:
     _, gradients, weights = expected
-    made = program(optimizer=Optimizer(name="sgd", learning_rate=1.0, clip_norm=0.5))
-    state, _ = one_step(made, mesh_of(fsdp=2, tensor=2))
+    trained = program(optimizer=Optimizer(name="sgd", learning_rate=1.0, clip_norm=0.5))
+    state, _ = one_step(trained, mesh_of(fsdp=2, tensor=2))
     norm = optax.tree.norm(gradients)
     assert norm > 1
-    wanted = jax.tree.map(lambda w, g: w - 0.5 * g / norm, weights, gradients)
-    assert largest_error(state.weights, wanted) < 1e-5
+    expected_weights = jax.tree.map(lambda w, g: w - 0.5 * g / norm, weights, gradients)
+    assert largest_error(state.weights, expected_weights) < 1e-5
 
 
 def test_unknown_program_field_and_dtype() -> None:

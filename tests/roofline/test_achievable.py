@@ -31,15 +31,15 @@ sizes = st.integers(1, 2**17)
 
 @pytest.mark.parametrize("name", catalogue())
 def test_every_figure_is_a_fraction_with_a_source(name: str) -> None:
-    found = fractions(name)
-    assert set(found.ici) == set(COLLECTIVES)
-    figures = {"hbm": found.hbm, "dcn": found.dcn} | {f"ici.{kind}": share for kind, share in found.ici.items()}
-    figures |= {f"matmul.{width}": fit.peak for width, fit in found.matmul.items()}
+    table = fractions(name)
+    assert set(table.ici) == set(COLLECTIVES)
+    figures = {"hbm": table.hbm, "dcn": table.dcn} | {f"ici.{kind}": share for kind, share in table.ici.items()}
+    figures |= {f"matmul.{width}": fit.peak for width, fit in table.matmul.items()}
     for path, value in figures.items():
         assert 0 < value <= 1
-        assert found.sources[path]
-        assert (found.sources[path] == NO_MEASUREMENT) <= (value == 1)
-    assert set(found.sources) == {*figures, "attention", "collective_start_s"}
+        assert table.sources[path]
+        assert (table.sources[path] == NO_MEASUREMENT) <= (value == 1)
+    assert set(table.sources) == {*figures, "attention", "collective_start_s"}
 
 
 @pytest.mark.parametrize("name", UNMEASURED)
@@ -75,9 +75,9 @@ def test_sizes_outside_the_measured_range_count_as_the_nearest_inside() -> None:
 
 def test_arrays_are_priced_as_scalars_are() -> None:
     m, n = np.array([[512.0], [4096.0]]), np.array([1024.0, 8192.0, 65536.0])
-    found = matmul_fraction("v5p", m, 8192, n)
-    assert np.shape(found) == (2, 3)
-    assert found[1, 2] == matmul_fraction("v5p", 4096, 8192, 65536)
+    fraction = matmul_fraction("v5p", m, 8192, n)
+    assert np.shape(fraction) == (2, 3)
+    assert fraction[1, 2] == matmul_fraction("v5p", 4096, 8192, 65536)
 
 
 @pytest.mark.parametrize("name", MEASURED_GEMMS)
@@ -96,8 +96,8 @@ def test_the_fit_reproduces_what_the_compiler_expects_of_bare_matmuls(name: str,
     assert bool(rows) == (fractions(name).sources[f"matmul.{width}"] != NO_MEASUREMENT)
     errors = []
     for row in rows:
-        found = matmul_fraction(name, int(row["m"]), int(row["k"]), int(row["n"]), row["dtype"])
-        errors.append(float(found) / fractions(name).matmul[width].layer / float(row["fraction"]) - 1)
+        fraction = matmul_fraction(name, int(row["m"]), int(row["k"]), int(row["n"]), row["dtype"])
+        errors.append(float(fraction) / fractions(name).matmul[width].layer / float(row["fraction"]) - 1)
     assert not rows or np.mean(np.abs(errors)) < 0.07
 
 

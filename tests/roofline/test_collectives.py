@@ -81,19 +81,19 @@ def test_over_dcn_only_the_slowest_bytes_move() -> None:
         Slice.parse("v5e:4x4@4"),
         {"data": (AxisPiece("dcn", 1, 4), AxisPiece("x", 1, 4)), "fsdp": (AxisPiece("y", 1, 4),)},
     )
-    found = price("all_reduce", mesh.span("data"))
+    reduced = price("all_reduce", mesh.span("data"))
     dcn = next(axis for axis in mesh.slice.physical_axes if axis.resource == "dcn")
     # Each device reduces over ICI first and sends a quarter of its operand over DCN.
-    assert float(found.seconds_per_byte["dcn"]) == pytest.approx(2 * 3 / 4 / 4 / dcn.bytes_per_s)
+    assert float(reduced.seconds_per_byte["dcn"]) == pytest.approx(2 * 3 / 4 / 4 / dcn.bytes_per_s)
 
 
 def test_gpu_nodes_are_a_switch() -> None:
     mesh = Mesh(Slice.parse("h100:8x4"), {"fsdp": (AxisPiece("network", 1, 4), AxisPiece("node", 1, 8))})
     node, network = (axis for axis in mesh.slice.physical_axes)
-    found = price("all_gather", mesh.span("fsdp"))
+    gathered = price("all_gather", mesh.span("fsdp"))
     # The book's GPU chapter: every level takes V (n - 1)/n over what its members can take in together.
-    assert float(found.seconds_per_byte["ici"]) == pytest.approx(7 / 8 / node.bytes_per_s)
-    assert float(found.seconds_per_byte["dcn"]) == pytest.approx(3 / 4 / (8 * network.bytes_per_s))
+    assert float(gathered.seconds_per_byte["ici"]) == pytest.approx(7 / 8 / node.bytes_per_s)
+    assert float(gathered.seconds_per_byte["dcn"]) == pytest.approx(3 / 4 / (8 * network.bytes_per_s))
 
 
 def test_latency_counts_hops() -> None:
@@ -126,8 +126,8 @@ def test_unknown_collective_is_refused() -> None:
 
 
 def seconds(kind: str, on: str, layout: str, axis: str, payload: float, form: str = "exact") -> float:
-    found = price(kind, Mesh.from_layout(Slice.parse(on), layout).span(axis), form)
-    return float(found.bound_s(payload)["ici"])
+    priced = price(kind, Mesh.from_layout(Slice.parse(on), layout).span(axis), form)
+    return float(priced.bound_s(payload)["ici"])
 
 
 def wrapped(g: AxisSpan) -> AxisSpan:
@@ -186,8 +186,8 @@ def test_s9_an_all_to_all_is_a_quarter_of_a_gather(n: int) -> None:
 
 
 def test_s11_smallest_buffer_that_is_bandwidth_bound() -> None:
-    found = price("permute", Mesh.from_layout(Slice.parse("v5e:4x4"), V5E).span("fsdp"))
-    assert float(found.latency_s["ici"] / found.seconds_per_byte["ici"]) == pytest.approx(45000)
+    permuted = price("permute", Mesh.from_layout(Slice.parse("v5e:4x4"), V5E).span("fsdp"))
+    assert float(permuted.latency_s["ici"] / permuted.seconds_per_byte["ici"]) == pytest.approx(45000)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -195,8 +195,8 @@ def test_x2_reduce_scatter_over_two_chips(form: str) -> None:
     # 1.2e11 bytes/s both ways; over one hop the exact form and the book's are the same.
     pair = group((2, 1, False))
     half = tuple(replace(axis, bytes_per_s=1.2e11 / 2) for axis in pair.physical)
-    found = price("reduce_scatter", replace(pair, physical=half), form)
-    assert float(found.bound_s(2 * 32 * 1024 * 8192 / 4)["ici"]) == pytest.approx(1.1185e-3, rel=1e-4)
+    scattered = price("reduce_scatter", replace(pair, physical=half), form)
+    assert float(scattered.bound_s(2 * 32 * 1024 * 8192 / 4)["ici"]) == pytest.approx(1.1185e-3, rel=1e-4)
 
 
 def test_the_book_counts_whole_shards_and_every_axis_as_full() -> None:

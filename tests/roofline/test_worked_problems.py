@@ -43,13 +43,13 @@ def test_r2_critical_batch_in_bf16() -> None:
 
 def test_r3_contraction_split_in_two() -> None:
     # Half of D is contracted on each side: D/2 > C/W.
-    found = 2 * V5E.flops_per_s["bf16"] / V5E.ici_bytes_per_s
-    assert found == pytest.approx(8755.6, 1e-4)
+    critical = 2 * V5E.flops_per_s["bf16"] / V5E.ici_bytes_per_s
+    assert critical == pytest.approx(8755.6, 1e-4)
 
 
 def test_r4_critical_batch_in_int8() -> None:
-    found = rules.critical_batch(3.94e14, 8.1e11, weight_dtype="int8", activation_dtype="int8")
-    assert found == pytest.approx(243.21, 1e-4)
+    batch = rules.critical_batch(3.94e14, 8.1e11, weight_dtype="int8", activation_dtype="int8")
+    assert batch == pytest.approx(243.21, 1e-4)
 
 
 def test_r5_critical_batch_with_int8_weights() -> None:
@@ -58,8 +58,8 @@ def test_r5_critical_batch_with_int8_weights() -> None:
 
 def test_r6_a_matrix_per_batch_element() -> None:
     # Large D and F: each batch element reads its own matrix, 2 D F FLOPs for D F bytes.
-    found = matmul.intensity(1, 2**20, 2**20, dtype="int8")
-    assert found == pytest.approx(2.0, 1e-4)
+    intensity = matmul.intensity(1, 2**20, 2**20, dtype="int8")
+    assert intensity == pytest.approx(2.0, 1e-4)
 
 
 def test_r7_critical_batch_on_h100() -> None:
@@ -94,10 +94,10 @@ def test_t4_weights_over_pcie() -> None:
 
 @pytest.mark.parametrize(("times", "batch"), [(1, 262.71), (22, 11.09)])
 def test_t5_t6_all_bytes_counted_from_hbm_and_vmem(times: int, batch: float) -> None:
-    found = rules.critical_batch(
+    critical = rules.critical_batch(
         3.94e14, times * 8.1e11, weight_dtype="int8", activation_dtype="int8", d=4096, f=16384
     )  # fmt: skip
-    assert found == pytest.approx(batch, 1e-3)
+    assert critical == pytest.approx(batch, 1e-3)
 
 
 def test_t9_vector_flops() -> None:
@@ -110,9 +110,9 @@ def test_t9_vector_flops() -> None:
 def test_f4_sharded_matmul() -> None:
     mesh, dims = {"X": 4, "Y": 8, "Z": 4}, {"B": 512, "D": 1024, "F": 2048}
     a, b = ShardedArray.parse("bf16[B_X, D_Y]"), ShardedArray.parse("bf16[D_Y, F]")
-    each = matmul.flops(*a.local_shape(dims, mesh), b.local_shape(dims, mesh)[1])
-    assert each == 2 * 512 * 1024 * 2048 / (4 * 8)
-    assert each * math.prod(mesh.values()) == 2 * 512 * 1024 * 2048 * 4
+    flops = matmul.flops(*a.local_shape(dims, mesh), b.local_shape(dims, mesh)[1])
+    assert flops == 2 * 512 * 1024 * 2048 / (4 * 8)
+    assert flops * math.prod(mesh.values()) == 2 * 512 * 1024 * 2048 * 4
 
 
 def _dense(**sizes: int) -> ModelConfig:
@@ -161,8 +161,8 @@ def test_f7_saved_activations() -> None:
 
 
 def test_f8_deepseek_utilisation() -> None:
-    found = rules.model_flops_utilisation(6 * 37e9 * 14.8e12, 2.79e6 * 3600, 1.513e15)
-    assert found == pytest.approx(0.2162, 1e-3)
+    utilisation = rules.model_flops_utilisation(6 * 37e9 * 14.8e12, 2.79e6 * 3600, 1.513e15)
+    assert utilisation == pytest.approx(0.2162, 1e-3)
 
 
 def test_f9_experts_compute_bound() -> None:

@@ -85,16 +85,18 @@ def test_a_training_state_on_another_mesh(tmp_path: Path) -> None:
     with jax.set_mesh(eight):
         checkpoints.save(7, state, {"loss": 1.5})
     for mesh in (mesh_of(fsdp=4), mesh_of(), eight):
-        wanted = abstract_state(program, mesh)
-        found = checkpoints.restore(wanted)
-        assert (found.step, found.extra, found.refused) == (7, {"loss": 1.5}, ())
-        assert same(found.state, state)
-        assert jax.tree.map(lambda leaf: leaf.sharding, found.state) == jax.tree.map(lambda leaf: leaf.sharding, wanted)
+        blank = abstract_state(program, mesh)
+        restored = checkpoints.restore(blank)
+        assert (restored.step, restored.extra, restored.refused) == (7, {"loss": 1.5}, ())
+        assert same(restored.state, state)
+        assert jax.tree.map(lambda leaf: leaf.sharding, restored.state) == jax.tree.map(
+            lambda leaf: leaf.sharding, blank
+        )
     other = abstract_state(replace(program, optimizer=Optimizer(moments="f32")), eight)
     with pytest.raises(RooftopError, match=r"optimizer.*\.mu\.embed: got 'bfloat16\[96, 32\]'.*float32\[96, 32\]"):
         checkpoints.restore(other)
     with pytest.raises(RooftopError, match=r"\.embed: got 'no such array'"):
-        checkpoints.restore(wanted.weights)
+        checkpoints.restore(blank.weights)
 
 
 def test_a_checkpoint_of_uneven_stages_loads_on_any_mesh(tmp_path: Path) -> None:
@@ -109,8 +111,8 @@ def test_a_checkpoint_of_uneven_stages_loads_on_any_mesh(tmp_path: Path) -> None
     checkpoints = Checkpoints(tmp_path / "run")
     for step, state in enumerate(states[:2]):
         checkpoints.save(step, state, {}, unpadded=true)
-        for mesh, wanted in zip(meshes, states, strict=True):
-            assert same(checkpoints.restore(abstract_state(program, mesh), unpadded=true).state, wanted)
+        for mesh, expected in zip(meshes, states, strict=True):
+            assert same(checkpoints.restore(abstract_state(program, mesh), unpadded=true).state, expected)
     six = replace(program, computation=Computation(model=replace(model, layers=6)))
     with pytest.raises(RooftopError, match=r"got 'float32\[5, .*accepted: float32\[6, "):
         checkpoints.restore(abstract_state(six, meshes[0]), unpadded=abstract_state(six, meshes[1]))
@@ -140,8 +142,8 @@ def test_what_is_kept(tmp_path: Path, keep: int, every: int | None, left: tuple[
 
 
 def test_a_run_that_went_back_leaves_nothing_of_the_old_future(saved: Checkpoints) -> None:
-    found = saved.restore(abstract(small(0)), step=1)
-    assert found.step == 1 and same(found.state, small(1))
+    restored = saved.restore(abstract(small(0)), step=1)
+    assert restored.step == 1 and same(restored.state, small(1))
     saved.save(2, small(20), {})
     saved.wait()
     assert saved.steps() == (1, 2)
@@ -204,9 +206,9 @@ def give_the_manifest_other_types(checkpoint: Path) -> Path:
 def test_a_damaged_checkpoint_is_refused_by_name(saved: Checkpoints, spoil: Callable[[Path], Path]) -> None:
     """The one before it is taken; where every one is damaged, none."""
     path = spoil(saved.folder / "3")
-    found = saved.restore(abstract(small(0)))
-    assert found.step == 2 and found.extra == {"seed": 2} and same(found.state, small(2))
-    assert len(found.refused) == 1 and str(path) in found.refused[0]
+    restored = saved.restore(abstract(small(0)))
+    assert restored.step == 2 and restored.extra == {"seed": 2} and same(restored.state, small(2))
+    assert len(restored.refused) == 1 and str(path) in restored.refused[0]
     saved.verify(2)
     with pytest.raises(RooftopError) as refused:
         saved.verify(3)
@@ -217,7 +219,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(saved: Checkpoints, spoil: Call
     others = truncate(saved.folder / "2"), truncate(saved.folder / "1")
     with pytest.raises(RooftopError) as refused:
         saved.restore(abstract(small(0)))
-    assert all(str(each) in str(refused.value) for each in (path, *others))
+    assert all(str(file) in str(refused.value) for file in (path, *others))
 
 
 def test_every_file_is_checked(saved: Checkpoints) -> None:
@@ -235,8 +237,8 @@ def test_a_damaged_newest_is_replaced_by_the_run_that_goes_on(saved: Checkpoints
     again = Checkpoints(saved.folder, keep=1)
     assert again.restore(abstract(small(0))).step == 2
     again.save(3, small(3), {})
-    found = again.restore(abstract(small(0)))
-    assert again.steps() == (3,) and found.step == 3 and same(found.state, small(3))
+    restored = again.restore(abstract(small(0)))
+    assert again.steps() == (3,) and restored.step == 3 and same(restored.state, small(3))
 
 
 def test_where_there_is_none(tmp_path: Path) -> None:
@@ -290,9 +292,9 @@ def test_at_every_moment_a_whole_checkpoint_stands(tmp_path: Path, monkeypatch: 
     assert names >= {"1", "2", "3", "2.writing", "2.replaced", "1.removed"}
     for moment, seeds in moments:
         left = Checkpoints(moment, keep=1)
-        found = left.restore(abstract(small(0)))
-        assert found.extra["seed"] in seeds and not found.refused
-        assert same(found.state, small(found.extra["seed"]))
+        restored = left.restore(abstract(small(0)))
+        assert restored.extra["seed"] in seeds and not restored.refused
+        assert same(restored.state, small(restored.extra["seed"]))
         left.save(4, small(4), {})
         left.wait()
         assert [path.name for path in moment.iterdir()] == ["4"]
@@ -344,10 +346,10 @@ def test_kill_in_the_middle(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == -signal.SIGKILL
     blank = jax.ShapeDtypeStruct((4, 4096), np.float32, sharding=NamedSharding(mesh_of(), P()))
-    found = Checkpoints(tmp_path).restore({"a": blank, "b": blank})
-    assert found.step >= int(line) - 1 and not found.refused
-    draw = np.random.default_rng(found.step).normal(size=(8, 4096)).astype(np.float32)
-    assert same(found.state, {"a": draw[:4], "b": draw[4:]})
+    restored = Checkpoints(tmp_path).restore({"a": blank, "b": blank})
+    assert restored.step >= int(line) - 1 and not restored.refused
+    draw = np.random.default_rng(restored.step).normal(size=(8, 4096)).astype(np.float32)
+    assert same(restored.state, {"a": draw[:4], "b": draw[4:]})
 
 
 def test_a_full_disk_keeps_the_last_good_one(saved: Checkpoints) -> None:
@@ -397,10 +399,10 @@ def together(processes: int, folder: Path, *verbs: str) -> str:
 def test_two_processes_to_one_and_back(tmp_path: Path) -> None:
     """Two processes of four devices save, one of eight restores and saves, two restore past what is damaged."""
     together(2, tmp_path, "save", "1", "save", "2", "save", "2", "restore")
-    found = json.loads(together(1, tmp_path, "save", "3", "restore"))
-    assert found == {"step": 3, "extra": {"seed": 3}, "refused": []}
+    answer = json.loads(together(1, tmp_path, "save", "3", "restore"))
+    assert answer == {"step": 3, "extra": {"seed": 3}, "refused": []}
     path = truncate(tmp_path / "3")
-    found = json.loads(together(2, tmp_path, "restore", "save", "4"))
-    assert (found["step"], found["extra"]) == (2, {"seed": 2})
-    assert len(found["refused"]) == 1 and str(path) in found["refused"][0]
+    answer = json.loads(together(2, tmp_path, "restore", "save", "4"))
+    assert (answer["step"], answer["extra"]) == (2, {"seed": 2})
+    assert len(answer["refused"]) == 1 and str(path) in answer["refused"][0]
     assert json.loads(together(1, tmp_path, "restore"))["step"] == 4

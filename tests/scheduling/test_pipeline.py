@@ -47,11 +47,11 @@ def test_simulated_bubble_and_memory_equal_the_closed_forms(
         dx = max(dx, forward)
     durations = Durations(forward=forward, input_gradient=dx, weight_gradient=min(dw, forward, dx))
     size = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    found = run(pipeline_table(schedule, **size), durations)
-    assert found.bubble == pytest.approx(bubble(schedule, **size, durations=durations))
-    assert found.in_flight.max() == found.in_flight[0] == pytest.approx(most_in_flight(schedule, **size))
+    result = run(pipeline_table(schedule, **size), durations)
+    assert result.bubble == pytest.approx(bubble(schedule, **size, durations=durations))
+    assert result.in_flight.max() == result.in_flight[0] == pytest.approx(most_in_flight(schedule, **size))
     work = microbatches * (forward + dx + float(durations.weight_gradient))
-    assert found.busy == pytest.approx(work)
+    assert result.busy == pytest.approx(work)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
@@ -74,23 +74,25 @@ def test_trips_of_the_program_are_counted_without_its_table(
 @pytest.mark.parametrize("times", [1, 2, 4, 8])
 def test_zero_bubble_below_interleaved_below_1f1b_as_gpipe(stages: int, times: int) -> None:
     microbatches = stages * times
-    found = {
+    results = {
         schedule: run(pipeline_table(schedule, stages=stages, microbatches=microbatches, chunks=chunks), Durations())
         for schedule, chunks in KINDS
         if chunks < 3
     }
-    share = {schedule: float(timeline.bubble.max()) for schedule, timeline in found.items()}
+    share = {schedule: float(timeline.bubble.max()) for schedule, timeline in results.items()}
     assert share["zero_bubble"] < share["interleaved"] < share["1f1b"] == pytest.approx(share["gpipe"])
     assert share["gpipe"] == pytest.approx((stages - 1) / (microbatches + stages - 1))
-    assert found["interleaved"].makespan == pytest.approx(3 * microbatches * (1 + (stages - 1) / (2 * microbatches)))
-    assert found["zero_bubble"].makespan == 3 * microbatches + stages - 1
+    assert results["interleaved"].makespan == pytest.approx(3 * microbatches * (1 + (stages - 1) / (2 * microbatches)))
+    assert results["zero_bubble"].makespan == 3 * microbatches + stages - 1
     assert share["eager_1f1b"] == pytest.approx(share["1f1b"])
-    assert list(found["eager_1f1b"].in_flight) == [min(microbatches, 2 * (4 - s) - 1) for s in range(4)] or stages == 8
-    assert list(found["1f1b"].in_flight) == [min(microbatches, stages - stage) for stage in range(stages)]
-    assert set(found["gpipe"].in_flight) == {microbatches}
-    assert set(found["zero_bubble"].in_flight) == {stages}
+    assert (
+        list(results["eager_1f1b"].in_flight) == [min(microbatches, 2 * (4 - s) - 1) for s in range(4)] or stages == 8
+    )
+    assert list(results["1f1b"].in_flight) == [min(microbatches, stages - stage) for stage in range(stages)]
+    assert set(results["gpipe"].in_flight) == {microbatches}
+    assert set(results["zero_bubble"].in_flight) == {stages}
     if times > 1:
-        assert found["1f1b"].in_flight.max() < found["gpipe"].in_flight.max()
+        assert results["1f1b"].in_flight.max() < results["gpipe"].in_flight.max()
 
 
 def test_a_stage_that_is_slower_and_sends_that_take_time_make_a_step_longer() -> None:

@@ -337,10 +337,10 @@ def test_prefixes_are_the_least_recently_used_first(uses: list[tuple[list[int], 
         keys = tuple(tuple(content[: end + 1]) for end in range(len(content)))
         expected = sum(1 for key in keys if key in used_at)
         assert cache.match(keys) == expected
-        found, on_host = cache.find(keys)
-        assert len(found) == expected
+        on_device, on_host = cache.find(keys)
+        assert len(on_device) == expected
         assert not on_host
-        device.share(found)
+        device.share(on_device)
         for key in keys[:expected]:
             used_at[key] = now
         missing = len(keys) - expected - device.free
@@ -349,7 +349,7 @@ def test_prefixes_are_the_least_recently_used_first(uses: list[tuple[list[int], 
             for _ in range(missing):
                 leaves = [k for k in used_at if k not in keys and not any(o[: len(k)] == k != o for o in used_at)]
                 del used_at[min(leaves, key=lambda k: (used_at[k], -len(k)))]
-        pages = cache.insert(keys, found + device.take(len(keys) - expected))
+        pages = cache.insert(keys, on_device + device.take(len(keys) - expected))
         for key in keys:
             used_at[key] = now
         device.release(pages)

@@ -57,8 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
     breaks = int(serving_echo.tokenizer().encode("X")[0])
-    with serving(folder, engine={"breaks": breaks}) as found:
-        yield found
+    with serving(folder, engine={"breaks": breaks}) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +97,12 @@ def test_a_chat_whole_and_streamed(client: openai.OpenAI) -> None:
 
 
 def test_completions_of_several_prompts_and_choices(client: openai.OpenAI) -> None:
-    found = client.completions.create(model="echo", prompt=["abc", "the lazy dog"], n=2, max_tokens=30)
-    assert [choice.text for choice in found.choices] == ["abc", "abc", "the lazy dog", "the lazy dog"]
-    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    completion = client.completions.create(model="echo", prompt=["abc", "the lazy dog"], n=2, max_tokens=30)
+    assert [choice.text for choice in completion.choices] == ["abc", "abc", "the lazy dog", "the lazy dog"]
+    assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
     tokenizer = serving_echo.tokenizer()
     count = len(tokenizer.encode("abc")) + len(tokenizer.encode("the lazy dog"))
-    assert found.usage is not None and found.usage.prompt_tokens == count
+    assert completion.usage is not None and completion.usage.prompt_tokens == count
     ids = tokenizer.encode("fox").tolist()
     assert client.completions.create(model="echo", prompt=ids).choices[0].text == "fox"
     assert client.completions.create(model="echo", prompt="fox", echo=True).choices[0].text == "foxfox"
@@ -116,10 +116,10 @@ def test_completions_of_several_prompts_and_choices(client: openai.OpenAI) -> No
 def test_lengths_and_stop_strings(served: Served, client: openai.OpenAI) -> None:
     cut = client.completions.create(model="echo", prompt=TEXT, max_tokens=3)
     assert cut.choices[0].finish_reason == "length" and cut.usage is not None and cut.usage.completion_tokens == 3
-    found = client.completions.create(
+    completion = client.completions.create(
         model="echo", prompt=TEXT, max_tokens=400, stop=["x j", "zzz"], extra_body={"ignore_eos": True}
     )
-    assert found.choices[0].text == TEXT.partition("x j")[0] and found.choices[0].finish_reason == "stop"
+    assert completion.choices[0].text == TEXT.partition("x j")[0] and completion.choices[0].finish_reason == "stop"
     streamed = client.completions.create(model="echo", prompt=TEXT, max_tokens=100, stop="x j", stream=True)
     assert "".join(part.choices[0].text for part in streamed) == TEXT.partition("x j")[0]
     token = int(serving_echo.tokenizer().encode(" brown")[0])
@@ -131,15 +131,15 @@ def test_lengths_and_stop_strings(served: Served, client: openai.OpenAI) -> None
 
 def test_log_probabilities(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "Größe"}]
-    found = client.chat.completions.create(model="echo", messages=messages, logprobs=True, top_logprobs=2)
-    content = found.choices[0].logprobs
+    completion = client.chat.completions.create(model="echo", messages=messages, logprobs=True, top_logprobs=2)
+    content = completion.choices[0].logprobs
     assert content is not None and content.content is not None
     spelled = b"".join(bytes(entry.bytes or []) for entry in content.content)
     assert "Größe".encode() in spelled
     assert all(len(entry.top_logprobs) == 2 and entry.logprob == -0.5 for entry in content.content)
     parts = client.chat.completions.create(model="echo", messages=messages, logprobs=True, stream=True)
     streamed = [part.choices[0].logprobs for part in parts]
-    assert [entry.token for each in streamed if each for entry in each.content or ()] == [
+    assert [entry.token for logprobs in streamed if logprobs for entry in logprobs.content or ()] == [
         entry.token for entry in content.content
     ]
     legacy = client.completions.create(model="echo", prompt=TEXT, max_tokens=5, logprobs=1).choices[0]
@@ -159,14 +159,14 @@ def test_answers_of_a_schema(client: openai.OpenAI) -> None:
         "additionalProperties": False,
     }
     messages: Any = [{"role": "user", "content": "make it"}]
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "made", "schema": schema, "strict": True}}
-    found = client.chat.completions.create(model="echo", messages=messages, response_format=wanted)
-    jsonschema.validate(json.loads(found.choices[0].message.content or ""), schema)
-    assert found.choices[0].finish_reason == "stop"
-    found = client.chat.completions.create(
+    answer_format: Any = {"type": "json_schema", "json_schema": {"name": "made", "schema": schema, "strict": True}}
+    completion = client.chat.completions.create(model="echo", messages=messages, response_format=answer_format)
+    jsonschema.validate(json.loads(completion.choices[0].message.content or ""), schema)
+    assert completion.choices[0].finish_reason == "stop"
+    completion = client.chat.completions.create(
         model="echo", messages=messages, n=2, extra_body={"guided_regex": "(yes|no)[0-9]{2}"}
     )
-    assert [choice.message.content for choice in found.choices] == ["no00", "no00"]
+    assert [choice.message.content for choice in completion.choices] == ["no00", "no00"]
 
 
 def test_errors_have_openai_s_form(client: openai.OpenAI) -> None:
@@ -276,12 +276,12 @@ def test_health_and_metrics(served: Served) -> None:
 
 
 def test_the_published_document_says_what_there_is(served: Served) -> None:
-    found = served.http.get("/openapi.json").json()
-    assert set(found["paths"]) == {
+    document = served.http.get("/openapi.json").json()
+    assert set(document["paths"]) == {
         "/v1/models", "/v1/models/{model}", "/v1/completions", "/v1/chat/completions", "/health", "/ready", "/metrics",
         "/openapi.json",
     }  # fmt: skip
-    schemas = {"components": found["components"]}
+    schemas = {"components": document["components"]}
     for body, name in (
         (served.complete(logprobs=2).json(), "Completion"),
         (served.http.get("/v1/models").json(), "Models"),
@@ -345,20 +345,20 @@ def call(city: str) -> str:
 def test_calls_of_tools_whole_and_streamed(client: openai.OpenAI) -> None:
     tools: Any = [openai.pydantic_function_tool(Weather)]
     messages: Any = [{"role": "user", "content": f"Let me see.\n{call('Köln')}\n{call('{')}"}]
-    made = client.chat.completions.create(model="echo", messages=messages, tools=tools)
-    (choice,) = made.choices
+    completion = client.chat.completions.create(model="echo", messages=messages, tools=tools)
+    (choice,) = completion.choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
-    calls = [each for each in choice.message.tool_calls or () if each.type == "function"]
-    assert [each.function.name for each in calls] == ["Weather"] * 2
-    assert [Weather.model_validate_json(each.function.arguments).places[0].city for each in calls] == ["Köln", "{"]
-    assert len({each.id for each in calls}) == 2
+    calls = [call for call in choice.message.tool_calls or () if call.type == "function"]
+    assert [call.function.name for call in calls] == ["Weather"] * 2
+    assert [Weather.model_validate_json(call.function.arguments).places[0].city for call in calls] == ["Köln", "{"]
+    assert len({call.id for call in calls}) == 2
     # The client's own reading of a stream: it refuses parts that do not fit together.
     with client.chat.completions.stream(model="echo", messages=messages, tools=tools) as stream:
         deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
         final = stream.get_final_completion().choices[0]
     assert len(deltas) > 4
     assert (final.finish_reason, final.message.content) == ("tool_calls", "Let me see.")
-    parsed = [each.function.parsed_arguments for each in final.message.tool_calls or ()]
+    parsed = [call.function.parsed_arguments for call in final.message.tool_calls or ()]
     assert parsed == [Weather(places=[Place(city=city)], days=2) for city in ("Köln", "{")]
     cut = client.chat.completions.create(model="echo", messages=messages, tools=tools, max_tokens=60).choices[0]
     assert cut.finish_reason == "length" and len(cut.message.tool_calls or ()) == 1
@@ -377,14 +377,14 @@ def test_an_answer_must_call_a_tool(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "function": function}, {"type": "function", "function": {"name": "stay"}}]
     messages: Any = [{"role": "user", "content": "Go!"}]
     named: Any = {"type": "function", "function": {"name": "turn"}}
-    for choice, given in ((named, tools), ("required", tools[:1])):
-        asked: Any = {"model": "echo", "messages": messages, "tools": given, "tool_choice": choice}
+    for choice, offered in ((named, tools), ("required", tools[:1])):
+        asked: Any = {"model": "echo", "messages": messages, "tools": offered, "tool_choice": choice}
         with client.chat.completions.stream(**asked) as stream:
             streamed = stream.get_final_completion()
-        for found in (client.chat.completions.create(**asked), streamed):
-            (made,) = found.choices[0].message.tool_calls or ()
-            assert (made.function.name, json.loads(made.function.arguments)) == ("turn", {"to": "left"})
-            assert found.choices[0].finish_reason == "tool_calls" and not found.choices[0].message.content
+        for completion in (client.chat.completions.create(**asked), streamed):
+            (call,) = completion.choices[0].message.tool_calls or ()
+            assert (call.function.name, json.loads(call.function.arguments)) == ("turn", {"to": "left"})
+            assert completion.choices[0].finish_reason == "tool_calls" and not completion.choices[0].message.content
     for wrong, message in (
         ({"tool_choice": "required"}, "none or auto where there are no tools"),
         ({"tools": tools, "tool_choice": {"type": "function", "function": {"name": "trun"}}}, "did you mean turn"),

@@ -38,16 +38,16 @@ QUICK = ("llama", "gemma2", "deepseek_v3")
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
 )
 def test_outputs_equal_those_of_transformers_in_every_mode(name: str, tmp_path: Path) -> None:
-    made = engine(checkpoint(name, tmp_path))
+    original = engine(checkpoint(name, tmp_path))
     for mode, (changes, happened) in MODES.items():
-        serving = again(made, **changes)
-        found, wanted = greedy(name, serving)
-        assert found == wanted, mode
+        serving = again(original, **changes)
+        tokens, expected = greedy(name, serving)
+        assert tokens == expected, mode
         stats = serving.stats()
         assert {key: getattr(stats, key) > 0 for key in happened} == happened, mode
         if mode == "chunked":
             # Chunks of one prompt were prefilled in the programs that generated for others.
-            assert any(each.generating and each.runs for each in stats.program_times)
+            assert any(program.generating and program.runs for program in stats.program_times)
 
 
 @pytest.mark.oracle
@@ -74,15 +74,15 @@ def test_outputs_equal_those_of_transformers_in_every_mode(name: str, tmp_path: 
 )
 def test_sharded_outputs_are_the_same(name: str, mesh: dict[str, int], kv_split: str, tmp_path: Path) -> None:
     """Also with fewer key/value heads than devices; and each device has its share of the cache, and no more."""
-    made = engine(checkpoint(name, tmp_path), replace(CONFIGURATION, mesh=tuple(mesh.items()), kv_split=kv_split))
-    found, wanted = greedy(name, made)
-    assert found == wanted
-    model = made.model
+    serving = engine(checkpoint(name, tmp_path), replace(CONFIGURATION, mesh=tuple(mesh.items()), kv_split=kv_split))
+    tokens, expected = greedy(name, serving)
+    assert tokens == expected
+    model = serving.model
     by_heads = 1 if model.mla is not None else min(mesh.get("tensor", 1), model.kv_heads)
     share = 1 / (by_heads * mesh.get("context", 1) * mesh.get("expert", 1))
-    for leaf in made.replicas[0].pool_leaves:
+    for leaf in serving.replicas[0].pool_leaves:
         assert leaf.sharding is not None
-        alone = (leaf.shape[0], *_page(model, made.configuration.page_tokens))
+        alone = (leaf.shape[0], *_page(model, serving.configuration.page_tokens))
         assert math.prod(leaf.sharding.shard_shape(leaf.shape)) == math.prod(alone) * share
 
 
@@ -94,13 +94,13 @@ def _page(model: ModelConfig, page_tokens: int) -> tuple[int, ...]:
 @pytest.mark.slow
 def test_copies_share_the_requests(tmp_path: Path) -> None:
     """Each prompt goes where its beginning is cached; the others to the copy with the least to do."""
-    made = engine(checkpoint("llama", tmp_path), replace(CONFIGURATION, mesh=(("data", 2),)))
-    found, wanted = greedy("llama", made, at_once=False)
-    assert found == wanted
-    before = made.stats()
+    serving = engine(checkpoint("llama", tmp_path), replace(CONFIGURATION, mesh=(("data", 2),)))
+    tokens, expected = greedy("llama", serving, at_once=False)
+    assert tokens == expected
+    before = serving.stats()
     assert before.pages == 2 * (CONFIGURATION.pages or 0)
-    repeated = again(made)
-    prompts = [each["prompt"] for each in GREEDY["llama"]]
+    repeated = again(serving)
+    prompts = [case["prompt"] for case in GREEDY["llama"]]
     repeated.start()
     answers(repeated, prompts * 2, [Sampling(max_tokens=1, temperature=0.0)] * (2 * len(prompts)), at_once=False)
     # What one copy has cached, the second round finds: no prompt went to the other one.
@@ -112,13 +112,13 @@ def test_copies_share_the_requests(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_disaggregated_outputs_are_the_same(name: str, tmp_path: Path) -> None:
     policy = Policy(max_batch=4, batching="disaggregated")
-    made = engine(checkpoint(name, tmp_path), replace(CONFIGURATION, policy=policy, prefill_devices=1))
+    original = engine(checkpoint(name, tmp_path), replace(CONFIGURATION, policy=policy, prefill_devices=1))
     for changes in (
         {},
         {"pages": 11},
         {"pages": 11, "policy": Policy(max_batch=4, batching="disaggregated", preemption="swap")},
     ):
-        serving = again(made, **changes)
-        found, wanted = greedy(name, serving)
-        assert found == wanted, changes
+        serving = again(original, **changes)
+        tokens, expected = greedy(name, serving)
+        assert tokens == expected, changes
         assert (serving.stats().preemptions > 0) == bool(changes)

@@ -23,16 +23,18 @@ from rooftop.serve.engine.requests import Constraint, Sampling, Token
 from tests.support.engines import CONFIGURATION, GREEDY, again, answers, checkpoint, engine
 from tests.support.tiny_models import case
 
-PROMPTS = [each["prompt"] for each in GREEDY["llama"]]
+PROMPTS = [case["prompt"] for case in GREEDY["llama"]]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
+def paged_engine(tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
     return engine(checkpoint("llama", tmp_path_factory.mktemp("choices")))
 
 
-def run(made: PagedEngine, prompts: list[list[int]], *samplings: Sampling, **changes: object) -> list[list[Token]]:
-    serving = again(made, **changes)
+def run(
+    paged_engine: PagedEngine, prompts: list[list[int]], *samplings: Sampling, **changes: object
+) -> list[list[Token]]:
+    serving = again(paged_engine, **changes)
     serving.start()
     return answers(serving, prompts, samplings)
 
@@ -69,12 +71,12 @@ FILTERS = [
 
 
 def choice(hows: list[Sampling], rows: int) -> SampledChoice:
-    each = [hows[row % len(hows)] for row in range(rows)]
+    samplings = [hows[row % len(hows)] for row in range(rows)]
     return SampledChoice(
-        temperature=jnp.array([how.temperature for how in each], jnp.float32),
-        top_k=jnp.array([how.top_k or 0 for how in each], jnp.int32),
-        top_p=jnp.array([how.top_p for how in each], jnp.float32),
-        min_p=jnp.array([how.min_p for how in each], jnp.float32),
+        temperature=jnp.array([how.temperature for how in samplings], jnp.float32),
+        top_k=jnp.array([how.top_k or 0 for how in samplings], jnp.int32),
+        top_p=jnp.array([how.top_p for how in samplings], jnp.float32),
+        min_p=jnp.array([how.min_p for how in samplings], jnp.float32),
         seed=jnp.stack([jnp.arange(rows, dtype=jnp.uint32), jnp.full(rows, 7, jnp.uint32)], axis=1),
         drawn=jnp.arange(rows, dtype=jnp.int32) % 3,
     )
@@ -83,8 +85,8 @@ def choice(hows: list[Sampling], rows: int) -> SampledChoice:
 def test_what_is_left_out_is_what_the_definitions_leave_out() -> None:
     logits = np.random.default_rng(0).normal(size=40) * 2
     many = jnp.tile(jnp.asarray(logits, jnp.float32), (len(FILTERS), 1))
-    found = jax.nn.softmax(filtered(many, choice(FILTERS, len(FILTERS))), axis=-1)
-    for row, how in zip(np.asarray(found), FILTERS, strict=True):
+    probabilities = jax.nn.softmax(filtered(many, choice(FILTERS, len(FILTERS))), axis=-1)
+    for row, how in zip(np.asarray(probabilities), FILTERS, strict=True):
         np.testing.assert_allclose(row, reference(logits, how), atol=1e-6)
 
 
@@ -98,49 +100,49 @@ def test_draws_have_the_distribution() -> None:
         expected = reference(logits, how) * rows
         assert not counted[expected == 0].any()
         likely = expected >= 5
-        groups = [np.append(each[likely], each[~likely].sum()) for each in (counted, expected)]
-        kept = groups[1] > 0
-        assert stats.chisquare(groups[0][kept], groups[1][kept]).pvalue > 1e-3
+        groups = [np.append(counts[likely], counts[~likely].sum()) for counts in (counted, expected)]
+        frequent = groups[1] > 0
+        assert stats.chisquare(groups[0][frequent], groups[1][frequent]).pvalue > 1e-3
 
 
-def test_a_seed_draws_the_same_whatever_is_in_the_batch(made: PagedEngine) -> None:
+def test_a_seed_draws_the_same_whatever_is_in_the_batch(paged_engine: PagedEngine) -> None:
     how = partial(Sampling, max_tokens=8, temperature=1.0)
-    alone = [ids(run(made, [prompt], how(seed=row))[0]) for row, prompt in enumerate(PROMPTS)]
-    together = run(made, PROMPTS, *(how(seed=row) for row in range(len(PROMPTS))))
-    assert [ids(each) for each in together] == alone
+    alone = [ids(run(paged_engine, [prompt], how(seed=row))[0]) for row, prompt in enumerate(PROMPTS)]
+    together = run(paged_engine, PROMPTS, *(how(seed=row) for row in range(len(PROMPTS))))
+    assert [ids(tokens) for tokens in together] == alone
     preempted = run(
-        made, PROMPTS, *(how(seed=row) for row in range(len(PROMPTS))),
+        paged_engine, PROMPTS, *(how(seed=row) for row in range(len(PROMPTS))),
         pages=9, policy=Policy(max_batch=4, chunk_tokens=6),
     )  # fmt: skip
-    assert [ids(each) for each in preempted] == alone
-    other = run(made, PROMPTS, *(how(seed=row + 100) for row in range(len(PROMPTS))))
-    assert [ids(each) for each in other] != alone
+    assert [ids(tokens) for tokens in preempted] == alone
+    other = run(paged_engine, PROMPTS, *(how(seed=row + 100) for row in range(len(PROMPTS))))
+    assert [ids(tokens) for tokens in other] != alone
 
 
-def test_a_text_ends_with_a_stop_token(made: PagedEngine) -> None:
-    wanted = GREEDY["llama"][0]["output"]
-    at = next(i for i, token in enumerate(wanted) if i > 1 and token not in wanted[:i])
-    how = Sampling(max_tokens=12, temperature=0.0, stop_tokens=frozenset([wanted[at]]))
-    (found,) = run(made, PROMPTS[:1], how)
-    assert ids(found) == wanted[: at + 1]
-    assert found[-1].finish == "stop" and {token.finish for token in found[:-1]} == {None}
+def test_a_text_ends_with_a_stop_token(paged_engine: PagedEngine) -> None:
+    expected = GREEDY["llama"][0]["output"]
+    at = next(i for i, token in enumerate(expected) if i > 1 and token not in expected[:i])
+    how = Sampling(max_tokens=12, temperature=0.0, stop_tokens=frozenset([expected[at]]))
+    (answer,) = run(paged_engine, PROMPTS[:1], how)
+    assert ids(answer) == expected[: at + 1]
+    assert answer[-1].finish == "stop" and {token.finish for token in answer[:-1]} == {None}
 
 
 @pytest.mark.oracle
-def test_log_probabilities_are_those_of_transformers_logits(made: PagedEngine) -> None:
+def test_log_probabilities_are_those_of_transformers_logits(paged_engine: PagedEngine) -> None:
     """Of the token behind the prompt; a request that does not ask gets none."""
     golden = case("llama")[3]
     prompts = [golden["tokens"][row, :length].tolist() for row, length in ((0, 20), (1, 20), (0, 11))]
     asked = Sampling(max_tokens=1, temperature=0.0, logprobs=4)
-    found = run(made, prompts, asked, asked, Sampling(max_tokens=1, temperature=0.0))
-    for (row, length), (token,) in zip(((0, 20), (1, 20)), found[:2], strict=True):
+    outputs = run(paged_engine, prompts, asked, asked, Sampling(max_tokens=1, temperature=0.0))
+    for (row, length), (token,) in zip(((0, 20), (1, 20)), outputs[:2], strict=True):
         exact = golden["logits"][row, length - 1].astype(np.float64)
         exact -= np.log(np.exp(exact).sum())
         best = np.argsort(-exact)[:4]
-        assert token.token == best[0] and [each for each, _ in token.top] == best.tolist()
+        assert token.token == best[0] and [token_id for token_id, _ in token.top] == best.tolist()
         np.testing.assert_allclose([value for _, value in token.top], exact[best], atol=1e-4)
         assert token.logprob == pytest.approx(exact[best[0]], abs=1e-4)
-    assert found[2][0].logprob is None and found[2][0].top == ()
+    assert outputs[2][0].logprob is None and outputs[2][0].top == ()
 
 
 def test_adjustments_are_what_their_definitions_say() -> None:
@@ -168,21 +170,21 @@ def test_adjustments_are_what_their_definitions_say() -> None:
         bias=jnp.asarray(bias)[None], seen=jnp.asarray(seen, jnp.int32)[None], mask=jnp.asarray(words)[None],
         penalties=jnp.array([[0.9, 0.4, 1.3]], jnp.float32),
     )  # fmt: skip
-    found = adjustments.apply(jnp.asarray(logits), jnp.zeros(1, jnp.int32))
-    np.testing.assert_allclose(np.asarray(found)[0], expected, rtol=1e-5)
+    adjusted = adjustments.apply(jnp.asarray(logits), jnp.zeros(1, jnp.int32))
+    np.testing.assert_allclose(np.asarray(adjusted)[0], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("pages", [40, 9])
-def test_penalties_see_the_tokens_of_the_request_alone(made: PagedEngine, pages: int) -> None:
+def test_penalties_see_the_tokens_of_the_request_alone(paged_engine: PagedEngine, pages: int) -> None:
     """Beside the whole model, computed anew for every token; also when requests lose their place."""
     how = Sampling(max_tokens=8, temperature=0.0, frequency_penalty=0.7, presence_penalty=0.3, repetition_penalty=1.2)
     plain = Sampling(max_tokens=8, temperature=0.0)
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[0]]
-    found = run(made, prompts, how, plain, how, plain, pages=pages)
-    assert ids(found[1]) == GREEDY["llama"][1]["output"][:8]
-    assert ids(found[3]) == GREEDY["llama"][0]["output"][:8]
+    outputs = run(paged_engine, prompts, how, plain, how, plain, pages=pages)
+    assert ids(outputs[1]) == GREEDY["llama"][1]["output"][:8]
+    assert ids(outputs[3]) == GREEDY["llama"][0]["output"][:8]
     for at in (0, 2):
-        assert ids(found[at]) == penalised(prompts[at], how)
+        assert ids(outputs[at]) == penalised(prompts[at], how)
 
 
 def penalised(prompt: list[int], how: Sampling) -> list[int]:
@@ -224,11 +226,11 @@ class OnlyEvenThenOdd(Constraint):
         self.given.append(token)
 
 
-def test_constraints_and_biases_hold_for_their_requests_only(made: PagedEngine) -> None:
+def test_constraints_and_biases_hold_for_their_requests_only(paged_engine: PagedEngine) -> None:
     constraint = OnlyEvenThenOdd()
     plain = Sampling(max_tokens=9, temperature=0.0)
-    found = run(
-        made,
+    outputs = run(
+        paged_engine,
         PROMPTS[:4],
         Sampling(max_tokens=9, temperature=1.0, seed=3, constraint=constraint),
         plain,
@@ -236,11 +238,11 @@ def test_constraints_and_biases_hold_for_their_requests_only(made: PagedEngine) 
         plain,
         policy=Policy(max_batch=4, chunk_tokens=6),
     )
-    assert [token % 2 for token in ids(found[0]) if token is not None] == [0, 1] * 4 + [0]
-    assert constraint.given == ids(found[0])
-    assert set(ids(found[2])) == {61}
+    assert [token % 2 for token in ids(outputs[0]) if token is not None] == [0, 1] * 4 + [0]
+    assert constraint.given == ids(outputs[0])
+    assert set(ids(outputs[2])) == {61}
     for at in (1, 3):
-        assert ids(found[at]) == GREEDY["llama"][at]["output"][:9]
+        assert ids(outputs[at]) == GREEDY["llama"][at]["output"][:9]
 
 
 @pytest.mark.parametrize(
@@ -265,12 +267,12 @@ def test_what_cannot_be_is_named(field: str, value: object) -> None:
     ],
 )
 def test_weights_and_cache_in_fewer_bits_change_little(
-    made: PagedEngine, weights: str, cache: str, mesh: tuple[tuple[str, int], ...], most: float, tmp_path: Path,
+    paged_engine: PagedEngine, weights: str, cache: str, mesh: tuple[tuple[str, int], ...], most: float, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Log-probabilities of the same texts. The tiny model sums over 48 elements at most, 24 on each of two devices."""
     folder = checkpoint("llama", tmp_path)
-    configuration = replace(made.configuration, weights_dtype=weights, kv_dtype=cache, mesh=mesh)
+    configuration = replace(paged_engine.configuration, weights_dtype=weights, kv_dtype=cache, mesh=mesh)
     if weights == "int4-32":
         with pytest.raises(RooftopError, match="weights: got 'int4-32'; accepted: groups that divide"):
             engine(folder, configuration)
@@ -279,7 +281,7 @@ def test_weights_and_cache_in_fewer_bits_change_little(
     small.start()
     how = Sampling(max_tokens=1, temperature=0.0, logprobs=20)
     prompts = PROMPTS * 2
-    exact, near = run(made, prompts, *[how] * len(prompts)), answers(small, prompts, [how] * len(prompts))
+    exact, near = run(paged_engine, prompts, *[how] * len(prompts)), answers(small, prompts, [how] * len(prompts))
     differences = list[float]()
     for (one,), (other,) in zip(exact, near, strict=True):
         scores = dict(other.top)
@@ -293,17 +295,17 @@ def guessing(tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
     return engine(checkpoint("llama", tmp_path_factory.mktemp("guesses")), replace(CONFIGURATION, draft_length=3))
 
 
-def test_guesses_change_no_output(made: PagedEngine, guessing: PagedEngine) -> None:
+def test_guesses_change_no_output(paged_engine: PagedEngine, guessing: PagedEngine) -> None:
     """Greedy, and sampled with the same seeds; beside requests that cannot be guessed; also when pages are short."""
     repeating = [[5, 6, 7, 8] * 3, [3, 3, 3, 3, 3], *PROMPTS[:4]]
     for temperature, changes in ((0.0, {}), (0.3, {}), (0.0, {"pages": 11, "policy": Policy(max_batch=4)})):
         hows = [Sampling(max_tokens=14, temperature=temperature, seed=row, logprobs=row % 2) for row in range(5)]
         hows.append(Sampling(max_tokens=14, temperature=temperature, seed=9, frequency_penalty=0.5))
-        plain = run(made, repeating, *hows)
+        plain = run(paged_engine, repeating, *hows)
         serving = again(guessing, **changes)
         serving.start()
         guessed = answers(serving, repeating, hows)
-        assert [ids(each) for each in guessed] == [ids(each) for each in plain]
+        assert [ids(tokens) for tokens in guessed] == [ids(tokens) for tokens in plain]
         for one, other in zip(guessed, plain, strict=True):
             for token, same in zip(one, other, strict=True):
                 assert (token.finish, token.logprob is None) == (same.finish, same.logprob is None)
@@ -319,16 +321,16 @@ def test_guessed_samples_have_the_models_distribution(guessing: PagedEngine) -> 
     how = [Sampling(max_tokens=3, temperature=0.8, top_k=4, seed=row) for row in range(1200)]
     serving = again(guessing, max_queue=len(how))
     serving.start()
-    found = answers(serving, [prompt] * len(how), how)
+    outputs = answers(serving, [prompt] * len(how), how)
     assert 0 < serving.stats().accepted < serving.stats().guessed
     asked = Sampling(max_tokens=1, temperature=0.0, logprobs=20)
-    firsts = sorted({each[0].token for each in found if each[0].token is not None})
+    firsts = sorted({answer[0].token for answer in outputs if answer[0].token is not None})
     serving = again(guessing)
     serving.start()
     exact = answers(serving, [[*prompt, token] for token in firsts], [asked] * len(firsts))
     tested = 0
     for first, (likely,) in zip(firsts, exact, strict=True):
-        seconds = [each[1].token for each in found if each[0].token == first]
+        seconds = [answer[1].token for answer in outputs if answer[0].token == first]
         p = np.exp(np.array([value for _, value in likely.top[:4]]) / 0.8)
         expected = p / p.sum() * len(seconds)
         counted = [seconds.count(token) for token, _ in likely.top[:4]]
@@ -344,7 +346,7 @@ def test_guessed_samples_have_the_models_distribution(guessing: PagedEngine) -> 
     [("llama", 1.0, 1.0), pytest.param("llama_linear", 0.0, 0.5, marks=pytest.mark.slow)],
 )
 def test_a_draft_model_changes_no_output(
-    made: PagedEngine, draft: str, least: float, most: float, tmp_path: Path
+    paged_engine: PagedEngine, draft: str, least: float, most: float, tmp_path: Path
 ) -> None:
     """A draft with the weights of the model is always right where the likeliest is taken; another one seldom."""
     own = checkpoint("llama", tmp_path)
@@ -352,12 +354,12 @@ def test_a_draft_model_changes_no_output(
     drafted = engine(own, replace(CONFIGURATION, draft_length=3), draft=other)
     sampled = [Sampling(max_tokens=12, temperature=0.5, seed=row) for row in range(6)]
     likeliest = [Sampling(max_tokens=12, temperature=0.0)] * 6
-    plain = [[ids(each) for each in run(made, PROMPTS, *hows)] for hows in (sampled, likeliest)]
+    plain = [[ids(tokens) for tokens in run(paged_engine, PROMPTS, *hows)] for hows in (sampled, likeliest)]
     preempted = {"pages": 11, "policy": Policy(max_batch=4, chunk_tokens=6, preemption="swap")}
     for changes in ({}, preempted):
-        for hows, wanted in zip((sampled, likeliest), plain, strict=True):
+        for hows, expected in zip((sampled, likeliest), plain, strict=True):
             serving = again(drafted, **changes)
             serving.start()
-            assert [ids(each) for each in answers(serving, PROMPTS, hows)] == wanted
+            assert [ids(tokens) for tokens in answers(serving, PROMPTS, hows)] == expected
         assert least <= serving.stats().accepted / serving.stats().guessed <= most
         assert (serving.stats().preemptions > 0) == bool(changes)

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(folder: Path) -> PagedEngine:
+def paged_engine(folder: Path) -> PagedEngine:
     return engine(folder)
 
 
@@ -64,9 +64,9 @@ def ask(serving: PagedEngine, number: int, prompt: list[int] = PROMPT, **how: An
         {"pages": 10, "policy": Policy(max_batch=3), "host_pages": 6},
     ],
 )
-def test_random_work_compiles_nothing_and_loses_no_page(made: PagedEngine, changes: dict[str, Any]) -> None:
+def test_random_work_compiles_nothing_and_loses_no_page(paged_engine: PagedEngine, changes: dict[str, Any]) -> None:
     """Prompts that share beginnings, all ways of choosing, requests that are cancelled, callers that raise."""
-    serving, random = again(made, **changes), np.random.default_rng(3)
+    serving, random = again(paged_engine, **changes), np.random.default_rng(3)
     serving.start()
     bases = [random.integers(1, 90, 20).tolist() for _ in range(3)]
     callers = list[Caller]()
@@ -82,16 +82,16 @@ def test_random_work_compiles_nothing_and_loses_no_page(made: PagedEngine, chang
             serving.check()
     assert all(caller.ended.wait(120) for caller in callers)
     serving.check()
-    found = serving.stats()
-    assert (found.pages_used, found.running, found.waiting, found.compilations) == (0, 0, 0, 0)
-    assert found.preemptions > 0 and found.prefix_tokens > 0
+    stats = serving.stats()
+    assert (stats.pages_used, stats.running, stats.waiting, stats.compilations) == (0, 0, 0, 0)
+    assert stats.preemptions > 0 and stats.prefix_tokens > 0
     assert {caller.tokens[-1].finish for caller in callers} <= {"length", "stop", "cancelled"}
     assert {caller.tokens[-1].finish for caller in callers} >= {"length", "cancelled"}
     assert serving.drain(1.0)
 
 
-def test_one_that_leaves_does_not_disturb_the_others(made: PagedEngine) -> None:
-    serving = again(made)
+def test_one_that_leaves_does_not_disturb_the_others(paged_engine: PagedEngine) -> None:
+    serving = again(paged_engine)
     serving.start()
 
     def gone(token: Token) -> None:
@@ -106,9 +106,9 @@ def test_one_that_leaves_does_not_disturb_the_others(made: PagedEngine) -> None:
     serving.check()
 
 
-def test_an_engine_that_is_abandoned_says_so_once(made: PagedEngine) -> None:
+def test_an_engine_that_is_abandoned_says_so_once(paged_engine: PagedEngine) -> None:
     """What was submitted ends with an error, whether it had begun or not; nothing comes after that."""
-    serving = again(made)
+    serving = again(paged_engine)
     serving.start()
     callers = [ask(serving, number, max_tokens=19) for number in range(8)]
     assert callers[0].begun.wait(60)
@@ -122,9 +122,9 @@ def test_an_engine_that_is_abandoned_says_so_once(made: PagedEngine) -> None:
 
 
 def test_a_step_that_fails_ends_all_requests_with_an_error_and_the_next_are_served(
-    made: PagedEngine, monkeypatch: pytest.MonkeyPatch
+    paged_engine: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serving = again(made)
+    serving = again(paged_engine)
     serving.start()
     run, count = serving.replicas[0].step, iter(range(100))
 
@@ -146,8 +146,8 @@ def test_a_step_that_fails_ends_all_requests_with_an_error_and_the_next_are_serv
     assert serving.drain(10) and serving.stats().compilations == 0
 
 
-def test_what_can_never_be_served_is_refused_at_once(made: PagedEngine) -> None:
-    serving = again(made, pages=6, max_queue=2)
+def test_what_can_never_be_served_is_refused_at_once(paged_engine: PagedEngine) -> None:
+    serving = again(paged_engine, pages=6, max_queue=2)
     for number, (prompt, how, named) in enumerate(
         [
             ([], {}, "no tokens"),
@@ -176,8 +176,8 @@ def test_what_can_never_be_served_is_refused_at_once(made: PagedEngine) -> None:
         ask(serving, 100)
 
 
-def test_draining_cancels_what_takes_too_long(made: PagedEngine) -> None:
-    serving = again(made)
+def test_draining_cancels_what_takes_too_long(paged_engine: PagedEngine) -> None:
+    serving = again(paged_engine)
     serving.start()
     callers = [ask(serving, number, max_tokens=19) for number in range(30)]
     assert not serving.drain(0.0)
@@ -187,13 +187,13 @@ def test_draining_cancels_what_takes_too_long(made: PagedEngine) -> None:
     assert serving.stats().pages_used == 0
 
 
-def test_two_hundred_at_once(made: PagedEngine) -> None:
-    serving = again(made)
+def test_two_hundred_at_once(paged_engine: PagedEngine) -> None:
+    serving = again(paged_engine)
     serving.start()
     cases = GREEDY["llama"]
     how = [Sampling(max_tokens=len(cases[i % 6]["output"]), temperature=0.0) for i in range(200)]
-    found = answers(serving, [cases[i % 6]["prompt"] for i in range(200)], how)
-    assert all([token.token for token in each] == cases[i % 6]["output"] for i, each in enumerate(found))
+    outputs = answers(serving, [cases[i % 6]["prompt"] for i in range(200)], how)
+    assert all([token.token for token in output] == cases[i % 6]["output"] for i, output in enumerate(outputs))
 
 
 def test_programs_without_room_for_their_mappings_are_one_line(

@@ -57,8 +57,8 @@ def test_outputs_are_those_of_transformers_in_every_mode(grouped: PagedEngine, m
     changes, happened = MODES[mode]
     changes = changes | ({"pages": SHORT[mode]} if mode in SHORT else {})
     serving = again(grouped, **changes)
-    found, wanted = greedy("llama", serving)
-    assert found == wanted
+    tokens, expected = greedy("llama", serving)
+    assert tokens == expected
     stats = serving.stats()
     assert {key: getattr(stats, key) > 0 for key in happened} == happened
 
@@ -71,10 +71,10 @@ def test_guesses_and_two_groups_of_groups_change_nothing(
     name: str, axis: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     apart = {"prefill_devices": 2} if "policy" in changes else {}
-    made = engine(checkpoint(name, tmp_path), replace(GROUPED, mesh=((axis, 2),), **changes, **apart))
-    found, wanted = greedy(name, made)
-    assert found == wanted
-    assert (made.stats().guessed > 0) == ("draft_length" in changes) or name != "llama"
+    serving = engine(checkpoint(name, tmp_path), replace(GROUPED, mesh=((axis, 2),), **changes, **apart))
+    tokens, expected = greedy(name, serving)
+    assert tokens == expected
+    assert (serving.stats().guessed > 0) == ("draft_length" in changes) or name != "llama"
 
 
 @pytest.mark.slow
@@ -82,16 +82,16 @@ def test_a_draft_and_an_int8_cache_have_their_groups(tmp_path: Path) -> None:
     """What an engine answers that has no groups; also when sequences lose their place."""
     folder = checkpoint("llama", tmp_path)
     asked = [Sampling(max_tokens=12, temperature=0.5, seed=row) for row in range(6)]
-    prompts = [each["prompt"] for each in GREEDY["llama"]][:6]
-    found = list[list[list[int | None]]]()
+    prompts = [case["prompt"] for case in GREEDY["llama"]][:6]
+    outputs = list[list[list[int | None]]]()
     for configuration in (replace(GROUPED, mesh=()), GROUPED):
-        made = engine(folder, replace(configuration, draft_length=3, kv_dtype="int8"), draft=folder)
+        drafting = engine(folder, replace(configuration, draft_length=3, kv_dtype="int8"), draft=folder)
         for changes in ({}, {"pages": 18, "policy": Policy(max_batch=4, chunk_tokens=6, preemption="swap")}):
-            serving = again(made, **changes)
+            serving = again(drafting, **changes)
             serving.start()
-            found.append([[token.token for token in each] for each in answers(serving, prompts, asked)])
+            outputs.append([[token.token for token in answer] for answer in answers(serving, prompts, asked)])
             assert serving.stats().accepted > 0
-    assert found[0] == found[1] == found[2] == found[3]
+    assert outputs[0] == outputs[1] == outputs[2] == outputs[3]
 
 
 def test_what_groups_cannot_be_is_named(tmp_path: Path) -> None:
@@ -141,8 +141,8 @@ def test_every_sequence_is_served_on_one_group_and_no_page_is_lost(
     for number in range(chance.randint(1, 12)):
         prompt = chance.randint(1, pages * page_tokens)
         keys = tuple((number % 3, at) for at in range(prompt // page_tokens))
-        wanted = chance.randint(1, pages * page_tokens - prompt + 1)
-        coming.append(CachedSequence(id=number, prompt_tokens=prompt, max_tokens=wanted, keys=keys))
+        generate = chance.randint(1, pages * page_tokens - prompt + 1)
+        coming.append(CachedSequence(id=number, prompt_tokens=prompt, max_tokens=generate, keys=keys))
     for _ in range(3000):
         while coming and chance.random() < 0.3:
             here.append(coming.pop(0))
@@ -156,18 +156,18 @@ def test_every_sequence_is_served_on_one_group_and_no_page_is_lost(
             if not coming:
                 break
             continue
-        assert chunk is None or step.generating + sum(each.tokens for each in step.chunks) <= chunk
+        assert chunk is None or step.generating + sum(chunk.tokens for chunk in step.chunks) <= chunk
         assert step.generating == (0 if step.chunks and chunk is None else len(scheduler.generating))
-        for group, each in enumerate(scheduler.groups):
+        for group, pool in enumerate(scheduler.groups):
             first = group * (pages + 1)
-            assert len(each.generating) + len(each.prefilling) <= -(-max_batch // groups)
-            for sequence in (*each.generating, *each.prefilling):
+            assert len(pool.generating) + len(pool.prefilling) <= -(-max_batch // groups)
+            for sequence in (*pool.generating, *pool.prefilling):
                 assert home.setdefault(sequence, group) == sequence.group == group
                 assert all(first <= page < first + pages for page in sequence.pages)
         scheduler.complete(step)
         for sequence in list(here):
-            each = scheduler.groups[sequence.group]
-            if sequence.generated + max(0, each.kv_tokens(sequence) - sequence.length) >= sequence.max_tokens:
+            pool = scheduler.groups[sequence.group]
+            if sequence.generated + max(0, pool.kv_tokens(sequence) - sequence.length) >= sequence.max_tokens:
                 scheduler.finish(sequence)
                 here.remove(sequence)
     assert not here and not coming
@@ -217,12 +217,12 @@ def test_what_a_step_sends_on_a_tpu_is_what_plans_count(kv_split: str, reader: s
     programs.compile([("step", (32, 1, 512))])
     text = programs["step", (32, 1, 512)].as_text()
     assert text is not None
-    found = {
+    counts = {
         kind: len(re.findall(rf" {kind}(?:-start)?\(.*layers/attn/core", text))
         for kind in ("all-to-all", "all-gather", "reduce-scatter")
     }
     if kv_split == "batch":
-        assert found == {"all-to-all": 2 * model.layers, "all-gather": 0, "reduce-scatter": 0}
+        assert counts == {"all-to-all": 2 * model.layers, "all-gather": 0, "reduce-scatter": 0}
         assert text.count("ragged_paged_attention") >= model.layers
     else:
-        assert found["all-to-all"] == 0 and found["all-gather"] >= model.layers
+        assert counts["all-to-all"] == 0 and counts["all-gather"] >= model.layers

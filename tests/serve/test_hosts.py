@@ -31,7 +31,7 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
 
 
 @pytest.fixture(scope="module")
-def wanted(tiny: Path) -> list[str]:
+def expected(tiny: Path) -> list[str]:
     """What one process on one host answers."""
     with started([ROOFTOP, "serve", str(tiny), *ENGINE, "--port", "0", "--json"], tiny.parent, env=ENVIRONMENT) as one:
         return texts(one)
@@ -55,7 +55,7 @@ def other(host: Host, command: list[str]) -> Iterator[subprocess.Popen[str]]:
     ("mesh", "kv_split"), [("tensor=2,context=2", "seq"), ("tensor=2,context=2", "batch"), ("data=2,tensor=2", "seq")]
 )
 def test_one_engine_over_two_hosts(
-    tiny: Path, hosts: tuple[Host, Host], wanted: list[str], mesh: str, kv_split: str
+    tiny: Path, hosts: tuple[Host, Host], expected: list[str], mesh: str, kv_split: str
 ) -> None:
     first, second = hosts
     command = [
@@ -66,7 +66,7 @@ def test_one_engine_over_two_hosts(
         other(second, [*command, "--process", "1"]) as follower,
         started(first.command([*command, "--process", "0", *ANSWERS]), tiny.parent, env=ENVIRONMENT) as served,
     ):
-        assert texts(served) == wanted
+        assert texts(served) == expected
         assert served.metric("rooftop_compilations_total") == 0
         served.wait_until_idle()
         assert served.stop()[0] == 0
@@ -74,7 +74,7 @@ def test_one_engine_over_two_hosts(
 
 
 @pytest.mark.slow
-def test_two_parts_over_two_hosts_each(tiny: Path, hosts: tuple[Host, Host], wanted: list[str]) -> None:
+def test_two_parts_over_two_hosts_each(tiny: Path, hosts: tuple[Host, Host], expected: list[str]) -> None:
     """Each part has its first process on another host; KV goes from the one to the other."""
     first, second = hosts
     base = [
@@ -90,17 +90,17 @@ def test_two_parts_over_two_hosts_each(tiny: Path, hosts: tuple[Host, Host], wan
             other(second, [*prefills, "1"]) as follower,
             started(first.command([*prefills, "0", *ANSWERS]), tiny.parent, env=ENVIRONMENT) as served,
         ):
-            assert texts(served) == wanted
+            assert texts(served) == expected
             assert served.metric("rooftop_compilations_total") == 0
             served.wait_until_idle()
             assert served.stop()[0] == 0
             assert follower.wait(60) == 0
         generator.terminate()
-        assert [each.wait(60) for each in (generator, third)] == [0, 0]
+        assert [process.wait(60) for process in (generator, third)] == [0, 0]
 
 
 @pytest.mark.slow
-def test_a_cut_cable_costs_no_answer(tiny: Path, hosts: tuple[Host, Host], wanted: list[str]) -> None:
+def test_a_cut_cable_costs_no_answer(tiny: Path, hosts: tuple[Host, Host], expected: list[str]) -> None:
     """KV goes from host to host; what is lost with the cable is done again when it is back."""
     first, second = hosts
     command = [ROOFTOP, "serve", str(tiny), *ENGINE, "--json"]
@@ -110,7 +110,7 @@ def test_a_cut_cable_costs_no_answer(tiny: Path, hosts: tuple[Host, Host], wante
         assert json.loads(generator.stdout.readline())["address"] == f"{SECOND}:{PORT}"
         prefills = first.command([*command, "--generate-at", f"{SECOND}:{PORT}", *ANSWERS])
         with started(prefills, tiny.parent, env=ENVIRONMENT) as served, ThreadPoolExecutor(1) as pool:
-            assert texts(served) == wanted
+            assert texts(served) == expected
             asked = pool.submit(texts, served)
             while served.metric("rooftop_kv_pages_used") == 0:
                 pass
@@ -119,7 +119,7 @@ def test_a_cut_cable_costs_no_answer(tiny: Path, hosts: tuple[Host, Host], wante
             while not lost(served):
                 assert time.monotonic() < began + 120
             first.join()
-            assert asked.result(120) == wanted
+            assert asked.result(120) == expected
             served.wait_until_idle()
             assert served.metric("rooftop_compilations_total") == 0
             assert served.metric("rooftop_kv_pages_used") == 0

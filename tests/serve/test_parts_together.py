@@ -98,7 +98,7 @@ def test_two_parts_of_two_processes_answer_as_one(
         assert other.wait(60) == 0
         assert first.poll() is None
         second.send_signal(signal.SIGTERM)
-        assert [each.wait(60) for each in (first, second)] == [0, 0]
+        assert [process.wait(60) for process in (first, second)] == [0, 0]
         assert second.communicate()[1] == ""
 
 
@@ -125,7 +125,7 @@ def test_a_part_that_is_lost_is_linked_when_it_is_there_again(
             with generating(model, *mesh, port=port):
                 events = [line.removeprefix("data: ") for line in (*begun, *lines) if line]
                 assert events.pop() == "[DONE]"
-                assert "".join(json.loads(each)["choices"][0]["text"] for each in events) == whole
+                assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == whole
                 assert texts(served) == expected[0]
                 served.wait_until_idle()
                 assert served.metric("rooftop_compilations_total") == 0

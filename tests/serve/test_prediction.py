@@ -17,7 +17,7 @@ GENERATE = (("context_tokens", "512"), ("generating", "0"), ("sequences", "4"), 
 PREFILL = (("context_tokens", "512"), ("generating", "0"), ("sequences", "1"), ("tokens", "64"))
 
 
-def told(scale: float) -> PredictionInput:
+def reported(scale: float) -> PredictionInput:
     """A server that has run so many times ten steps, and answered as many requests."""
     one = {
         "steps_total": 10, "step_seconds_total": 5.0, "kv_pages": 32, "kv_page_tokens": 16,
@@ -32,21 +32,21 @@ def told(scale: float) -> PredictionInput:
 
 
 def test_step_times_are_means_of_what_ran_in_between_and_of_what_goes_by_beside_it() -> None:
-    times = measured_times(told(1), told(3))
+    times = measured_times(reported(1), reported(3))
     assert times.kv_tokens == 512
     # Of 10 s, programs took 8 in 20 steps.
     assert times.overhead_s == pytest.approx(0.1)
     assert times.generate_s(3, 30) == pytest.approx(0.1 + 0.2)
     assert times.mixed_s([(40, 0)], 3, 30) == pytest.approx(0.1 + 0.2 + 1.2)
     with pytest.raises(RooftopError, match="measured programs"):
-        measured_times(told(1), told(1))
+        measured_times(reported(1), reported(1))
 
 
 def test_servers_that_step_at_once_share_steps_and_have_pages_of_their_own() -> None:
     def at(scale: float, **more: float) -> PredictionInput:
-        found = told(scale)
+        metrics = reported(scale)
         changed = {(f"rooftop_{name}", ()): value for name, value in more.items()}
-        return PredictionInput(values={**found.values, **changed})
+        return PredictionInput(values={**metrics.values, **changed})
 
     policy = Policy(max_batch=9)
     # Programs took 8 of 10 s; two at a time they were under way in 5 of them, in 20 steps.
@@ -57,16 +57,16 @@ def test_servers_that_step_at_once_share_steps_and_have_pages_of_their_own() -> 
     # A server that prefills has 12 of 32 pages; the KV of a sequence takes as long as it did, or part of a step.
     apart = replace(policy, batching="disaggregated")
     parts = {"prefill_kv_pages": 12, "prefill_kv_groups": 2}
-    sent = measured_times(told(1), at(3, handovers_total=4, handover_seconds_total=0.2, **parts))
+    sent = measured_times(reported(1), at(3, handovers_total=4, handover_seconds_total=0.2, **parts))
     assert (sent.kv_tokens, sent.prefill_kv_tokens, sent.prefill_kv_groups) == (320, 192, 2)
     assert sent.transfer_s(1) == sent.transfer_s(999) == pytest.approx(0.05)
-    processes = deployment_of(told(3), sent, policy=apart, prefix_cache=False)
+    processes = deployment_of(reported(3), sent, policy=apart, prefix_cache=False)
     assert (processes.replicas, processes.prefill_servers, processes.lockstep) == (1, 1, False)
-    within = measured_times(told(1), at(3, servers=2, **parts))
+    within = measured_times(reported(1), at(3, servers=2, **parts))
     assert within.transfer_s(1) == 0 and within.kv_tokens == 320
     assert deployment_of(at(3, servers=2), within, policy=apart, prefix_cache=False).lockstep
     with pytest.raises(RooftopError, match="transfers were not measured"):
-        measured_times(told(1), told(3)).transfer_s(1)
+        measured_times(reported(1), reported(3)).transfer_s(1)
 
 
 def test_a_step_whose_end_nobody_saw_took_no_longer_than_its_programs_do() -> None:
@@ -79,12 +79,15 @@ def test_a_step_whose_end_nobody_saw_took_no_longer_than_its_programs_do() -> No
     counters.ran([short], 9.0, at_most=True)
     counters.stepped()
     assert (counters.steps, counters.busy_s) == (3, 11.0)
-    assert {each.tokens: (each.runs, each.seconds) for each in counters.program_times()} == {0: (3, 3.0), 64: (1, 9.0)}
+    assert {program.tokens: (program.runs, program.seconds) for program in counters.program_times()} == {
+        0: (3, 3.0),
+        64: (1, 9.0),
+    }
 
 
 def test_what_passes_outside_the_engine_is_what_its_own_ttft_lacks() -> None:
-    assert outside_s(told(1), told(2), 0.35) == pytest.approx(0.05)
-    assert outside_s(told(1), told(1), 0.35) is None
+    assert outside_s(reported(1), reported(2), 0.35) == pytest.approx(0.05)
+    assert outside_s(reported(1), reported(1), 0.35) is None
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def child(folder: Path) -> Iterator[Kept]:
     """One process for all tests that need no other: it is linked to one engine after the other."""
-    kept = Kept(folder, GENERATE, options=QUICKLY, environment=ENVIRONMENT)
-    yield kept
-    kept.end()
+    generator = Kept(folder, GENERATE, options=QUICKLY, environment=ENVIRONMENT)
+    yield generator
+    generator.end()
 
 
 class Kept(Child):
@@ -90,16 +90,18 @@ class Nowhere:
 
 
 @pytest.fixture(scope="module")
-def made(folder: Path) -> PrefillEngine:
+def prefill_engine(folder: Path) -> PrefillEngine:
     return load_prefill(folder, PREFILL, Nowhere(), options=QUICKLY)
 
 
-def split(made: PrefillEngine, other: Other, events: list[str] | None = None, **changes: Any) -> PrefillEngine:
+def split(
+    prefill_engine: PrefillEngine, other: Other, events: list[str] | None = None, **changes: Any
+) -> PrefillEngine:
     """Another engine on the programs of one, no text of which ends by itself."""
-    configuration = replace(made.configuration, **changes)
+    configuration = replace(prefill_engine.configuration, **changes)
     engine = PrefillEngine(
-        made.replicas[0], configuration, other,
-        facts=made.facts, max_model_len=made.max_model_len,
+        prefill_engine.replicas[0], configuration, other,
+        facts=prefill_engine.facts, max_model_len=prefill_engine.max_model_len,
         on_link=(events if events is not None else list[str]()).append,
     )  # fmt: skip
     _SPLIT.append(engine)
@@ -152,8 +154,8 @@ def whole(serving: PrefillEngine, callers: list[Caller]) -> None:
         assert caller.ended.wait(120)
         assert caller.ids == CASES[number % len(CASES)]["output"]
     serving.check()
-    found = serving.stats()
-    assert (found.running, found.waiting, found.pages_used, found.compilations) == (0, 0, 0, 0)
+    stats = serving.stats()
+    assert (stats.running, stats.waiting, stats.pages_used, stats.compilations) == (0, 0, 0, 0)
 
 
 class Alternating:
@@ -184,24 +186,26 @@ def ways() -> list[Sampling]:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("pages", [40, 11])
-def test_greedy_tokens_are_those_of_transformers(made: PrefillEngine, child: Kept, pages: int) -> None:
-    serving = split(made, child, pages=pages)
+def test_greedy_tokens_are_those_of_transformers(prefill_engine: PrefillEngine, child: Kept, pages: int) -> None:
+    serving = split(prefill_engine, child, pages=pages)
     serving.start()
     whole(serving, [ask(serving, number, Caller()) for number in range(2 * len(CASES))])
     assert serving.stats().preemptions > 0
     assert serving.drain(60)
 
 
-def test_every_way_to_choose_gives_the_tokens_of_one_process(folder: Path, made: PrefillEngine, child: Kept) -> None:
+def test_every_way_to_choose_gives_the_tokens_of_one_process(
+    folder: Path, prefill_engine: PrefillEngine, child: Kept
+) -> None:
     prompts = [CASES[number]["prompt"] for number in range(len(ways()))]
-    alone, serving = engine(folder), split(made, child)
+    alone, serving = engine(folder), split(prefill_engine, child)
     alone.start()
     serving.start()
-    wanted, found = answers(alone, prompts, ways()), answers(serving, prompts, ways())
-    assert [[(token.token, token.finish) for token in each] for each in found] == [
-        [(token.token, token.finish) for token in each] for each in wanted
+    expected, outputs = answers(alone, prompts, ways()), answers(serving, prompts, ways())
+    assert [[(token.token, token.finish) for token in answer] for answer in outputs] == [
+        [(token.token, token.finish) for token in answer] for answer in expected
     ]
-    for one, other in zip(wanted, found, strict=True):
+    for one, other in zip(expected, outputs, strict=True):
         for token, same in zip(one, other, strict=True):
             assert [id for id, _ in token.top] == [id for id, _ in same.top]
             assert (token.logprob is None) == (same.logprob is None)
@@ -210,10 +214,12 @@ def test_every_way_to_choose_gives_the_tokens_of_one_process(folder: Path, made:
 
 
 @pytest.mark.parametrize("at", [(1, 5), pytest.param((1, 2, 3, 4, 5, 6, 7), marks=pytest.mark.slow)])
-def test_a_kill_at_any_token_changes_no_answer(folder: Path, made: PrefillEngine, at: tuple[int, ...]) -> None:
+def test_a_kill_at_any_token_changes_no_answer(
+    folder: Path, prefill_engine: PrefillEngine, at: tuple[int, ...]
+) -> None:
     """With so few pages that sequences are preempted too, at both sides."""
     other, events, done = Child(folder, GENERATE, options=QUICKLY, environment=ENVIRONMENT), list[str](), list[int]()
-    serving = split(made, other, events, pages=11)
+    serving = split(prefill_engine, other, events, pages=11)
     serving.start()
     callers = list[Caller]()
     for number in range(12):
@@ -244,8 +250,8 @@ def test_a_process_that_is_started_ends_with_its_stdin_and_not_by_a_signal(folde
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | ENVIRONMENT,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
-    told = GeneratorTask(checkpoint=folder, configuration=GENERATE, options=QUICKLY, key="key")
-    process.stdin.write(pickle.dumps(told))
+    task = GeneratorTask(checkpoint=folder, configuration=GENERATE, options=QUICKLY, key="key")
+    process.stdin.write(pickle.dumps(task))
     process.stdin.flush()
     port = json.loads(process.stdout.readline())["port"]
     process.send_signal(signal.SIGINT)
@@ -283,9 +289,9 @@ class Listening:
 
 @pytest.fixture(scope="module")
 def listening(folder: Path) -> Iterator[Listening]:
-    made = Listening(folder)
-    yield made
-    made.end()
+    listener = Listening(folder)
+    yield listener
+    listener.end()
 
 
 class Disturbing:
@@ -350,10 +356,12 @@ class Disturbing:
                 side.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_link_that_breaks_again_and_again_changes_no_answer(made: PrefillEngine, listening: Listening) -> None:
+def test_a_link_that_breaks_again_and_again_changes_no_answer(
+    prefill_engine: PrefillEngine, listening: Listening
+) -> None:
     """Swapped out, on its way or running: whatever a request is doing there, it is done again."""
     events, random = list[str](), np.random.default_rng(7)
-    serving = split(made, listening.other(), events)
+    serving = split(prefill_engine, listening.other(), events)
     serving.start()
     breaks = set(random.choice(150, 6, replace=False).tolist())
     count = iter(range(10**6))
@@ -378,10 +386,10 @@ def test_a_link_that_breaks_again_and_again_changes_no_answer(made: PrefillEngin
     ],
 )
 def test_what_comes_damaged_is_refused_and_comes_again(
-    made: PrefillEngine, listening: Listening, damage: list[tuple[str, str]], losses: int
+    prefill_engine: PrefillEngine, listening: Listening, damage: list[tuple[str, str]], losses: int
 ) -> None:
     proxy, events = Disturbing(listening.port, list(damage)), list[str]()
-    serving = split(made, Remote("127.0.0.1", proxy.port, Listening.KEY), events)
+    serving = split(prefill_engine, Remote("127.0.0.1", proxy.port, Listening.KEY), events)
     serving.start()
     whole(serving, [ask(serving, number, Caller()) for number in range(6)])
     assert sum(event.startswith("lost") for event in events) == losses and not proxy.damage
@@ -400,9 +408,11 @@ class Broken(Kept):
         return super().connect()
 
 
-def test_where_no_process_generates_every_request_hears_so_until_one_does(folder: Path, made: PrefillEngine) -> None:
+def test_where_no_process_generates_every_request_hears_so_until_one_does(
+    folder: Path, prefill_engine: PrefillEngine
+) -> None:
     other = Broken(folder, GENERATE, options=QUICKLY, environment=ENVIRONMENT)
-    serving = split(made, other)
+    serving = split(prefill_engine, other)
     serving.start()
 
     def kill(token: Token) -> None:
@@ -426,9 +436,11 @@ def test_where_no_process_generates_every_request_hears_so_until_one_does(folder
     other.end()
 
 
-def test_requests_that_end_early_leave_nothing_in_either_process(made: PrefillEngine, listening: Listening) -> None:
+def test_requests_that_end_early_leave_nothing_in_either_process(
+    prefill_engine: PrefillEngine, listening: Listening
+) -> None:
     """Cancelled ones, some in the middle; callers that raise; a step that fails; a constraint that does."""
-    serving = split(made, listening.other())
+    serving = split(prefill_engine, listening.other())
     serving.start()
 
     def gone(token: Token) -> None:
@@ -463,9 +475,9 @@ def test_requests_that_end_early_leave_nothing_in_either_process(made: PrefillEn
 
 
 def test_a_step_that_fails_there_ends_what_was_there_with_an_error(
-    made: PrefillEngine, listening: Listening, monkeypatch: pytest.MonkeyPatch
+    prefill_engine: PrefillEngine, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serving = split(made, listening.other())
+    serving = split(prefill_engine, listening.other())
     serving.start()
     run, count = listening.generator.replica.step, iter(range(1000))
 
@@ -500,17 +512,17 @@ def test_a_stranger_gets_no_link(listening: Listening) -> None:
     assert len(refused) == 2
 
 
-def test_a_process_that_serves_something_else_is_refused(made: PrefillEngine, listening: Listening) -> None:
-    serving = split(made, listening.other())
+def test_a_process_that_serves_something_else_is_refused(prefill_engine: PrefillEngine, listening: Listening) -> None:
+    serving = split(prefill_engine, listening.other())
     serving.facts["weights"] = "int8"
     with pytest.raises(RooftopError, match="weights of the process that generates: got 'plain'; accepted: int8"):
         serving.start()
 
 
-@pytest.mark.parametrize("given", ["", "8000", "host:", ":80", "host:0", "host:65536", "host:http"])
-def test_what_is_no_address_is_one_line(given: str) -> None:
+@pytest.mark.parametrize("address", ["", "8000", "host:", ":80", "host:0", "host:65536", "host:http"])
+def test_what_is_no_address_is_one_line(address: str) -> None:
     with pytest.raises(RooftopError, match=r"generate-at: got .*; accepted: HOST:PORT"):
-        parse_address(given, "generate-at")
+        parse_address(address, "generate-at")
 
 
 def test_an_address_may_have_brackets() -> None:
@@ -521,12 +533,12 @@ def test_an_address_may_have_brackets() -> None:
 def test_messages_arrive_in_order_and_the_end_is_heard() -> None:
     with bind("127.0.0.1", 0) as bound:
         bound.listen()
-        found = list[Link]()
-        thread = threading.Thread(target=lambda: found.append(accept(bound, "key")))
+        links = list[Link]()
+        thread = threading.Thread(target=lambda: links.append(accept(bound, "key")))
         thread.start()
         one = connect("127.0.0.1", bound.getsockname()[1], "key")
         thread.join()
-        (other,) = found
+        (other,) = links
         for number in range(40):
             one.send("count", payload=partial(list[bytes], [bytes(number), b"x"]), number=number)
         for number in range(40):

@@ -56,7 +56,7 @@ def generating(folder: Path, *arguments: str) -> Iterator[str]:
 def test_a_killed_process_costs_no_answer(tiny: Path) -> None:
     command = [ROOFTOP, "serve", str(tiny), *ENGINE, "--port", "0", "--json", "--generate-at", "local"]
     with started(command, tiny.parent, env=ENVIRONMENT) as served:
-        wanted = texts(served)
+        expected = texts(served)
         with served.http.stream(
             "POST", "/v1/completions", json={"model": served.model, "prompt": "a", "max_tokens": 40, "stream": True}
         ) as stream:
@@ -65,7 +65,7 @@ def test_a_killed_process_costs_no_answer(tiny: Path) -> None:
             begun = [next(lines) for _ in range(8)]
             os.kill(generate_pid(served), signal.SIGKILL)
             assert begun and list(lines)[-2:][0] == "data: [DONE]"
-        assert texts(served) == wanted
+        assert texts(served) == expected
         assert served.metric("rooftop_compilations_total") == 0
         served.wait_until_idle()
         assert served.metric("rooftop_kv_pages") == 40
@@ -83,14 +83,14 @@ def test_a_process_elsewhere_gives_the_same_answers(tiny: Path, split: list[str]
     """Also where each has split its cache its own way: pages travel whole."""
     base = [ROOFTOP, "serve", str(tiny), *ENGINE, "--port", "0", "--json"]
     with started(base, tiny.parent, env=ENVIRONMENT) as served:
-        wanted = texts(served)
+        expected = texts(served)
     with (
         generating(tiny, *split, *(["batch"] if split else [])) as address,
         started(
             [*base, *split, *(["seq"] if split else []), "--generate-at", address], tiny.parent, env=ENVIRONMENT
         ) as served,
     ):
-        assert texts(served) == wanted
+        assert texts(served) == expected
         assert served.stop()[0] == 0
 
 
@@ -122,6 +122,6 @@ def test_wrong_options_are_one_line(
 def test_two_processes_share_the_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, ours: str, theirs: str) -> None:
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = choose_part(ServeRequest(checkpoint=Path("model"), generate_at="local"))
-    assert found.environment == {"CUDA_VISIBLE_DEVICES": theirs}
+    part = choose_part(ServeRequest(checkpoint=Path("model"), generate_at="local"))
+    assert part.environment == {"CUDA_VISIBLE_DEVICES": theirs}
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ours

@@ -42,8 +42,8 @@ def answering(*pieces: bytes) -> Iterator[str]:
 def replayed(*pieces: bytes) -> ReplayedRequest:
     trace = RequestTrace(arrival_s=np.zeros(1), prompt_tokens=np.array([3]), output_tokens=np.array([2]))
     with answering(*pieces) as url:
-        found = asyncio.run(replay(trace, [[1, 2, 3]], ReplayTarget(url=url, model="m", vocab=10), Targets()))
-    (record,) = found.records
+        result = asyncio.run(replay(trace, [[1, 2, 3]], ReplayTarget(url=url, model="m", vocab=10), Targets()))
+    (record,) = result.records
     return record
 
 

@@ -126,7 +126,7 @@ class Rounds(Decisions):
                 [sequence.id for sequence in step.preempted],
                 [sequence.id for sequence in step.resumed],
             )
-            self.steps += [(self.rounds + each, servers.index(scheduler), did) for each in range(repeats)]
+            self.steps += [(self.rounds + repeat, servers.index(scheduler), did) for repeat in range(repeats)]
             complete(scheduler, step, repeats)
             if not self.taken:
                 self.taken = repeats
@@ -144,8 +144,8 @@ def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         how: dict[str, Any] = {"mesh": (("data", 2),), "policy": Policy(max_batch=8, chunk_tokens=12)}
     else:
         how = {"prefill_devices": 1, "policy": Policy(max_batch=4, batching="disaggregated")}
-    given = replace(CONFIGURATION, prefix_cache=False, pages=12, host_pages=16, **how)
-    return engine(checkpoint("llama", tmp_path_factory.mktemp("several")), given)
+    configuration = replace(CONFIGURATION, prefix_cache=False, pages=12, host_pages=16, **how)
+    return engine(checkpoint("llama", tmp_path_factory.mktemp("several")), configuration)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
@@ -161,12 +161,12 @@ def test_servers_of_one_process_are_simulated_as_they_step(several: PagedEngine,
         output_tokens=np.array(outputs),
     )
     room = 12 * PAGE_TOKENS
-    told = PredictionInput(values={("rooftop_servers", ()): serving.stats().servers})
+    reported = PredictionInput(values={("rooftop_servers", ()): serving.stats().servers})
     times = SecondsOfOne(kv_tokens=room, prefill_kv_tokens=room, kv_groups=1, prefill_kv_groups=1)
-    deployment = deployment_of(told, times, policy=policy, prefix_cache=False)
+    deployment = deployment_of(reported, times, policy=policy, prefix_cache=False)
     with pytest.MonkeyPatch.context() as patch:
         simulated = Rounds(patch)
-        found = simulate(trace, replace(deployment, host_kv_tokens=16 * PAGE_TOKENS))
+        simulation = simulate(trace, replace(deployment, host_kv_tokens=16 * PAGE_TOKENS))
     with pytest.MonkeyPatch.context() as patch:
         ran = Rounds(patch)
         run(serving, prompts, outputs, simulated.came, ran)
@@ -174,7 +174,7 @@ def test_servers_of_one_process_are_simulated_as_they_step(several: PagedEngine,
     assert sorted(ran.steps, key=lambda step: step[:2]) == sorted(simulated.steps, key=lambda step: step[:2])
     assert {server for _, server, _ in ran.steps} == {0, 1}
     stats = serving.stats()
-    assert sum(found.requests.preemptions) == stats.preemptions > 0
+    assert sum(simulation.requests.preemptions) == stats.preemptions > 0
     assert stats.steps == len({number for number, *_ in ran.steps})
     assert (stats.pages, stats.prefill_pages) == (24, 12 if policy.batching == "disaggregated" else 0)
     assert stats.kv_groups == 1 and stats.busy_s <= stats.step_s
@@ -217,22 +217,22 @@ def test_the_simulator_decides_as_the_engine_does(
     )
     with pytest.MonkeyPatch.context() as patch:
         simulated = Decisions(patch)
-        found = simulate(trace, deployment)
+        simulation = simulate(trace, deployment)
     with pytest.MonkeyPatch.context() as patch:
         ran = Decisions(patch)
         serving = again(grouped, pages=pages, host_pages=16, policy=policy, prefix_cache=prefixes)
         run(serving, prompts, outputs, simulated.came, ran)
     assert ran.came == simulated.came
     assert ran.steps == simulated.steps
-    assert sum(found.requests.preemptions) == serving.stats().preemptions > 0
-    assert (sum(found.requests.cached) > 0) == prefixes == (serving.stats().prefix_tokens > 0)
+    assert sum(simulation.requests.preemptions) == serving.stats().preemptions > 0
+    assert (sum(simulation.requests.cached) > 0) == prefixes == (serving.stats().prefix_tokens > 0)
     assert len({group for chunks, *_ in ran.steps for _, group, _, _ in chunks}) == GROUPS
 
 
 def keys_of(prompt: Sequence[int], number: int, longest: int) -> tuple[int, ...]:
     """A number for each page of a text: equal where pages are, and all before them; answers are like no other."""
-    found = [hash(tuple(prompt[:end])) % 2**40 for end in range(PAGE_TOKENS, len(prompt) + 1, PAGE_TOKENS)]
-    return (*found, *(2**41 + number * longest + page for page in range(longest // PAGE_TOKENS - len(found))))
+    keys = [hash(tuple(prompt[:end])) % 2**40 for end in range(PAGE_TOKENS, len(prompt) + 1, PAGE_TOKENS)]
+    return (*keys, *(2**41 + number * longest + page for page in range(longest // PAGE_TOKENS - len(keys))))
 
 
 def run(
@@ -261,14 +261,14 @@ def run(
     decisions.after = submit  # type: ignore[method-assign]
     serving.start()
     # The first ones come together, while the engine is held.
-    held, begun = threading.Event(), threading.Event()
+    release, begun = threading.Event(), threading.Event()
 
     def hold() -> None:
-        held.set()
+        release.set()
         begun.wait(60)
 
     serving._ask(hold)
-    assert held.wait(60)
+    assert release.wait(60)
     submit(0)
     begun.set()
     assert ended.wait(120)

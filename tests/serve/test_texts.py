@@ -128,14 +128,14 @@ def test_stop_strings_do_not_depend_on_where_a_text_is_cut(text: str, cuts: list
             piece = stop.push(text[first:last])
             out += piece
             # Nothing that is shown is taken back: it holds no stop string, nor will it.
-            assert not any(each in out for each in stops)
+            assert not any(stop in out for stop in stops)
             if stop.stopped:
                 return out, True
         return out + stop.flush(), False
 
     whole = shown([0, len(text)])
     assert shown(sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})) == whole
-    ends = sorted((text.find(each) + len(each), text.find(each)) for each in stops if each in text)
+    ends = sorted((text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text)
     assert whole == ((text[: ends[0][1]], True) if ends else (text, False))
 
 
@@ -193,20 +193,20 @@ def test_templates_lie_where_checkpoints_have_them(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
     config = {"bos_token": {"content": "<s>"}, "eos_token": None, "chat_template": "config {{ bos_token }}"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    found = ChatTemplate.load(tmp_path)
-    assert found is not None and found.render(HELLO) == "config <s>"
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None and template.render(HELLO) == "config <s>"
     several = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": several}))
-    found = ChatTemplate.load(tmp_path)
-    assert found is not None and found.render(HELLO) == "plain"
-    assert found.render(HELLO, tools=[{"type": "function"}]) == "with tools"
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None and template.render(HELLO) == "plain"
+    assert template.render(HELLO, tools=[{"type": "function"}]) == "with tools"
     (tmp_path / "chat_template.jinja").write_text("file")
-    found = ChatTemplate.load(tmp_path)
-    assert found is not None and found.render(HELLO) == "file"
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None and template.render(HELLO) == "file"
     other = tmp_path / "other.jinja"
     other.write_text("other")
-    found = ChatTemplate.load(tmp_path, other)
-    assert found is not None and found.render(HELLO) == "other"
+    template = ChatTemplate.load(tmp_path, other)
+    assert template is not None and template.render(HELLO) == "other"
     with pytest.raises(RooftopError, match="chat template"):
         ChatTemplate.load(tmp_path, tmp_path / "absent")
 
@@ -249,13 +249,13 @@ def test_constrained_texts_are_of_their_schema(texts: Texts, seed: int) -> None:
         "additionalProperties": False,
     }
     random = np.random.default_rng(seed)
-    made = texts.matcher(JsonSchemaFormat(json_schema=NamedSchema(schema=schema)), None)
-    assert made is not None
-    other = made.copy()
-    jsonschema.validate(json.loads(_generate(texts, made, random)), schema)
+    matcher = texts.matcher(JsonSchemaFormat(json_schema=NamedSchema(schema=schema)), None)
+    assert matcher is not None
+    other = matcher.copy()
+    jsonschema.validate(json.loads(_generate(texts, matcher, random)), schema)
     jsonschema.validate(json.loads(_generate(texts, other, random)), schema)
-    made = texts.matcher(None, "(foo|bar)-[0-9]{3}")
-    text = _generate(texts, made, random)
+    matcher = texts.matcher(None, "(foo|bar)-[0-9]{3}")
+    text = _generate(texts, matcher, random)
     assert text[:4] in ("foo-", "bar-") and len(text) == 7
 
 
@@ -269,11 +269,11 @@ def test_constraints_that_cannot_be_kept_are_refused(texts: Texts) -> None:
         texts.matcher(JsonObjectFormat(), "a")
     with pytest.raises(RooftopError, match="end its text"):
         Grammars(definition=texts.tokenizer.definition, vocab=texts.vocab, ends=())
-    made = texts.matcher(None, "ab")
-    assert made is not None
-    made.accept(int(texts.tokenizer.encode("z")[0]))
-    assert made.failed is not None
-    assert [token for token in range(texts.vocab) if made.mask()[token // 32] >> token % 32 & 1] == list(texts.ends)
+    matcher = texts.matcher(None, "ab")
+    assert matcher is not None
+    matcher.accept(int(texts.tokenizer.encode("z")[0]))
+    assert matcher.failed is not None
+    assert [token for token in range(texts.vocab) if matcher.mask()[token // 32] >> token % 32 & 1] == list(texts.ends)
 
 
 def test_special_tokens_in_prompts(texts: Texts) -> None:
@@ -363,12 +363,12 @@ def test_malformed_requests_are_one_line(body: bytes, message: str) -> None:
 
 
 def test_requests_that_do_not_fit_are_refused(texts: Texts) -> None:
-    def made(**fields: Any) -> Any:
+    def request(**fields: Any) -> Any:
         body = json.dumps({"model": "m", "prompt": "a"} | fields).encode()
         return prepare(read_request(body, chat=False), body, texts, 64)
 
-    assert made(n=2, seed=5).samplings[1].seed == 6
-    assert made(max_tokens=63).samplings[0].max_tokens == 63
+    assert request(n=2, seed=5).samplings[1].seed == 6
+    assert request(max_tokens=63).samplings[0].max_tokens == 63
     for fields, message in (
         ({"max_tokens": 64}, "max_tokens: got 64; accepted: at most 63"),
         ({"prompt": [1] * 64}, "prompt: got '64 tokens'"),
@@ -378,7 +378,7 @@ def test_requests_that_do_not_fit_are_refused(texts: Texts) -> None:
         ({"stream_options": {}}, "stream_options"),
     ):
         with pytest.raises(RooftopError, match=message):
-            made(**fields)
+            request(**fields)
     chat = json.dumps({"model": "m", "messages": [{"role": "tool", "content": "x"}]}).encode()
     with pytest.raises(RooftopError, match="no tools"):
         prepare(read_request(chat, chat=True), chat, texts, 64)
@@ -388,17 +388,17 @@ CHATS = json.loads((Path(__file__).parents[1] / "oracles" / "chats.json").read_t
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("made", CHATS["made"], ids=lambda made: f"{made['template']}, {made['case']}")
-def test_chats_are_rendered_and_encoded_as_by_transformers(made: dict[str, Any]) -> None:
-    tokenizer, case = serving_echo.tokenizer(), CHATS["cases"][made["case"]]
+@pytest.mark.parametrize("chat", CHATS["made"], ids=lambda chat: f"{chat['template']}, {chat['case']}")
+def test_chats_are_rendered_and_encoded_as_by_transformers(chat: dict[str, Any]) -> None:
+    tokenizer, case = serving_echo.tokenizer(), CHATS["cases"][chat["case"]]
     template = ChatTemplate(
-        templates={"default": CHATS["templates"][made["template"]]},
+        templates={"default": CHATS["templates"][chat["template"]]},
         tokens={"bos_token": "<|endoftext|>", "eos_token": "<|end|>"},
     )
-    assert template.render(case["messages"], tools=case.get("tools")) == made["text"]
+    assert template.render(case["messages"], tools=case.get("tools")) == chat["text"]
     texts = Texts(tokenizer=tokenizer, template=template, vocab=tokenizer.vocab, ends=())
     # OpenAI's messages carry the arguments of tool calls as text.
     messages = json.loads(json.dumps(case["messages"]))
     for call in [call for message in messages for call in message.get("tool_calls") or ()]:
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    assert list(texts.chat(messages, case.get("tools"), None)) == made["ids"]
+    assert list(texts.chat(messages, case.get("tools"), None)) == chat["ids"]

@@ -152,5 +152,5 @@ def test_wrong_options_are_one_line(model: Path, arguments: list[str], message: 
 
 
 def test_where_the_first_process_is_reached() -> None:
-    assert [own_host(each) for each in ("10.0.0.1:80", "[::1]:80", "there:1")] == ["10.0.0.1", "::1", "there"]
+    assert [own_host(address) for address in ("10.0.0.1:80", "[::1]:80", "there:1")] == ["10.0.0.1", "::1", "there"]
     assert ipaddress.ip_address(own_host("auto"))

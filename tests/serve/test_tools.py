@@ -133,9 +133,9 @@ def test_special_tokens_make_calls_and_are_not_shown() -> None:
 
     def pieces(how: Calling | None) -> tuple[str, str]:
         choice = AnswerChoice(vocabulary, (), logprobs=False, calling=how)
-        found = [choice.push(Token(id=1, token=token)) for token in ids]
-        found.append(choice.push(Token(id=1, token=0, finish="stop")))
-        said = [piece for piece in found if piece is not None]
+        deltas = [choice.push(Token(id=1, token=token)) for token in ids]
+        deltas.append(choice.push(Token(id=1, token=0, finish="stop")))
+        said = [piece for piece in deltas if piece is not None]
         parts = "".join((part.name or "") + part.arguments for piece in said for part in piece.calls)
         assert said[-1].finish == ("tool_calls" if parts else "stop")
         return "".join(piece.text for piece in said), parts
@@ -178,9 +178,9 @@ def test_what_is_asked_for_says_the_form_and_the_schema(
     assert how is not None and how.schema is not None
     for name in "fg":
         for value in "fg":
-            made = {"name": name, "arguments": {"p": value * 2}}
+            call = {"name": name, "arguments": {"p": value * 2}}
             valid = name == value and name in accepted
-            assert jsonschema.Draft202012Validator(how.schema).is_valid(made) == valid
+            assert jsonschema.Draft202012Validator(how.schema).is_valid(call) == valid
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -190,18 +190,18 @@ def test_constraints_make_calls(several: bool) -> None:
     grammars = Grammars(definition=tokenizer.definition, vocab=tokenizer.vocab, ends=(tokenizer.eos,))
     how = calling(chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=several), None)
     assert how is not None and how.schema is not None
-    matcher, made = grammars.json(how.schema, "tools"), list[int]()
-    while (mask := matcher.mask()) is not None and len(made) < 200:
+    matcher, ids = grammars.json(how.schema, "tools"), list[int]()
+    while (mask := matcher.mask()) is not None and len(ids) < 200:
         allowed = [token for token in range(tokenizer.vocab) if mask[token // 32] >> (token % 32) & 1]
         token = tokenizer.eos if tokenizer.eos in allowed else max(allowed)
         if token == tokenizer.eos:
             break
         matcher.accept(token)
-        made.append(token)
-    found = json.loads(Vocabulary(tokenizer.definition).decode(made))
-    jsonschema.validate(found, how.schema)
-    assert isinstance(found, list) == several
-    assert read("json", [json.dumps(found)])[1]
+        ids.append(token)
+    calls = json.loads(Vocabulary(tokenizer.definition).decode(ids))
+    jsonschema.validate(calls, how.schema)
+    assert isinstance(calls, list) == several
+    assert read("json", [json.dumps(calls)])[1]
 
 
 def test_templates_tell_the_form() -> None:
@@ -237,9 +237,11 @@ def test_what_a_template_writes_of_a_call_is_read_as_it(form: str) -> None:
         "{% endif %}{% endfor %}"
     )
     calls = [("f", '{"a": [1, "\u00e9"]}'), ("g", "{}")]
-    made = [{"id": "1", "type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
+    tool_calls = [
+        {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls
+    ]
     template = ChatTemplate(templates={"default": text}, tokens={})
-    shown = for_template({"role": "assistant", "content": None, "tool_calls": made})
+    shown = for_template({"role": "assistant", "content": None, "tool_calls": tool_calls})
     written = template.render([shown], tools=TOOLS)
     how = calling(chat(tools=TOOLS), template.text(with_tools=True))
     assert how is not None

@@ -87,18 +87,18 @@ MODES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("mode", MODES)
 def test_at_low_load_latencies_are_the_step_times(mode: dict[str, Any]) -> None:
     times, prompt, output = AffineTimes(), 1000, 200
-    found = metrics(fixed([0, 100, 200], prompt, output), times, **mode)
+    result = metrics(fixed([0, 100, 200], prompt, output), times, **mode)
     if mode.get("chunk_tokens"):
         ttft_s = 3 * times.prefill_s([(300, 0)]) + times.prefill_s([(100, 900)])
     else:
         ttft_s = times.prefill_s([(prompt, 0)])
     steps_s = [times.generate_s(1, prompt + step) for step in range(output - 1)]
     waited_s = times.transfer_s(prompt) if mode["batching"] == "disaggregated" else 0.0
-    assert found.ttft_s == pytest.approx(ttft_s, rel=1e-9)
-    assert found.tpot_s == pytest.approx((sum(steps_s) + waited_s) / (output - 1), rel=1e-9)
-    assert found.worst_itl_s == pytest.approx(max(steps_s[-1], steps_s[0] + waited_s), rel=1e-9)
-    spread = found.figures.to_json()["itl_s"]
-    assert spread["mean"] == pytest.approx(found.tpot_s.mean(), rel=1e-9)
+    assert result.ttft_s == pytest.approx(ttft_s, rel=1e-9)
+    assert result.tpot_s == pytest.approx((sum(steps_s) + waited_s) / (output - 1), rel=1e-9)
+    assert result.worst_itl_s == pytest.approx(max(steps_s[-1], steps_s[0] + waited_s), rel=1e-9)
+    spread = result.figures.to_json()["itl_s"]
+    assert spread["mean"] == pytest.approx(result.tpot_s.mean(), rel=1e-9)
     assert spread["p50"] == pytest.approx(np.median(steps_s), rel=1e-3)
 
 
@@ -166,8 +166,8 @@ def test_static_batches_are_bulk_service(batch: int, load: float) -> None:
         output=Lengths(low=1, high=1),
         seed=1,
     )
-    found = metrics(trace, times, batching="static", max_batch=batch)
-    assert found.ttft_s.mean() - service_s == pytest.approx(wait_s, rel=0.02)
+    result = metrics(trace, times, batching="static", max_batch=batch)
+    assert result.ttft_s.mean() - service_s == pytest.approx(wait_s, rel=0.02)
 
 
 def test_littles_law() -> None:
@@ -175,13 +175,13 @@ def test_littles_law() -> None:
     trace = draw_trace(
         requests_per_second=30, requests=20_000, prompt=Lengths(low=10, high=500), output=Lengths(low=2, high=200)
     )
-    found = metrics(trace, AffineTimes(), batching="disaggregated", prefill_servers=1, max_batch=1000)
+    result = metrics(trace, AffineTimes(), batching="disaggregated", prefill_servers=1, max_batch=1000)
     generating = sum(
-        run.generating * (run.end_s - run.start_s) for server in found.simulation.servers for run in server.runs
+        run.generating * (run.end_s - run.start_s) for server in result.simulation.servers for run in server.runs
     )
     # Beside its steps a sequence waits for its KV to come and for the step under way to end: less than two steps.
-    after_first_s = (found.e2e_s - found.ttft_s).sum()
-    assert generating < after_first_s <= generating + sum(found.simulation.joining_gaps_s)
+    after_first_s = (result.e2e_s - result.ttft_s).sum()
+    assert generating < after_first_s <= generating + sum(result.simulation.joining_gaps_s)
     assert generating == pytest.approx(after_first_s, rel=0.02)
 
 
@@ -248,9 +248,9 @@ def traffic(draw: st.DrawFn) -> tuple[RequestTrace, AffineTimes, dict[str, Any]]
     return trace, times, mode
 
 
-def served(found: ServingMetrics) -> None:
+def served(result: ServingMetrics) -> None:
     """Every token of every request exactly once, no page left, no time before another."""
-    simulation = found.simulation
+    simulation = result.simulation
     trace, requests = simulation.trace, simulation.requests
     assert not requests.refused
     assert requests.tokens == trace.output_tokens.tolist()
@@ -263,17 +263,17 @@ def served(found: ServingMetrics) -> None:
         runs = simulation.servers[stay.server].runs[stay.first : stay.last + 1]
         stayed += sum(run.steps for run in runs if run.generating)
     assert stayed == steps
-    figures = found.figures.to_json()
+    figures = result.figures.to_json()
     assert figures["tokens"]["generated"] == int(trace.output_tokens.sum())
     assert figures["tokens"]["recomputed"] >= 0
     if not sum(requests.preemptions):
         assert steps == after_first
         assert [a + b for a, b in zip(requests.prefilled, requests.cached, strict=True)] == trace.prompt_tokens.tolist()
-    assert (found.ttft_s > 0).all()
-    assert (found.e2e_s >= found.ttft_s).all()
-    seconds, counts = found.itl_s
+    assert (result.ttft_s > 0).all()
+    assert (result.e2e_s >= result.ttft_s).all()
+    seconds, counts = result.itl_s
     assert counts.sum() == (trace.output_tokens - 1).sum()
-    assert (seconds * counts).sum() == pytest.approx((found.e2e_s - found.ttft_s).sum(), rel=1e-9)
+    assert (seconds * counts).sum() == pytest.approx((result.e2e_s - result.ttft_s).sum(), rel=1e-9)
     for server in simulation.servers:
         for cache in server.scheduler.caches:
             assert cache.device.used == cache.host.used == 0
@@ -319,18 +319,18 @@ def test_worst_gaps_are_those_of_the_tokens() -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serving, "joint_steps", one_by_one)
-        found = metrics(trace, AffineTimes(), replicas=2)
-    tokens = {request: [first] for request, first in enumerate(found.simulation.requests.first_s)}
-    for stay in found.simulation.stays:
-        runs = found.simulation.servers[stay.server].runs[stay.first : stay.last + 1]
+        result = metrics(trace, AffineTimes(), replicas=2)
+    tokens = {request: [first] for request, first in enumerate(result.simulation.requests.first_s)}
+    for stay in result.simulation.stays:
+        runs = result.simulation.servers[stay.server].runs[stay.first : stay.last + 1]
         tokens[stay.request] += [run.end_s for run in runs if run.generating]
     gaps = [np.diff(times) for times in tokens.values()]
     assert [len(times) for times in tokens.values()] == trace.output_tokens.tolist()
-    assert found.worst_itl_s == pytest.approx([gap.max(initial=0.0) for gap in gaps], rel=1e-9)
+    assert result.worst_itl_s == pytest.approx([gap.max(initial=0.0) for gap in gaps], rel=1e-9)
     every = np.sort(np.concatenate(gaps))
-    seconds, counts = found.itl_s
+    seconds, counts = result.itl_s
     assert np.repeat(seconds, counts.astype(int)) == pytest.approx(every, rel=1e-9)
-    figures = found.figures.to_json()["itl_s"]
+    figures = result.figures.to_json()["itl_s"]
     assert figures["p99"] == pytest.approx(every[math.ceil(0.99 * len(every)) - 1], rel=1e-9)
 
 
@@ -343,14 +343,14 @@ def test_two_requests_by_hand() -> None:
     trace = RequestTrace(
         arrival_s=np.array([0.0, 1.15]), prompt_tokens=np.array([100, 100]), output_tokens=np.array([5, 2])
     )  # fmt: skip
-    found = metrics(trace, times, Targets(ttft_s=1.06, tpot_s=0.2))
-    assert found.ttft_s == pytest.approx([1.0, 1.05])
-    assert found.e2e_s == pytest.approx([2.4, 1.15])
-    assert found.tpot_s == pytest.approx([1.4 / 4, 0.1])
-    assert found.worst_itl_s == pytest.approx([1.1, 0.1])
-    seconds, counts = found.itl_s
+    result = metrics(trace, times, Targets(ttft_s=1.06, tpot_s=0.2))
+    assert result.ttft_s == pytest.approx([1.0, 1.05])
+    assert result.e2e_s == pytest.approx([2.4, 1.15])
+    assert result.tpot_s == pytest.approx([1.4 / 4, 0.1])
+    assert result.worst_itl_s == pytest.approx([1.1, 0.1])
+    seconds, counts = result.itl_s
     assert np.repeat(seconds, counts.astype(int)) == pytest.approx([0.1] * 4 + [1.1])
-    figures = found.figures.to_json()
+    figures = result.figures.to_json()
     assert figures["goodput"]["requests"] == 1
     assert figures["goodput"]["requests_per_second"] == pytest.approx(1 / 2.4)
     assert figures["requests"]["per_second"] == pytest.approx(2 / 2.4)
@@ -366,10 +366,10 @@ def test_a_step_lasts_as_long_as_that_of_the_busiest_group() -> None:
     trace = RequestTrace(
         arrival_s=np.zeros(2), prompt_tokens=np.array([100, 20]), output_tokens=np.array([11, 11]), hashes=None
     )
-    found = metrics(trace, times)
+    result = metrics(trace, times)
     steps_s = sum(times.generate_s(2, 2 * (100 + step)) for step in range(10))
-    assert found.ttft_s == pytest.approx(times.prefill_s([(120, 0)]), rel=1e-9)
-    assert found.e2e_s - found.ttft_s == pytest.approx(steps_s, rel=1e-9)
+    assert result.ttft_s == pytest.approx(times.prefill_s([(120, 0)]), rel=1e-9)
+    assert result.e2e_s - result.ttft_s == pytest.approx(steps_s, rel=1e-9)
     # One has pages for both; each of two groups has pages for one, and for half of what all hold together.
     assert metrics(trace, times).simulation.servers[0].pages == 20
     refused = metrics(fixed([0.0, 0.0], 155, 10), times).figures.to_json()["requests"]
@@ -430,9 +430,9 @@ def test_preempted_sequences_are_computed_anew_or_swapped() -> None:
     times = AffineTimes(kv_tokens=16 * 4 * 8 + 16 * 8)
     anew = metrics(trace, times)
     swapped = metrics(trace, times, preemption="swap", host_kv_tokens=10_000)
-    for found in (anew, swapped):
-        served(found)
-        assert found.figures.to_json()["preemptions"] > 0
+    for result in (anew, swapped):
+        served(result)
+        assert result.figures.to_json()["preemptions"] > 0
     assert anew.figures.to_json()["tokens"]["recomputed"] > 0
     assert swapped.figures.to_json()["tokens"]["recomputed"] == 0
 
@@ -470,17 +470,17 @@ def test_timelines_have_a_process_per_server_and_a_span_per_request() -> None:
 
 def test_drawn_arrivals() -> None:
     def gaps(burstiness: float) -> Any:
-        each = Lengths(low=5, high=9)
+        lengths = Lengths(low=5, high=9)
         trace = draw_trace(
-            requests_per_second=4, requests=50_000, prompt=each, output=each, burstiness=burstiness, seed=5
+            requests_per_second=4, requests=50_000, prompt=lengths, output=lengths, burstiness=burstiness, seed=5
         )  # fmt: skip
         assert set(trace.prompt_tokens) == set(range(5, 10))
         return np.diff(trace.arrival_s)
 
     for burstiness in (0.25, 1.0, 4.0):
-        found = gaps(burstiness)
-        assert found.mean() == pytest.approx(0.25, rel=0.03)
-        assert found.var() / found.mean() ** 2 == pytest.approx(1 / burstiness, rel=0.05)
+        drawn = gaps(burstiness)
+        assert drawn.mean() == pytest.approx(0.25, rel=0.03)
+        assert drawn.var() / drawn.mean() ** 2 == pytest.approx(1 / burstiness, rel=0.05)
 
 
 @pytest.mark.parametrize(

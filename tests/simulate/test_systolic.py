@@ -113,9 +113,9 @@ def test_shapes_may_be_arrays() -> None:
 
 @pytest.mark.parametrize(("name", "mxus"), [("v4", 8), ("v5e", 4), ("v5p", 8), ("v6e", 4)])
 def test_the_arrays_of_a_chip_make_its_peak(name: str, mxus: int) -> None:
-    array, found = SystolicArray.of(chip(name)), chip(name)
-    assert (array.rows, array.columns, array.mxus) == (found.mxu_tile, found.mxu_tile, mxus)
-    assert array.flops_per_cycle * found.clock_hz == pytest.approx(found.flops_per_s["bf16"], rel=0.02)
+    array, spec = SystolicArray.of(chip(name)), chip(name)
+    assert (array.rows, array.columns, array.mxus) == (spec.mxu_tile, spec.mxu_tile, mxus)
+    assert array.flops_per_cycle * spec.clock_hz == pytest.approx(spec.flops_per_s["bf16"], rel=0.02)
 
 
 @pytest.mark.parametrize(("name", "what"), [("v3", r"4\.55"), ("tpu7x", r"9\.24"), ("h100", "TPU")])

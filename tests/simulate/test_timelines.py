@@ -52,43 +52,43 @@ PLANS = {
 @pytest.mark.parametrize("every_trip", [False, True])
 @pytest.mark.parametrize("name", PLANS)
 def test_a_planned_timeline_lasts_as_long_as_the_plan_expects(name: str, every_trip: bool) -> None:
-    made = plan(**PLANS[name])
-    drawn = planned_lanes(made, every_trip=every_trip)
-    assert drawn.total_s == pytest.approx(float(made.ledger.expected_s), rel=1e-9)
+    planned = plan(**PLANS[name])
+    drawn = planned_lanes(planned, every_trip=every_trip)
+    assert drawn.total_s == pytest.approx(float(planned.ledger.expected_s), rel=1e-9)
     for lane in drawn.lanes:
         assert all(one.end_s <= two.start_s * (1 + 1e-12) for one, two in pairwise(lane.spans))
     compute = drawn.lanes[0].spans
     # Nothing is left out between spans: a device computes, waits, or does what is not drawn one by one.
-    assert sum(each.seconds for each in compute) == pytest.approx(drawn.total_s, rel=1e-9)
-    assert any(each.sort == MORE for each in compute) is not every_trip
+    assert sum(span.seconds for span in compute) == pytest.approx(drawn.total_s, rel=1e-9)
+    assert any(span.sort == MORE for span in compute) is not every_trip
 
 
 def test_every_row_has_its_time_and_its_waits() -> None:
-    made = plan(**PLANS["dense"])
-    spans = planned_lanes(made, every_trip=True).lanes[0].spans
-    for row in made.ledger:
-        mine = [each for each in spans if (each.scope, each.phase) == row.key]
-        assert sum(each.seconds for each in mine) == pytest.approx(float(row.count * row.expected_s), rel=1e-9)
-        shown = float(row.count) * sum(float(each.exposed_s) for each in row.collectives)
-        assert sum(each.seconds for each in mine if each.sort == WAIT) == pytest.approx(shown, rel=1e-9, abs=1e-15)
+    planned = plan(**PLANS["dense"])
+    spans = planned_lanes(planned, every_trip=True).lanes[0].spans
+    for row in planned.ledger:
+        mine = [span for span in spans if (span.scope, span.phase) == row.key]
+        assert sum(span.seconds for span in mine) == pytest.approx(float(row.count * row.expected_s), rel=1e-9)
+        shown = float(row.count) * sum(float(collective.exposed_s) for collective in row.collectives)
+        assert sum(span.seconds for span in mine if span.sort == WAIT) == pytest.approx(shown, rel=1e-9, abs=1e-15)
 
 
 def test_a_transfer_stands_beside_the_wait_for_it() -> None:
-    made = plan(**PLANS["dense"])
-    drawn = planned_lanes(made)
-    waits = {each.flight: each for each in drawn.lanes[0].spans if each.flight is not None}
-    transfers = [each for lane in drawn.lanes[1:] for each in lane.spans]
+    planned = plan(**PLANS["dense"])
+    drawn = planned_lanes(planned)
+    waits = {span.flight: span for span in drawn.lanes[0].spans if span.flight is not None}
+    transfers = [span for lane in drawn.lanes[1:] for span in lane.spans]
     assert {lane.name for lane in drawn.lanes[1:]} >= {"ici fsdp", "ici tensor"}
-    for each in transfers:
-        assert each.sort == TRANSFER
-        if each.flight in waits:
-            assert each.seconds >= waits[each.flight].seconds * (1 - 1e-9)
-            assert each.end_s >= waits[each.flight].start_s
+    for span in transfers:
+        assert span.sort == TRANSFER
+        if span.flight in waits:
+            assert span.seconds >= waits[span.flight].seconds * (1 - 1e-9)
+            assert span.end_s >= waits[span.flight].start_s
 
 
 def test_dense_layers_come_before_those_with_experts() -> None:
     spans = planned_lanes(plan(**PLANS["experts"]), every_trip=True).lanes[0].spans
-    forward = [each.scope for each in spans if each.phase == "forward" and each.sort == COMPUTE]
+    forward = [span.scope for span in spans if span.phase == "forward" and span.sort == COMPUTE]
     assert forward.index("layers/mlp/up") < forward.index("layers/moe/experts")
     assert forward.count("layers/mlp/up") == 1
     assert forward.count("layers/moe/shared") % (forward.count("layers/attn/core") - 1) == 0
@@ -96,43 +96,43 @@ def test_dense_layers_come_before_those_with_experts() -> None:
 
 
 def test_stages_of_a_pipeline_are_lanes() -> None:
-    made = plan(on="v5p:4x4x4", axes={"stage": 4, "fsdp": 16}, microbatches=8, tokens=128 * 2048)
-    drawn = planned_lanes(made)
+    planned = plan(on="v5p:4x4x4", axes={"stage": 4, "fsdp": 16}, microbatches=8, tokens=128 * 2048)
+    drawn = planned_lanes(planned)
     assert [lane.name for lane in drawn.lanes] == [f"stage {stage}" for stage in range(4)]
-    names = [each.name for each in drawn.lanes[0].spans]
+    names = [span.name for span in drawn.lanes[0].spans]
     assert names[:4] == ["F0", "F1", "F2", "F3"]
     assert drawn.lanes[3].spans[1].name == "B0", "1F1B: the last stage goes back at once"
-    passes = max(each.end_s for lane in drawn.lanes for each in lane.spans if each.name[0] in "FB")
-    assert passes == pytest.approx(of_plan(made).passes_s)
+    passes = max(span.end_s for lane in drawn.lanes for span in lane.spans if span.name[0] in "FB")
+    assert passes == pytest.approx(of_plan(planned).passes_s)
     assert drawn.total_s > passes, "then comes the update"
 
 
 def test_stages_of_a_pipeline_are_devices_of_a_trace(tmp_path: Path) -> None:
-    made = plan(on="v5p:4x4x4", axes={"stage": 4, "fsdp": 16}, microbatches=8, tokens=128 * 2048)
-    drawn = planned_lanes(made, every_trip=True)
+    planned = plan(on="v5p:4x4x4", axes={"stage": 4, "fsdp": 16}, microbatches=8, tokens=128 * 2048)
+    drawn = planned_lanes(planned, every_trip=True)
     write(xspace(drawn, program="planned", device=device_stats(chip("v5p"))), tmp_path, run="planned")
-    found = explain(tmp_path).measured
-    assert found.devices == 4
-    assert found.step_s == pytest.approx(drawn.total_s, abs=1e-11)
-    busy = sum(each.seconds for lane in drawn.lanes for each in lane.spans) / 4
-    assert found.busy_s == pytest.approx(busy, abs=1e-9)
-    assert found.idle.seconds == pytest.approx(drawn.total_s - busy, abs=1e-9), "the bubble"
+    result = explain(tmp_path).measured
+    assert result.devices == 4
+    assert result.step_s == pytest.approx(drawn.total_s, abs=1e-11)
+    busy = sum(span.seconds for lane in drawn.lanes for span in lane.spans) / 4
+    assert result.busy_s == pytest.approx(busy, abs=1e-9)
+    assert result.idle.seconds == pytest.approx(drawn.total_s - busy, abs=1e-9), "the bubble"
 
 
 def test_what_is_written_for_perfetto_has_every_span() -> None:
     drawn = planned_lanes(plan(**PLANS["dense"]))
-    found = json.loads(json.dumps(trace(drawn), allow_nan=False))
-    slices = [each for each in found["traceEvents"] if each["ph"] == "X"]
+    written = json.loads(json.dumps(trace(drawn), allow_nan=False))
+    slices = [event for event in written["traceEvents"] if event["ph"] == "X"]
     assert len(slices) == sum(len(lane.spans) for lane in drawn.lanes)
-    assert sum(each["dur"] for each in slices if each["tid"] == 1) == pytest.approx(1e6 * drawn.total_s)
-    gather = next(each for each in slices if each["name"] == "all_gather over tensor")
+    assert sum(event["dur"] for event in slices if event["tid"] == 1) == pytest.approx(1e6 * drawn.total_s)
+    gather = next(event for event in slices if event["name"] == "all_gather over tensor")
     assert gather["args"]["axes"] == "tensor"
     assert gather["cat"] == "transfer"
 
 
 def test_a_trace_is_read_back_by_jax_and_measured_as_planned(tmp_path: Path) -> None:
-    made = plan(**PLANS["dense"])
-    drawn = planned_lanes(made, every_trip=True)
+    planned = plan(**PLANS["dense"])
+    drawn = planned_lanes(planned, every_trip=True)
     data = xspace(drawn, program="planned", device=device_stats(chip("v5e")))
     (device,) = ProfileData.from_serialized_xspace(data).planes
     assert device.name == "/device:TPU:0"
@@ -142,21 +142,23 @@ def test_a_trace_is_read_back_by_jax_and_measured_as_planned(tmp_path: Path) -> 
     assert lines["Steps"][0].duration_ns == pytest.approx(drawn.total_s * 1e9, abs=1)
     file = write(data, tmp_path, run="planned")
     assert file == tmp_path / "plugins" / "profile" / "planned" / "rooftop.xplane.pb"
-    found = explain(tmp_path)
-    assert found.roofs is not None
-    assert found.roofs.chip == "v5e"
-    (note,) = found.notes
+    result = explain(tmp_path)
+    assert result.roofs is not None
+    assert result.roofs.chip == "v5e"
+    (note,) = result.notes
     assert note.startswith("a planned timeline, no measurement: ")
-    assert found.measured.step_s == pytest.approx(drawn.total_s, abs=1e-11)
-    assert found.measured.attributed == 1.0
-    shown = sum(float(row.count) * float(each.exposed_s) for row in made.ledger for each in row.collectives)
-    assert found.measured.exposed_s == pytest.approx(shown, abs=1e-8)
-    times = {(row.scope, row.phase): row.time_s for row in found.measured.rows}
-    alone = [row for row in made.ledger if not row.collectives]
+    assert result.measured.step_s == pytest.approx(drawn.total_s, abs=1e-11)
+    assert result.measured.attributed == 1.0
+    shown = sum(
+        float(row.count) * float(collective.exposed_s) for row in planned.ledger for collective in row.collectives
+    )
+    assert result.measured.exposed_s == pytest.approx(shown, abs=1e-8)
+    times = {(row.scope, row.phase): row.time_s for row in result.measured.rows}
+    alone = [row for row in planned.ledger if not row.collectives]
     assert len(alone) > 10
     for row in alone:
         assert times[row.key] == pytest.approx(float(row.count * row.expected_s), rel=1e-4), row.key
-    assert found.verdict.roofline == pytest.approx(float(made.ledger.total("mxu")) / drawn.total_s, rel=1e-6)
+    assert result.verdict.roofline == pytest.approx(float(planned.ledger.total("mxu")) / drawn.total_s, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["v3", "v4", "v5e", "v5p", "v6e", "h100"])
@@ -172,7 +174,18 @@ def test_a_module_travels_with_the_trace(tmp_path: Path) -> None:
 
 
 def test_on_the_command_line(rooftop: Callable[..., Any], tmp_path: Path) -> None:
-    given = ("--on", "v5e:4x4", "--batch-seqs", "16", "--seq", "2048", "--mesh", "fsdp=4,tensor=4", "--remat", "block")
+    options = (
+        "--on",
+        "v5e:4x4",
+        "--batch-seqs",
+        "16",
+        "--seq",
+        "2048",
+        "--mesh",
+        "fsdp=4,tensor=4",
+        "--remat",
+        "block",
+    )
     files = (
         "--perfetto",
         str(tmp_path / "t.json"),
@@ -181,7 +194,7 @@ def test_on_the_command_line(rooftop: Callable[..., Any], tmp_path: Path) -> Non
         "--report",
         str(tmp_path / "r.html"),
     )
-    answer = rooftop("plan", "train", "llama3-8b", *given, *files, "--json")
+    answer = rooftop("plan", "train", "llama3-8b", *options, *files, "--json")
     assert answer.status == 0, answer.err
     drawn = json.loads((tmp_path / "t.json").read_text())
     assert drawn["otherData"]["total_s"] == pytest.approx(answer.json["step"]["expected_s"])
@@ -193,8 +206,8 @@ def test_on_the_command_line(rooftop: Callable[..., Any], tmp_path: Path) -> Non
 def test_a_place_that_cannot_be_written_is_one_line(rooftop: Callable[..., Any], tmp_path: Path, option: str) -> None:
     (tmp_path / "file").write_text("")
     place = str(tmp_path / "file" / "below")
-    given = ("--on", "v5e:2x2", "--batch-seqs", "4", "--seq", "2048", "--mesh", "fsdp=4", "--remat", "block")
-    answer = rooftop("plan", "train", "llama3.2-1b", *given, option, place)
+    options = ("--on", "v5e:2x2", "--batch-seqs", "4", "--seq", "2048", "--mesh", "fsdp=4", "--remat", "block")
+    answer = rooftop("plan", "train", "llama3.2-1b", *options, option, place)
     assert answer.status == 2
     assert len(answer.err.strip().splitlines()) == 1
     assert "can be written" in answer.err

@@ -52,21 +52,21 @@ def torus(sizes: tuple[int, ...], wrapped: tuple[bool, ...]) -> Torus:
 
 def check(kind: str, g: AxisSpan, chunks: int | None = None) -> None:
     """Within 2 % above the bandwidth bound for large payloads, and its very number of hops for tiny ones."""
-    found = price(kind, g)
-    bound_s = float(found.bound_s(LARGE)["ici"])
+    priced = price(kind, g)
+    bound_s = float(priced.bound_s(LARGE)["ici"])
     assert bound_s * (1 - 1e-9) <= simulate(kind, g, LARGE, chunks=chunks).seconds <= 1.02 * bound_s
-    hops = round(float(found.latency_s["ici"]) / HOP_S)
+    hops = round(float(priced.latency_s["ici"]) / HOP_S)
     tiny = simulate(kind, g, TINY, chunks=1)
     assert tiny.hops == hops
     assert tiny.seconds == pytest.approx(hops * HOP_S, rel=1e-6)
 
 
-def arriving(shape: Torus, found: NetworkRun) -> np.ndarray:
+def arriving(shape: Torus, result: NetworkRun) -> np.ndarray:
     """Bytes into every chip."""
     into = np.zeros(shape.chips)
     for axis, direction, chip in product(range(len(shape.sizes)), range(2), range(shape.chips)):
-        if found.link_bytes[axis, direction, chip]:
-            into[shape.neighbours[axis][direction][chip]] += found.link_bytes[axis, direction, chip]
+        if result.link_bytes[axis, direction, chip]:
+            into[shape.neighbours[axis][direction][chip]] += result.link_bytes[axis, direction, chip]
     return into
 
 
@@ -88,12 +88,12 @@ def test_a_message_pays_for_its_hops() -> None:
 def test_a_link_carries_one_message_at_a_time_by_rank_and_arrival() -> None:
     pair = torus((2,), (False,))
     link = pair.link(0, 0, 0)
-    found = run(
+    result = run(
         pair, [LinkTransfer(link, LINK, (), 1), LinkTransfer(link, LINK, (), 2), LinkTransfer(link, LINK, (), 1)]
     )
-    assert found.left_s == pytest.approx([1, 0, 2])
-    assert found.seconds == pytest.approx(3 + HOP_S)
-    assert found.hops == 1
+    assert result.left_s == pytest.approx([1, 0, 2])
+    assert result.seconds == pytest.approx(3 + HOP_S)
+    assert result.hops == 1
 
 
 @pytest.mark.parametrize("cut_through", [True, False])
@@ -245,9 +245,9 @@ def test_s9_all_to_all_on_both_directions() -> None:
 @pytest.mark.parametrize(("size", "wrapped"), [(5, True), (9, True), (4, False), (9, False)])
 def test_stored_whole_a_gather_pays_hops_and_bytes_one_after_the_other(size: int, wrapped: bool) -> None:
     g = group((size,), (wrapped,))
-    found = price("all_gather", g)
+    priced = price("all_gather", g)
     for payload in (1e3, 1e6, 1e9):
-        expected = payload * float(found.seconds_per_byte["ici"]) + float(found.latency_s["ici"])
+        expected = payload * float(priced.seconds_per_byte["ici"]) + float(priced.latency_s["ici"])
         assert simulate("all_gather", g, payload, cut_through=False).seconds == pytest.approx(expected)
 
 
@@ -271,9 +271,9 @@ def test_no_simulation_beats_the_closed_form(
     axes: list[tuple[int, bool]], kind: str, payload: float, chunks: int, cut_through: bool, bidirectional: bool
 ) -> None:
     g = group(tuple(size for size, _ in axes), tuple(wrapped for _, wrapped in axes))
-    found = simulate(kind, g, payload, chunks=chunks, cut_through=cut_through, bidirectional=bidirectional)
-    assert found.seconds >= float(price(kind, g).bound_s(payload)["ici"]) * (1 - 1e-9)
-    assert found.seconds >= found.busy_s.max()
+    result = simulate(kind, g, payload, chunks=chunks, cut_through=cut_through, bidirectional=bidirectional)
+    assert result.seconds >= float(price(kind, g).bound_s(payload)["ici"]) * (1 - 1e-9)
+    assert result.seconds >= result.busy_s.max()
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -333,8 +333,8 @@ def test_t7_corner_to_corner() -> None:
 
 def test_t8_everything_on_a_corner() -> None:
     grid = Torus.of(Slice.parse("v5e:4x4").physical_axes)
-    found = run(grid, gather(grid, grid.chip((0, 0)), 2.0**34))
-    assert found.seconds == pytest.approx(179e-3, rel=1e-3)
+    result = run(grid, gather(grid, grid.chip((0, 0)), 2.0**34))
+    assert result.seconds == pytest.approx(179e-3, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -343,15 +343,15 @@ def test_t8_everything_on_a_corner() -> None:
 )
 def test_a_gather_fills_the_ports_of_its_target(sizes: tuple[int, ...], wrapped: str, ports: int) -> None:
     shape = torus(sizes, tuple(mark == "w" for mark in wrapped))
-    found = run(shape, gather(shape, 0, LARGE))
+    result = run(shape, gather(shape, 0, LARGE))
     least_s = (shape.chips - 1) / shape.chips * LARGE / (ports * LINK)
-    assert least_s * (1 - 1e-9) <= found.seconds <= least_s * 1.001
+    assert least_s * (1 - 1e-9) <= result.seconds <= least_s * 1.001
 
 
 def test_a_gather_of_shards_of_any_size() -> None:
     line = torus((3,), (False,))
-    found = run(line, gather(line, 1, np.array([3.0, 5.0, 0.0]) * LINK))
-    assert found.seconds == pytest.approx(3 + HOP_S)
+    result = run(line, gather(line, 1, np.array([3.0, 5.0, 0.0]) * LINK))
+    assert result.seconds == pytest.approx(3 + HOP_S)
     with pytest.raises(RooftopError, match="nbytes"):
         gather(line, 1, np.ones(2))
 
@@ -364,8 +364,8 @@ def test_a_message_takes_every_disjoint_way(
     sizes: tuple[int, ...], wrapped: str, target: tuple[int, ...], ways: int
 ) -> None:
     shape = torus(sizes, tuple(mark == "w" for mark in wrapped))
-    found = run(shape, send(shape, 0, shape.chip(target), LARGE))
-    assert found.busy_s.max() == pytest.approx(LARGE / ways / LINK)
+    result = run(shape, send(shape, 0, shape.chip(target), LARGE))
+    assert result.busy_s.max() == pytest.approx(LARGE / ways / LINK)
 
 
 # ---- routing in closed form -----------------------------------------------------------------------------------------
@@ -396,41 +396,41 @@ def test_routes_are_what_walking_them_gives(axes: list[tuple[int, bool]], seed: 
     shape, draw = Torus.of(g.physical), np.random.default_rng(seed)
     sources, targets = (draw.integers(0, shape.sizes, (count, len(axes))) for _ in range(2))
     nbytes = draw.uniform(1, 1e6, count)
-    found = route(g.physical, sources, targets, nbytes)
-    assert found.seconds["ici"] == pytest.approx(walked(shape, sources, targets, nbytes).max() / LINK)
+    routed = route(g.physical, sources, targets, nbytes)
+    assert routed.seconds["ici"] == pytest.approx(walked(shape, sources, targets, nbytes).max() / LINK)
     pairs = [(shape.chip(a.tolist()), shape.chip(b.tolist())) for a, b in zip(sources, targets, strict=True)]
     simulated = run(shape, permute(shape, pairs, nbytes))
-    assert found.seconds["ici"] == pytest.approx(simulated.busy_s.max())
-    assert simulated.seconds >= max(found.seconds["ici"], found.latency_s) * (1 - 1e-9)
-    assert run(shape, permute(shape, pairs, TINY)).hops == found.hops
+    assert routed.seconds["ici"] == pytest.approx(simulated.busy_s.max())
+    assert simulated.seconds >= max(routed.seconds["ici"], routed.latency_s) * (1 - 1e-9)
+    assert run(shape, permute(shape, pairs, TINY)).hops == routed.hops
     # The way back costs the same.
     back = route(g.physical, targets, sources, nbytes)
-    assert (back.hops, back.latency_s) == (found.hops, found.latency_s)
-    assert back.seconds["ici"] == pytest.approx(found.seconds["ici"])
+    assert (back.hops, back.latency_s) == (routed.hops, routed.latency_s)
+    assert back.seconds["ici"] == pytest.approx(routed.seconds["ici"])
 
 
 def test_a_shift_is_routed_as_the_closed_form_says() -> None:
     for size, wrapped in product(range(2, 9), (True, False)):
         g = group((size,), (wrapped,))
         places = np.arange(size if wrapped else size - 1)[:, None]
-        found = route(g.physical, places, (places + 1) % size, 1e6)
-        assert found.seconds["ici"] == pytest.approx(float(price("permute", g).seconds_per_byte["ici"]) * 1e6)
-        assert found.latency_s == pytest.approx(float(price("permute", g).latency_s["ici"]))
+        routed = route(g.physical, places, (places + 1) % size, 1e6)
+        assert routed.seconds["ici"] == pytest.approx(float(price("permute", g).seconds_per_byte["ici"]) * 1e6)
+        assert routed.latency_s == pytest.approx(float(price("permute", g).latency_s["ici"]))
 
 
 def test_ports_of_switches_and_dcn() -> None:
     physical = Slice.parse("h100:8x4").physical_axes
     node, network = physical
     # Two devices of a node send to a third, and one of them to another node.
-    found = route(physical, [[0, 0], [1, 0], [1, 0]], [[2, 0], [2, 0], [1, 3]], [4.0, 2.0, 5.0])
-    assert found.seconds == pytest.approx({"ici": 6 / node.bytes_per_s, "dcn": 5 / network.bytes_per_s})
-    assert found.hops == 1
+    routed = route(physical, [[0, 0], [1, 0], [1, 0]], [[2, 0], [2, 0], [1, 3]], [4.0, 2.0, 5.0])
+    assert routed.seconds == pytest.approx({"ici": 6 / node.bytes_per_s, "dcn": 5 / network.bytes_per_s})
+    assert routed.hops == 1
 
 
 def test_messages_that_stay_cost_nothing() -> None:
     physical = Slice.parse("v5e:4x4@2").physical_axes
-    found = route(physical, [[1, 2, 0]], [[1, 2, 0]], 1e9)
-    assert (found.seconds, found.latency_s, found.hops) == ({"ici": 0.0, "dcn": 0.0}, 0.0, 0)
+    routed = route(physical, [[1, 2, 0]], [[1, 2, 0]], 1e9)
+    assert (routed.seconds, routed.latency_s, routed.hops) == ({"ici": 0.0, "dcn": 0.0}, 0.0, 0)
 
 
 @pytest.mark.parametrize(

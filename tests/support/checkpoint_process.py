@@ -64,14 +64,14 @@ def main() -> None:
                     name: jax.ShapeDtypeStruct(shape, np.float32, sharding=places[name])
                     for name, shape in SHAPES.items()
                 }
-                found = checkpoints.restore(abstract)
-                wanted = values(found.step)
-                for name, array in found.state.items():
+                restored = checkpoints.restore(abstract)
+                expected = values(restored.step)
+                for name, array in restored.state.items():
                     assert array.sharding == places[name]
                     for shard in array.addressable_shards:
-                        assert np.array_equal(np.asarray(shard.data), wanted[name][shard.index])
+                        assert np.array_equal(np.asarray(shard.data), expected[name][shard.index])
                 if process == 0:
-                    print(json.dumps({"step": found.step, "extra": found.extra, "refused": found.refused}))
+                    print(json.dumps({"step": restored.step, "extra": restored.extra, "refused": restored.refused}))
     checkpoints.close()
 
 

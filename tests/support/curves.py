@@ -64,18 +64,18 @@ def initial_state(program: TrainProgram, mesh: jax.sharding.Mesh) -> TrainState[
     )
 
 
-def train(made: TrainProgram, mesh: jax.sharding.Mesh, steps: int = 1) -> tuple[list[float], TrainState[np.ndarray]]:
+def train(program: TrainProgram, mesh: jax.sharding.Mesh, steps: int = 1) -> tuple[list[float], TrainState[np.ndarray]]:
     """The losses of so many steps, each on text of its own, and the last state."""
     rng, losses = np.random.default_rng(0), []
-    order = sequence_order(SEQ_LEN, mesh.shape["context"], made.computation.context_order)
-    state, place = initial_state(made, mesh), abstract_batch(made, mesh)
+    order = sequence_order(SEQ_LEN, mesh.shape["context"], program.computation.context_order)
+    state, place = initial_state(program, mesh), abstract_batch(program, mesh)
     with jax.set_mesh(mesh):
-        step = jax.jit(train_step(made, made.specs(mesh)), donate_argnums=0, compiler_options=QUICKLY)
+        step = jax.jit(train_step(program, program.specs(mesh)), donate_argnums=0, compiler_options=QUICKLY)
         for _ in range(steps):
             # Only half of the vocabulary is used, so that there is something to learn.
-            text = rng.integers(0, made.model.vocab // 2, (BATCH, SEQ_LEN + 1)).astype(np.int32)
+            text = rng.integers(0, program.model.vocab // 2, (BATCH, SEQ_LEN + 1)).astype(np.int32)
             fields = {"tokens": text[:, :-1], "targets": text[:, 1:]}
-            if made.packed:
+            if program.packed:
                 segments = np.sort(rng.integers(1, 4, (BATCH, SEQ_LEN)), axis=1).astype(np.int32)
                 first = np.concatenate([np.ones((BATCH, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
                 starts = np.maximum.accumulate(np.where(first, np.arange(SEQ_LEN), 0), axis=1)

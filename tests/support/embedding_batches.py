@@ -30,11 +30,11 @@ Batch = tuple[int, dict[str, Any]]
 
 def drawn(number: int, most: int = 6) -> Batch:
     random = np.random.default_rng(number)
-    found = {}
+    features = {}
     for name in ("x", "y"):
         splits = np.concatenate([[0], np.cumsum(random.integers(0, most, SAMPLES))])
-        found[name] = (random.integers(0, ROWS, splits[-1]), splits)
-    return number, found
+        features[name] = (random.integers(0, ROWS, splits[-1]), splits)
+    return number, features
 
 
 def split(batch: Batch) -> tuple[Mapping[str, Any], np.ndarray]:

@@ -11,20 +11,20 @@ from rooftop.models.embedding_tables.tables import EmbeddingTable, TableOptimize
 def combine_weights(ids: Ragged, combiner: str) -> np.ndarray:
     """The factor of every id: its weight, divided as the combiner says by what its sample's weights make."""
     weights = np.ones(len(ids.values)) if ids.weights is None else ids.weights.astype(np.float64)
-    found = np.zeros(len(weights))
+    combined = np.zeros(len(weights))
     for begin, end in zip(ids.row_splits[:-1], ids.row_splits[1:], strict=True):
         own = weights[begin:end]
         below = {"sum": 1.0, "mean": own.sum(), "sqrtn": np.sqrt((own * own).sum())}[combiner]
-        found[begin:end] = own / below if below else 0.0
-    return found
+        combined[begin:end] = own / below if below else 0.0
+    return combined
 
 
 def look_up(table: np.ndarray, ids: Ragged, combiner: str) -> np.ndarray:
     """[rows of activations, width]."""
     of = np.repeat(np.arange(ids.rows), np.diff(ids.row_splits))
-    found = np.zeros((ids.rows, table.shape[1]))
-    np.add.at(found, of, combine_weights(ids, combiner)[:, None] * table[ids.values])
-    return found
+    activations = np.zeros((ids.rows, table.shape[1]))
+    np.add.at(activations, of, combine_weights(ids, combiner)[:, None] * table[ids.values])
+    return activations
 
 
 def table_gradient(table: EmbeddingTable, looked: list[tuple[Ragged, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:

@@ -44,27 +44,27 @@ def checkpoint(name: str, folder: Path) -> Path:
 def engine(folder: Path, configuration: Configuration = CONFIGURATION, **options: Any) -> PagedEngine:
     """An engine of the checkpoint in ``folder``, no text of which ends by itself."""
     max_model_len = min(configuration.max_model_len or 32, case(folder.name)[0].max_seq_len)
-    made = load(folder, replace(configuration, max_model_len=max_model_len), options=QUICKLY, **options)
-    made.stops = frozenset()
-    return made
+    serving = load(folder, replace(configuration, max_model_len=max_model_len), options=QUICKLY, **options)
+    serving.stops = frozenset()
+    return serving
 
 
-def again(made: PagedEngine, **changes: Any) -> PagedEngine:
+def again(original: PagedEngine, **changes: Any) -> PagedEngine:
     """Another engine on the programs of one: their shapes stay."""
-    configuration = replace(made.configuration, **changes)
-    return PagedEngine(made.replicas, configuration, max_model_len=made.max_model_len, draft=made.draft)
+    configuration = replace(original.configuration, **changes)
+    return PagedEngine(original.replicas, configuration, max_model_len=original.max_model_len, draft=original.draft)
 
 
 def answers(
     serving: PagedEngine, prompts: Sequence[Sequence[int]], samplings: Iterable[Sampling], *, at_once: bool = True
 ) -> list[list[Token]]:
     """The tokens of each request; all are submitted before the first step, or one after another."""
-    found: list[list[Token]] = [[] for _ in prompts]
+    outputs: list[list[Token]] = [[] for _ in prompts]
     for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         ended = threading.Event()
 
         def deliver(token: Token, number: int = number, ended: threading.Event = ended) -> None:
-            found[number].append(token)
+            outputs[number].append(token)
             if token.finish is not None:
                 ended.set()
 
@@ -76,13 +76,13 @@ def answers(
     serving.check()
     assert serving.stats().pages_used == serving.stats().host_pages_used == 0 or serving.configuration.prefix_cache
     assert serving.stats().compilations == 0
-    return found
+    return outputs
 
 
 def greedy(name: str, serving: PagedEngine, *, at_once: bool = True) -> tuple[list[list[int | None]], list[list[int]]]:
     """What the engine generates behind the prompts of a family, and what transformers does."""
     cases = GREEDY[name]
     serving.start()
-    samplings = [Sampling(max_tokens=len(each["output"]), temperature=0.0) for each in cases]
-    found = answers(serving, [each["prompt"] for each in cases], samplings, at_once=at_once)
-    return [[token.token for token in each] for each in found], [each["output"] for each in cases]
+    samplings = [Sampling(max_tokens=len(case["output"]), temperature=0.0) for case in cases]
+    outputs = answers(serving, [case["prompt"] for case in cases], samplings, at_once=at_once)
+    return [[token.token for token in output] for output in outputs], [case["output"] for case in cases]

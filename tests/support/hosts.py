@@ -45,7 +45,7 @@ class Host:
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     """Two hosts; the first one is reached from here at ``FIRST_OUTSIDE``. Skips the test where there can be none."""
-    if os.geteuid() or any(shutil.which(each) is None for each in ("ip", "unshare", "mount")):
+    if os.geteuid() or any(shutil.which(tool) is None for tool in ("ip", "unshare", "mount")):
         pytest.skip("network namespaces are for root, and take iproute2 and util-linux")
     names = [f"rooftop-{os.getpid()}-{number}" for number in (1, 2)]
     cable = f"rt{os.getpid()}"

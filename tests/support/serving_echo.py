@@ -173,8 +173,8 @@ def main() -> None:
         return engine
 
     bound = bind("127.0.0.1", 0)
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in options.get("settings", {}).items()}
-    settings = Settings(model="echo", **given)
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in options.get("settings", {}).items()}
+    settings = Settings(model="echo", **fields)
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     log = start_logging("info", sys.stderr)
     Serving(

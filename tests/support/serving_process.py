@@ -51,12 +51,12 @@ class Served:
 
     def close(self) -> None:
         """Every connection of this side."""
-        for each in (self.http, *self._clients):
-            each.close()
+        for client in (self.http, *self._clients):
+            client.close()
 
     def complete(self, timeout: httpx.Timeout | float = 60, **fields: Any) -> httpx.Response:
-        wanted = {"model": self.model, "prompt": TEXT, "max_tokens": 100} | fields
-        return self.http.post("/v1/completions", json=wanted, timeout=timeout)
+        body = {"model": self.model, "prompt": TEXT, "max_tokens": 100} | fields
+        return self.http.post("/v1/completions", json=body, timeout=timeout)
 
     def metric(self, name: str) -> float:
         lines = self.http.get("/metrics").text.splitlines()
@@ -138,7 +138,7 @@ def adjusted(served: Served) -> list[str]:
         {"logit_bias": {"65": 100}},
         {"guided_regex": "(a|b){20}", "ignore_eos": False},
     ]
-    return [served.complete(**(fields | each)).json()["choices"][0]["text"] for each in asked]
+    return [served.complete(**(fields | change)).json()["choices"][0]["text"] for change in asked]
 
 
 def finishes_when_told(served: Served, other: subprocess.Popen[str], *, max_tokens: int) -> None:

@@ -61,10 +61,10 @@ def plane(
     written = []
     for at, (title, events) in enumerate(lines.items()):
         body = " ".join(
-            f"events {{ metadata_id: {known.setdefault(each.name, len(known) + 1)} offset_ps: {round(each.start * US)} "
-            f"duration_ps: {round((each.end - each.start) * US)} "
-            f"{' '.join(stat(*one) for one in each.stats.items())} }}"
-            for each in events
+            f"events {{ metadata_id: {known.setdefault(event.name, len(known) + 1)} "
+            f"offset_ps: {round(event.start * US)} duration_ps: {round((event.end - event.start) * US)} "
+            f"{' '.join(stat(*one) for one in event.stats.items())} }}"
+            for event in events
         )
         written.append(f'lines {{ id: {at} name: "{title}" timestamp_ns: {timestamp_ns} {body} }}')
     about = " ".join(stat(*one) for one in (stats or {}).items())
@@ -73,8 +73,10 @@ def plane(
         f"{' '.join(stat(*one) for one in ((kinds or {}).get(text) or {}).items())} }} }}"
         for text, number in known.items()
     )
-    told = " ".join(f'stat_metadata {{ key: {n} value {{ id: {n} name: "{text}" }} }}' for text, n in names.items())
-    return f'planes {{ name: "{name}" {" ".join(written)} {metadata} {told} {about} }}'
+    stat_metadata = " ".join(
+        f'stat_metadata {{ key: {n} value {{ id: {n} name: "{text}" }} }}' for text, n in names.items()
+    )
+    return f'planes {{ name: "{name}" {" ".join(written)} {metadata} {stat_metadata} {about} }}'
 
 
 def xspace(*planes: str) -> bytes:
@@ -121,13 +123,13 @@ def tpu(
 
 def measured(*spaces: bytes) -> Measured:
     """Measure the traces of hosts, by what they tell alone."""
-    trace = trace_of([space_of(each, host=f"host{at}") for at, each in enumerate(spaces)])
+    trace = trace_of([space_of(planes, host=f"host{at}") for at, planes in enumerate(spaces)])
     return measure(trace, [facts_of(op) for op in trace.ops])
 
 
-def the(found: Measured, name: str) -> MeasuredCollective:
+def the(result: Measured, name: str) -> MeasuredCollective:
     """A collective by its op."""
-    return next(each for each in found.collectives if each.name == name)
+    return next(collective for collective in result.collectives if collective.name == name)
 
 
 def seconds(microseconds: float) -> Any:

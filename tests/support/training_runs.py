@@ -46,10 +46,10 @@ def write_corpus(folder: Path) -> Path:
 
 def command(folder: Path, run: Path | None, **options: Any) -> list[str]:
     """The command of a run in ``run``; an option that is None is left out, one that is True has no value."""
-    given = {"model": folder / "config.json", "data": folder / "corpus", "run": run} | OPTIONS
-    given |= {name.replace("_", "-"): value for name, value in options.items()}
+    settings = {"model": folder / "config.json", "data": folder / "corpus", "run": run} | OPTIONS
+    settings |= {name.replace("_", "-"): value for name, value in options.items()}
     words = [*ROOFTOP, "train"]
-    for name, value in given.items():
+    for name, value in settings.items():
         if value is not None:
             words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return words

@@ -18,7 +18,7 @@ class Shown:
 
 def _plain(data: Any) -> Any:
     """The strategy that only multiplies."""
-    return next(each for each in data["strategies"] if each["rule"] == "multiply")
+    return next(strategy for strategy in data["strategies"] if strategy["rule"] == "multiply")
 
 
 FIGURES: dict[str, Shown] = {
@@ -33,7 +33,7 @@ FIGURES: dict[str, Shown] = {
 }
 
 
-def found(explorer: str, state: dict[str, str], data: Any) -> float:
+def figure_of(explorer: str, state: dict[str, str], data: Any) -> float:
     """The figure in the JSON of a command; a state of the sharding explorer says which way it is of."""
     if explorer == "sharding":
         return float(data["strategies"][int(state.get("way", "1")) - 1]["time_s"])

@@ -73,9 +73,9 @@ def test_settings_beside_a_tokenizer_say_what_begins_and_ends_a_document(
     (tmp_path / "tokenizer.json").write_text(BPE.definition, encoding="utf-8")
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    found = Tokenizer.load(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
     ids = {"a": int(BPE.encode("a")[0]), "b": int(BPE.encode("b")[0])}
-    assert (found.bos, found.eos) == (ids.get(bos, bos), ids.get(eos, eos))
+    assert (tokenizer.bos, tokenizer.eos) == (ids.get(bos, bos), ids.get(eos, eos))
 
 
 def test_padding_and_truncation_of_a_definition_are_left_off() -> None:
@@ -121,7 +121,7 @@ def test_a_tokenizer_refuses_small_vocabularies_no_text_and_unknown_ids() -> Non
 
 
 def texts_of(*data: Path | str, **how: Any) -> list[str]:
-    return [document.text for document in documents(find_corpus([str(each) for each in data]), **how)]
+    return [document.text for document in documents(find_corpus([str(text) for text in data]), **how)]
 
 
 def test_files_folders_and_globs_of_text(tmp_path: Path) -> None:
@@ -134,13 +134,13 @@ def test_files_folders_and_globs_of_text(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\x00\x01")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     (tmp_path / "empty").write_text("")
-    found = find_corpus([str(tmp_path)])
-    assert [document.text for document in documents(found)] == ["eins", "zwei\r\n", "drei"]
-    assert [path.name for path in found.left_out] == ["binary", "latin"]
+    corpus = find_corpus([str(tmp_path)])
+    assert [document.text for document in documents(corpus)] == ["eins", "zwei\r\n", "drei"]
+    assert [path.name for path in corpus.left_out] == ["binary", "latin"]
     assert texts_of(tmp_path / "**" / "*.md", tmp_path / "a.py") == ["drei", "eins"]
     assert texts_of(tmp_path / "a.py", tmp_path / "a.py", f"{tmp_path}/?.py") == ["eins"]
-    ends = [document.bytes_read for document in documents(found)]
-    assert ends == sorted(ends) and ends[-1] == found.bytes
+    ends = [document.bytes_read for document in documents(corpus)]
+    assert ends == sorted(ends) and ends[-1] == corpus.bytes
 
 
 def test_rows_of_jsonl_and_parquet(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_store_in_parts_is_made_again(tmp_path: Path) -> None:
     for name in ("tokens.bin", "documents.npy", "store.json"):
         (place_ / name).write_bytes((place_ / name).read_bytes()[:-4])
         np.testing.assert_array_equal(tokenise(corpus, BPE, tmp_path / "s", vocab=300).parts[0], whole)
-    assert {each.suffix for each in (tmp_path / "s").iterdir()} == {"", ".lock"}
+    assert {file.suffix for file in (tmp_path / "s").iterdir()} == {"", ".lock"}
 
 
 def test_a_store_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_store_that_fails_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "data" / "corpus.jsonl").write_text('{"text": "good"}\n{"text": 1}')
     with pytest.raises(RooftopError, match="jsonl:2: got 1; accepted: text"):
         tokenise(corpus, BPE, tmp_path / "s", vocab=300)
-    assert [each.suffix for each in (tmp_path / "s").iterdir()] == [".lock"]
+    assert [file.suffix for file in (tmp_path / "s").iterdir()] == [".lock"]
 
 
 def test_those_who_ask_at_once_wait_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,8 +305,8 @@ def test_arrays_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "d.json").write_text('{"dtype": "uint16", "eos": 2}')
     np.save(tmp_path / "e.npy", np.zeros(0, np.int32))
     store = arrays_in(tmp_path)
-    found = [store.read(*bounds).tolist() for bounds in zip(store.offsets[:-1], store.offsets[1:], strict=True)]
-    assert found == [[0, 1, 2], [3, 4, 5], [7, 8, 9, 2], [7, 2], [7], [0, 1, 2, 3, 4], [1, 2]]
+    documents = [store.read(*bounds).tolist() for bounds in zip(store.offsets[:-1], store.offsets[1:], strict=True)]
+    assert documents == [[0, 1, 2], [3, 4, 5], [7, 8, 9, 2], [7, 2], [7], [0, 1, 2, 3, 4], [1, 2]]
     before = store.digest
     (tmp_path / "d.json").write_text('{"dtype": "uint16", "eos": 1}')
     assert arrays_in(tmp_path).digest != before

@@ -55,7 +55,7 @@ def test_every_token_is_an_input_once_and_a_target_once(lengths: list[int], seq_
     assert sorted(batch.tokens[inputs].tolist()) == list(range(store.tokens))
     predicted = batch.targets >= 0
     firsts = set(store.offsets[:-1].tolist())
-    assert sorted(batch.targets[predicted].tolist()) == [each for each in range(store.tokens) if each not in firsts]
+    assert sorted(batch.targets[predicted].tolist()) == [token for token in range(store.tokens) if token not in firsts]
     # The target of a token is the one that follows it; those without one are last in their documents.
     np.testing.assert_array_equal(batch.targets[predicted], batch.tokens[predicted] + 1)
     assert (packed.tokens, packed.targets) == (store.tokens, store.tokens - store.documents)
@@ -116,10 +116,10 @@ def test_packing_chooses_documents_and_refuses_none() -> None:
 
 @given(st.integers(2, 500), st.floats(0.001, 0.999), st.integers(0, 9))
 def test_held_out_documents_and_the_others_are_all(documents: int, share: float, seed: int) -> None:
-    kept, held = hold_out(documents, share, seed)
-    assert sorted([*kept.tolist(), *held.tolist()]) == list(range(documents))
-    assert len(kept) and len(held) and abs(len(held) - share * documents) <= 1
-    np.testing.assert_array_equal(hold_out(documents, share, seed)[1], held)
+    training, held_out = hold_out(documents, share, seed)
+    assert sorted([*training.tolist(), *held_out.tolist()]) == list(range(documents))
+    assert len(training) and len(held_out) and abs(len(held_out) - share * documents) <= 1
+    np.testing.assert_array_equal(hold_out(documents, share, seed)[1], held_out)
 
 
 def test_holding_out_refuses_what_cannot_be_split() -> None:
@@ -145,8 +145,8 @@ def test_permutations_are_even_and_stay_as_they_are() -> None:
     """A run that is resumed by a later version must find the same batches, so that some values are pinned."""
     assert Permutation(size=10, seed=0)(np.arange(10)).tolist() == [4, 6, 8, 9, 0, 2, 5, 7, 3, 1]
     trials, size = 4000, 5
-    found = np.array([Permutation(size=size, seed=7, epoch=epoch)(np.arange(size)) for epoch in range(trials)])
-    counts = np.array([[(found[:, place_] == value).sum() for value in range(size)] for place_ in range(size)])
+    orders = np.array([Permutation(size=size, seed=7, epoch=epoch)(np.arange(size)) for epoch in range(trials)])
+    counts = np.array([[(orders[:, place_] == value).sum() for value in range(size)] for place_ in range(size)])
     # Chi-squared with 16 degrees of freedom: 39.3 is passed by chance once in a thousand.
     assert ((counts - trials / size) ** 2 / (trials / size)).sum() < 39.3
 
@@ -187,7 +187,7 @@ def test_any_number_of_processes_makes_the_same_batch(
             Loader(store=store, packing=pack(store, seq_len), batch=batch, seed=seed).rows(step, rows)
             for rows in (range(first, first + share) for first in range(0, batch, share))
         ]
-        same(jax.tree.map(lambda *each: np.concatenate(each), *parts), whole)
+        same(jax.tree.map(lambda *parts: np.concatenate(parts), *parts), whole)
 
 
 def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(tmp_path: Path) 
 
     def loader() -> Loader:
         store = tokenise(find_corpus([str(tmp_path / "*.txt")]), train_bpe(texts, 300), tmp_path / "s", vocab=300)
-        kept, _ = hold_out(store.documents, 0.2, seed=1)
-        return Loader(store=store, packing=pack(store, 16, chosen=kept), batch=4, seed=1)
+        training, _ = hold_out(store.documents, 0.2, seed=1)
+        return Loader(store=store, packing=pack(store, 16, chosen=training), batch=4, seed=1)
 
     uninterrupted, first = [], loader()
     for fetched in prefetch(lambda step: first.rows(step, slice(None)), range(40)):
@@ -214,8 +214,8 @@ def test_evaluation_goes_once_through_all_in_order(lengths: list[int], seq_len: 
     packed = pack(store, seq_len)
     loader = Loader(store=store, packing=packed, batch=batch, seed=None)
     steps = [loader.rows(step, slice(None)) for step in range(loader.steps_per_epoch + 1)]
-    whole = jax.tree.map(lambda *each: np.concatenate(each), *steps)
-    same(jax.tree.map(lambda each: each[: packed.rows], whole), fill(store, packed, np.arange(packed.rows)))
+    whole = jax.tree.map(lambda *parts: np.concatenate(parts), *steps)
+    same(jax.tree.map(lambda part: part[: packed.rows], whole), fill(store, packed, np.arange(packed.rows)))
     assert not whole.segments[packed.rows :].any() and (whole.targets[packed.rows :] == -1).all()
 
 
@@ -257,12 +257,14 @@ def test_a_batch_is_placed_as_the_program_expects_it(
     loader = Loader(store=store, packing=pack(store, 8), batch=16, seed=0)
     expected = loader.rows(3, slice(None))
     filled = []
-    monkeypatch.setattr(loading, "fill", lambda *given: filled.append(len(given[2])) or packing.fill(*given))
+    monkeypatch.setattr(
+        loading, "fill", lambda *arguments: filled.append(len(arguments[2])) or packing.fill(*arguments)
+    )
     mesh, specs = on_devices(shape, axes)
     batch = place(loader, 3, mesh, specs, order)
     assert filled == [16 // made_once] * made_once
     columns = sequence_order(8, 2 if "context" in axes else 1, order)
-    same(batch, jax.tree.map(lambda each: each[:, columns], expected))
+    same(batch, jax.tree.map(lambda part: part[:, columns], expected))
     for array in jax.tree.leaves(batch):
         assert array.sharding.spec == specs.activation("batch", "seq")
 
@@ -308,11 +310,11 @@ def test_prefetching_keeps_the_order_and_its_bound(depth: int) -> None:
             asked.append(step)
             yield step
 
-    found = []
+    batches = []
     for fetched in prefetch(lambda step: step * step, steps(), depth=depth):
-        found.append((fetched.step, fetched.batch))
-        assert len(asked) == min(len(found) + depth, 20)
-    assert found == [(step, step * step) for step in range(10, 30)]
+        batches.append((fetched.step, fetched.batch))
+        assert len(asked) == min(len(batches) + depth, 20)
+    assert batches == [(step, step * step) for step in range(10, 30)]
     assert not fetching()
 
 
@@ -342,7 +344,7 @@ def test_an_exception_in_the_loop_ends_the_thread() -> None:
 
 
 def test_what_was_not_begun_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    cancelled, all_cancelled, made, cancel = [], threading.Event(), [], Future.cancel
+    cancelled, all_cancelled, filled, cancel = [], threading.Event(), [], Future.cancel
 
     def counted(future: Future[int]) -> bool:
         cancelled.append(cancel(future))
@@ -353,14 +355,14 @@ def test_what_was_not_begun_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(step: int) -> int:
         if step:
             all_cancelled.wait(timeout=5)  # never so long where the rest is cancelled
-        made.append(step)
+        filled.append(step)
         return step
 
     monkeypatch.setattr(Future, "cancel", counted)
     batches = prefetch(make, range(9), depth=4)
     next(batches)
     batches.close()
-    assert made in ([0], [0, 1]) and not fetching()
+    assert filled in ([0], [0, 1]) and not fetching()
 
 
 def test_the_time_waited_is_that_between_asking_and_having(monkeypatch: pytest.MonkeyPatch) -> None:

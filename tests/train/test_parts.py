@@ -110,11 +110,11 @@ def test_a_small_llama_has_a_smallest_and_a_largest() -> None:
 @given(st.lists(st.integers(1, 64), min_size=6, max_size=6), st.integers(1, 64))
 def test_shrunk_axes_fit_and_divide(sizes: list[int], devices: int) -> None:
     axes = dict(zip(AXES, sizes, strict=True))
-    found = shrink(axes, devices)
-    assert math.prod(found.values()) <= devices
-    assert all(axes[axis] % found[axis] == 0 for axis in AXES)
+    shrunk = shrink(axes, devices)
+    assert math.prod(shrunk.values()) <= devices
+    assert all(axes[axis] % shrunk[axis] == 0 for axis in AXES)
     if math.prod(sizes) <= devices:
-        assert found == axes
+        assert shrunk == axes
 
 
 def test_the_largest_axis_shrinks_first() -> None:
@@ -160,8 +160,8 @@ def test_a_plan_is_only_run_elsewhere_when_that_is_asked_for() -> None:
     ],
 )  # fmt: skip
 def test_devices_are_chips_of_the_catalogue(kind: str, name: str | None) -> None:
-    found = chip_of_kind(kind)
-    assert (None if found is None else found.name) == name
+    spec = chip_of_kind(kind)
+    assert (None if spec is None else spec.name) == name
 
 
 # Metrics.
@@ -171,10 +171,10 @@ def test_a_loss_that_rises_is_told_from_one_that_shakes() -> None:
     shaking, rising = Divergence(1.0, window=10), Divergence(1.0, window=10)
     draw = np.random.default_rng(0)
     assert all(shaking.rise(5 - step / 100 + float(draw.normal()) / 3) is None for step in range(300))
-    found = [rising.rise(5 - step / 100 if step < 100 else 4 + (step - 100) / 5) for step in range(120)]
-    first = next(step for step, rise in enumerate(found) if rise is not None)
+    rises = [rising.rise(5 - step / 100 if step < 100 else 4 + (step - 100) / 5) for step in range(120)]
+    first = next(step for step, rise in enumerate(rises) if rise is not None)
     assert 104 <= first <= 112
-    assert found[first] == pytest.approx(1.0, abs=0.3)
+    assert rises[first] == pytest.approx(1.0, abs=0.3)
 
 
 def test_mfu_is_model_flops_over_peak() -> None:
@@ -195,7 +195,7 @@ def test_metrics_go_on_behind_a_step(tmp_path: Path) -> None:
 
 def points(folder: Path) -> tuple[dict[tuple[str, int], float], list[int]]:
     """(tag, step) -> value of all event files, and the steps from which on they void what was there."""
-    found, voided = {}, []
+    values, voided = {}, []
     for file in sorted(folder.iterdir()):
         data = file.read_bytes()
         while data:
@@ -203,9 +203,9 @@ def points(folder: Path) -> tuple[dict[tuple[str, int], float], list[int]]:
             (length,) = struct.unpack("<Q", data[:8])
             event = Event.FromString(data[12 : 12 + length])
             data = data[16 + length :]
-            found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+            values |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
             voided += [event.step] if event.session_log.status == SessionLog.START else []
-    return found, voided
+    return values, voided
 
 
 def test_metrics_come_as_tensorboard_events(tmp_path: Path) -> None:
@@ -217,9 +217,9 @@ def test_metrics_come_as_tensorboard_events(tmp_path: Path) -> None:
     again = TensorBoardEvents(tmp_path, step=2)
     again.append({"step": 3, "loss": 0.5})
     again.close()
-    found, voided = points(tmp_path)
+    values, voided = points(tmp_path)
     losses = {("train/loss", 1): 4.0, ("train/loss", 2): 2.0, ("train/loss", 3): 0.5}
-    assert found == losses | {("train/tokens", step): 8.0 for step in (1, 2, 3)} | {("eval/loss", 3): 1.5}
+    assert values == losses | {("train/tokens", step): 8.0 for step in (1, 2, 3)} | {("eval/loss", 3): 1.5}
     assert voided == [3]
 
 
@@ -265,20 +265,20 @@ def test_the_scope_of_the_first_nan_is_found(
         state = init_state(program, jax.random.key(0), mesh)
         if scope is not None:
             state = poisoned(state, *names, layer=layer)
-        found = find_origin(train_step(program, program.specs(mesh)), state, jax.tree.map(jnp.asarray, batch))
+        origin = find_origin(train_step(program, program.specs(mesh)), state, jax.tree.map(jnp.asarray, batch))
     if scope is None:
-        assert found is None
+        assert origin is None
         return
-    assert found is not None
-    assert (found.what, found.scope, found.phase) == ("NaN", scope, "forward")
-    assert found.turns == ((0,) if microbatches > 1 else ()) + (layer,)
-    assert f"in turn {'.'.join(map(str, found.turns))} of the loop around it" in str(found)
+    assert origin is not None
+    assert (origin.what, origin.scope, origin.phase) == ("NaN", scope, "forward")
+    assert origin.turns == ((0,) if microbatches > 1 else ()) + (layer,)
+    assert f"in turn {'.'.join(map(str, origin.turns))} of the loop around it" in str(origin)
 
 
 def test_a_state_that_is_not_finite_is_named() -> None:
-    found = find_origin(lambda state: state, {"a": jnp.ones(3), "b": jnp.array([1.0, jnp.nan])})
-    assert found is not None
-    assert "'b'" in found.scope and found.phase == "before the step"
+    origin = find_origin(lambda state: state, {"a": jnp.ones(3), "b": jnp.array([1.0, jnp.nan])})
+    assert origin is not None
+    assert "'b'" in origin.scope and origin.phase == "before the step"
 
 
 # The forward pass on another mesh.
@@ -287,15 +287,15 @@ def test_a_state_that_is_not_finite_is_named() -> None:
 def test_samples_see_the_same_logits_on_any_mesh() -> None:
     model: ModelConfig = replace(from_huggingface(TINY, "tiny"), kv_heads=2)
     ids = np.random.default_rng(0).integers(0, 32, (8, 16)).astype(np.int32)
-    found = []
+    samples = []
     for axes in ({}, {"fsdp": 2, "tensor": 2, "context": 2}):
         program = tiny_program(model=model, optimizer=Optimizer())
         mesh = mesh_of(axes, local_devices())
         forward = Forward(program, mesh, ("stage", "context"))
         weights = init_state(program, jax.random.key(0), mesh).weights
         assert forward.own_mesh.shape["context"] == 1
-        found.append(forward.next_logits(forward.weights(weights), ids, 9))
-    np.testing.assert_allclose(found[0], found[1], atol=1e-5)
+        samples.append(forward.next_logits(forward.weights(weights), ids, 9))
+    np.testing.assert_allclose(samples[0], samples[1], atol=1e-5)
 
 
 def test_weights_in_another_dtype_are_converted_on_the_mesh_of_training() -> None:

@@ -24,16 +24,16 @@ from tests.support.training_runs import ROOFTOP, Process, command, finish, run, 
 def losses(run: Path) -> dict[int, float]:
     """Step -> loss, as metrics.jsonl has them."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = [(record["step"], record["loss"]) for record in records if "loss" in record]
-    assert len(dict(found)) == len(found), "a step is recorded twice"
-    return dict(found)
+    pairs = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    assert len(dict(pairs)) == len(pairs), "a step is recorded twice"
+    return dict(pairs)
 
 
 def checkpoint_arrays(run: Path, step: int) -> dict[str, bytes]:
     """The content of every array of a checkpoint, by its path in the state."""
     with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore((run / "checkpoints" / str(step) / "state").absolute())
-    return {name: np.asarray(value).tobytes() for name, value in found.items()}
+        arrays = checkpointer.restore((run / "checkpoints" / str(step) / "state").absolute())
+    return {name: np.asarray(value).tobytes() for name, value in arrays.items()}
 
 
 @pytest.fixture(scope="module")
@@ -154,12 +154,12 @@ def kill_at_random(corpus: Path, folder: Path, steps: int, kills: int) -> None:
     file = folder / "metrics.jsonl"
     for _ in range(kills):
         process = start(words)
-        wanted = draw.choice([None, 0, 1, 2, 4])
-        if wanted is None:
+        after = draw.choice([None, 0, 1, 2, 4])
+        if after is None:
             # It has read its data, and neither compiled nor restored anything.
             wait_for_line(process, "")
         else:
-            wait_for_growth(process, file, wanted)
+            wait_for_growth(process, file, after)
         process.send_signal(signal.SIGKILL)
         process.communicate()
     done = run(words)
@@ -202,7 +202,9 @@ def together(corpus: Path, folder: Path, steps: int, *, devices: int = 4, mesh: 
     where = f"127.0.0.1:{free_port()}"
     how = TOGETHER | {"mesh": mesh}
     words = command(corpus, folder, steps=steps, devices=devices, coordinator=where, processes=2, **how)
-    first, second = [finish(each) for each in [start([*words, "--process", str(process)]) for process in range(2)]]
+    first, second = [
+        finish(process) for process in [start([*words, "--process", str(process)]) for process in range(2)]
+    ]
     assert (first.status, second.status) == (0, 0), first.err + second.err
     assert "step" in first.out
     assert second.out == first.err == second.err == ""
@@ -231,9 +233,9 @@ def test_a_run_goes_from_two_processes_to_one_and_back(corpus: Path) -> None:
     together(corpus, corpus / "both", 3)
     assert run(command(corpus, corpus / "both", steps=6, devices=8, **TOGETHER)).status == 0
     together(corpus, corpus / "both", 8)
-    found, straight = losses(corpus / "both"), losses(corpus / "straight")
-    assert [found[step] for step in (1, 2, 3)] == [straight[step] for step in (1, 2, 3)]
-    assert found == pytest.approx(straight, abs=1e-6, rel=0)
+    resumed, straight = losses(corpus / "both"), losses(corpus / "straight")
+    assert [resumed[step] for step in (1, 2, 3)] == [straight[step] for step in (1, 2, 3)]
+    assert resumed == pytest.approx(straight, abs=1e-6, rel=0)
 
 
 @pytest.mark.slow
@@ -299,9 +301,9 @@ def test_a_loss_that_is_no_number_is_traced_to_a_scope(corpus: Path) -> None:
     folder = corpus / "nan"
     done = run(command(corpus, folder, steps=30, lr=1e30, clip=0, save_every=1))
     assert done.status == 1
-    found = re.search(r"the first (NaN|infinity|NaN or infinity) is made in (\S+) \(", done.line)
-    assert found is not None, done.line
-    assert is_scope(found[2])
+    match = re.search(r"the first (NaN|infinity|NaN or infinity) is made in (\S+) \(", done.line)
+    assert match is not None, done.line
+    assert is_scope(match[2])
     assert re.match(r"rooftop: training stopped at step \d+: (the loss|a gradient) is not a finite number", done.line)
     assert "the newest checkpoint is of step" in done.line
 
@@ -343,8 +345,8 @@ def test_no_step_at_all_exports_what_it_read(corpus: Path) -> None:
 
 def test_samples_are_drawn_and_drawn_alike(corpus: Path, whole: Path) -> None:
     words = command(corpus, whole, steps=12, samples=3, sample_tokens=6, prompt="ab", json=True)
-    found = run(words), run(words)
-    texts = [json.loads(done.out)["samples"] for done in found]
+    drawn = run(words), run(words)
+    texts = [json.loads(done.out)["samples"] for done in drawn]
     assert texts[0] == texts[1]
     assert len(texts[0]) == 3 and all(text.startswith("ab") for text in texts[0])
 
@@ -436,9 +438,9 @@ def test_a_broken_plan_is_named_before_missing_options(corpus: Path) -> None:
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
 def test_bad_input_is_one_line(corpus: Path, options: dict[str, object], line: str) -> None:
-    given = {"steps": 2, "run": corpus / "bad"} | options
-    folder = given.pop("run")
-    done = run(command(corpus, folder, **given))
+    settings = {"steps": 2, "run": corpus / "bad"} | options
+    folder = settings.pop("run")
+    done = run(command(corpus, folder, **settings))
     assert (done.status, done.line) == (2, f"rooftop: {line}")
 
 

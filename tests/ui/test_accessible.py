@@ -65,16 +65,19 @@ def page(browser: Any, request: pytest.FixtureRequest) -> Any:
 def violations(page: Any) -> Callable[[], list[str]]:
     """What is wrong with the page as it stands, all of its tables open."""
 
-    def found() -> list[str]:
+    def run_axe() -> list[str]:
         page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
         page.wait_for_function(
             "[...document.querySelectorAll('details')].every(each => each.querySelector('tr') || !each.open)"
         )
         result = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response
         assert result["passes"], "it has looked"
-        return [f"{each['id']}: {[node['target'] for node in each['nodes']]}" for each in result["violations"]]
+        return [
+            f"{violation['id']}: {[node['target'] for node in violation['nodes']]}"
+            for violation in result["violations"]
+        ]
 
-    return found
+    return run_axe
 
 
 @pytest.mark.parametrize("name", ["", *EXPLORERS])
@@ -117,4 +120,4 @@ def test_axe_sees_what_is_wrong(site: str, page: Any, violations: Callable[[], l
     page.wait_for_selector("body[data-ready]")
     page.evaluate("document.querySelector('.logo').removeAttribute('aria-label')")
     page.evaluate("document.querySelector('.logo span').remove()")
-    assert [each.partition(":")[0] for each in violations()] == ["link-name"]
+    assert [violation.partition(":")[0] for violation in violations()] == ["link-name"]

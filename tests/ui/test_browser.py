@@ -21,7 +21,7 @@ from rooftop.ui.explorers import EXPLORERS, explorer
 from rooftop.ui.server import address, application, bind
 from tests.conftest import Answer
 from tests.support.chromium import CHROMIUM, needs_browser
-from tests.support.ui_figures import FIGURES, found
+from tests.support.ui_figures import FIGURES, figure_of
 
 pytestmark = needs_browser
 Call = Callable[..., Answer]
@@ -108,7 +108,7 @@ def _by_command_line(
     if name == "embedding":
         monkeypatch.chdir(folder)
         (folder / "tables.toml").write_text(page.input_value("#c-tables"), encoding="utf-8")
-    value = found(name, state, rooftop(*command[1:], "--json").json)
+    value = figure_of(name, state, rooftop(*command[1:], "--json").json)
     return format_value(value, page_unit(name, state))
 
 
@@ -132,7 +132,7 @@ def test_a_slider_moved_by_keyboard_changes_what_the_command_line_says_too(
     page.focus(f"#c-{shown.slider}")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    control = next(each for each in explorer(name).form.controls if each.name == shown.slider)
+    control = next(control for control in explorer(name).form.controls if control.name == shown.slider)
     state = {shown.slider: str(control.stops[control.stops.index(int(control.default)) + 2])}
     _settled(page, f"?{urlencode(state)}")
     after = _text(page, shown.figure)

@@ -33,7 +33,7 @@ def write_run(path: Path, *, steps: int = STEPS, traced: bool = True) -> Path:
         {"step": step, "loss": 6.0 - step / 1e6, "seconds": 0.5, "tokens_per_s": 512.0, "mfu": None}
         for step in range(1, steps + 1)
     ]
-    lines = [json.dumps(each) + "\n" for each in [*records, {"step": steps, "eval_loss": 5.5}]]
+    lines = [json.dumps(record) + "\n" for record in [*records, {"step": steps, "eval_loss": 5.5}]]
     (path / "metrics.jsonl").write_text("".join(lines))
     if traced:
         (path / "profile" / "host.xplane.pb").write_bytes(xspace(tpu()))
@@ -41,7 +41,7 @@ def write_run(path: Path, *, steps: int = STEPS, traced: bool = True) -> Path:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def slow_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is read through before this is set."""
     let = threading.Event()
 
@@ -55,7 +55,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_a_run_says_at_once_what_it_knows_and_the_rest_when_its_trace_is_read(
-    tmp_path: Path, held: threading.Event
+    tmp_path: Path, slow_reader: threading.Event
 ) -> None:
     run = write_run(tmp_path / "run")
     with TestClient(application(files=[run]), base_url="http://localhost") as client:
@@ -67,7 +67,7 @@ def test_a_run_says_at_once_what_it_knows_and_the_rest_when_its_trace_is_read(
         (loss,) = first["charts"]
         assert [series["name"] for series in loss["series"]] == ["training", "held out"]
         assert len(loss["series"][0]["points"]) == STEPS
-        held.set()
+        slow_reader.set()
         whole = client.get("/api/files/0").json()
         assert (whole["what"], whole["pending"]) == ("a run", "")
         titles = [chart["title"] for chart in whole["charts"]]

@@ -40,15 +40,15 @@ from rooftop.ui.explorers import EXPLORERS, explorer
 from rooftop.ui.opened import opened_json
 from rooftop.ui.server import LARGEST, application
 from tests.conftest import Answer
-from tests.support.ui_figures import FIGURES, found
+from tests.support.ui_figures import FIGURES, figure_of
 
 Call = Callable[..., Answer]
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    with TestClient(application(), base_url="http://127.0.0.1:8080") as found:
-        yield found
+    with TestClient(application(), base_url="http://127.0.0.1:8080") as session:
+        yield session
 
 
 def _figures(answer: Any) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_the_command_that_is_shown_gives_the_same_figure(
         (tmp_path / "tables.toml").write_text(values["tables"], encoding="utf-8")
     shown = _figures(to_data(answer))[FIGURES[name].figure]
     ran = rooftop(*answer.command[1:], "--json")
-    assert shown == pytest.approx(found(name, state, ran.json), rel=1e-12)
+    assert shown == pytest.approx(figure_of(name, state, ran.json), rel=1e-12)
     assert ran.status in (0, 1)
     assert bool(answer.verdict.no) == (ran.status == 1)
 
@@ -161,8 +161,8 @@ def test_bad_input_is_one_line_beside_its_field(path: str, field: str, said: str
     assert "\n" not in error["message"]
     name = path.partition("?")[0]
     if name in EXPLORERS and field != "control":
-        fields = [each for control in explorer(name).form.controls for each in control.to_json()["fields"]]
-        assert any(error["field"].startswith(each) for each in fields), "the page has a place for it"
+        fields = [field for control in explorer(name).form.controls for field in control.to_json()["fields"]]
+        assert any(error["field"].startswith(field) for field in fields), "the page has a place for it"
 
 
 @pytest.mark.parametrize("name", EXPLORERS)
@@ -193,8 +193,8 @@ def test_what_does_not_fit_is_an_answer_that_says_so(client: TestClient) -> None
 
 def test_only_the_name_that_it_was_bound_to_gets_an_answer() -> None:
     def status(host: str, name: str) -> int:
-        with TestClient(application(host=host), base_url=f"http://{name}:80") as found:
-            return found.get("/api").status_code
+        with TestClient(application(host=host), base_url=f"http://{name}:80") as session:
+            return session.get("/api").status_code
 
     for name in ("127.0.0.1", "localhost", "[::1]", "LOCALHOST"):
         assert status("127.0.0.1", name) == 200
@@ -369,11 +369,11 @@ def test_sliders_stop_at_round_numbers() -> None:
 
 @given(kind=st.sampled_from(KINDS), devices=st.integers(2, 17), ring=st.booleans())
 def test_rounds_end_with_what_the_collective_promises(kind: str, devices: int, ring: bool) -> None:
-    found = rounds(kind, devices, ring=ring)
-    first, last = found.held[0], found.held[-1]
+    result = rounds(kind, devices, ring=ring)
+    first, last = result.held[0], result.held[-1]
     diagonal = np.eye(devices)
     farthest = devices // 2 if ring else devices - 1
-    assert len(found.sent) == len(found.held) - 1 == farthest * (2 if kind == "all_reduce" else 1)
+    assert len(result.sent) == len(result.held) - 1 == farthest * (2 if kind == "all_reduce" else 1)
     ends = {
         "all_gather": (diagonal, np.ones_like(diagonal)),
         "reduce_scatter": (np.full_like(diagonal, 1 / devices), diagonal),
@@ -382,24 +382,24 @@ def test_rounds_end_with_what_the_collective_promises(kind: str, devices: int, r
     }[kind]
     np.testing.assert_allclose(first, ends[0])
     np.testing.assert_allclose(last, ends[1])
-    for at, pairs in enumerate(found.sent):
+    for at, pairs in enumerate(result.sent):
         # What changes on a device came over a link in that round (or left over one).
-        changed = set(np.flatnonzero((found.held[at] != found.held[at + 1]).any(axis=1)).tolist())
+        changed = set(np.flatnonzero((result.held[at] != result.held[at + 1]).any(axis=1)).tolist())
         assert changed <= {end for pair in pairs for end in pair}
         assert all((start - end) % devices in (1, devices - 1) for start, end in pairs)
     if kind in ("reduce_scatter", "all_to_all"):
         # Every operand, and every piece, is in one place at a time.
-        np.testing.assert_allclose(found.held.sum(axis=(1, 2)), devices)
+        np.testing.assert_allclose(result.held.sum(axis=(1, 2)), devices)
 
 
 @given(kind=st.sampled_from(KINDS), sizes=st.tuples(st.integers(2, 4), st.integers(2, 4)), ring=st.booleans())
 def test_rounds_over_two_axes_end_alike(kind: str, sizes: tuple[int, int], ring: bool) -> None:
-    found = torus_rounds(kind, sizes, (ring, True))
+    result = torus_rounds(kind, sizes, (ring, True))
     one = rounds(kind, sizes[0] * sizes[1], ring=True)
-    np.testing.assert_allclose(found.held[0], one.held[0])
-    np.testing.assert_allclose(found.held[-1], one.held[-1])
-    assert len(found.sent) == len(found.held) - 1
-    for start, end in (pair for pairs in found.sent for pair in pairs):
+    np.testing.assert_allclose(result.held[0], one.held[0])
+    np.testing.assert_allclose(result.held[-1], one.held[-1])
+    assert len(result.sent) == len(result.held) - 1
+    for start, end in (pair for pairs in result.sent for pair in pairs):
         # Neighbours in one of the two axes.
         apart = [a != b for a, b in zip(divmod(start, sizes[1]), divmod(end, sizes[1]), strict=True)]
         assert sum(apart) == 1
@@ -466,7 +466,7 @@ def test_the_page_needs_no_jax() -> None:
 def test_the_explorers_are_listed(rooftop: Call) -> None:
     assert all(f"/{name}" in rooftop("ui", "--list").out for name in EXPLORERS)
     listed = rooftop("ui", "--list", "--json").json
-    assert [each["name"] for each in listed["explorers"]] == list(EXPLORERS)
+    assert [entry["name"] for entry in listed["explorers"]] == list(EXPLORERS)
     answer = rooftop("ui", "--json")
     assert (answer.status, answer.err.count("\n")) == (2, 1)
 

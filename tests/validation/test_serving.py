@@ -83,8 +83,8 @@ def test_measurements_below_their_bound_are_flagged_with_a_reason(decode: Decode
 
 
 def test_the_plan_beats_the_null_model_and_the_longer_of_hbm_and_flops(report: ServingReport) -> None:
-    kept = report.groups["decode, no bound beaten"]
-    error = {level: found.mean_absolute for level, found in kept.items() if found is not None}
+    levels = report.groups["decode, no bound beaten"]
+    error = {level: errors.mean_absolute for level, errors in levels.items() if errors is not None}
     assert set(error) == set(SERVING_LEVELS)
     assert error["expected"] < 0.06
     assert error["expected"] < 0.6 * error["max_hbm_flops"]
@@ -103,8 +103,8 @@ def test_what_was_calibrated_is_said_and_left_out(report: ServingReport) -> None
     assert all("calibrated on" in share.source for share in shares.values() if share.calibrated)
     assert (shares["hbm_read"].uncalibrated, shares["latency"].uncalibrated) == (0.85, 0.0)
     # Either sharding predicted with what fits the other best.
-    kept = report.groups["decode, no bound beaten"]
-    error = {level: found.mean_absolute for level, found in kept.items() if found is not None}
+    levels = report.groups["decode, no bound beaten"]
+    error = {level: errors.mean_absolute for level, errors in levels.items() if errors is not None}
     assert error["expected"] < error["left_out"] < error["max_hbm_flops"] < error["uncalibrated"]
     assert all((one.left_out_s is None) == (one.run.phase != "decode") for one in report.comparisons)
 
@@ -113,9 +113,9 @@ def test_batches_that_were_not_looked_at_are_predicted_as_well() -> None:
     """Rows of the same source for batches 16, 64 and 128, found after the shares had been chosen."""
     report = serving_report(Path(__file__).parents[2] / "bench" / "held_out_decode.csv")
     assert {one.run.batch for one in report.comparisons} == {16, 64, 128}
-    every, kept = report.groups["decode"], report.groups["decode, no bound beaten"]
-    for group, runs in ((every, 12), (kept, 11)):
-        error = {level: found.mean_absolute for level, found in group.items() if found is not None}
+    every, levels = report.groups["decode"], report.groups["decode, no bound beaten"]
+    for group, runs in ((every, 12), (levels, 11)):
+        error = {level: errors.mean_absolute for level, errors in group.items() if errors is not None}
         assert group["expected"] is not None
         assert group["expected"].runs == runs
         assert error["expected"] < 0.08

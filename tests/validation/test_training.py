@@ -67,7 +67,7 @@ def test_every_training_row_is_in_one_run_or_is_said_to_be_unusable() -> None:
     rows = read_table()
     assert len(rows) == 239
     training = sorted(row.number for row in rows if row.cells["phase"] == "train")
-    used = [line for found in (*RUNS, *PUBLISHED.unusable) for line in found.lines]
+    used = [line for item in (*RUNS, *PUBLISHED.unusable) for line in item.lines]
     assert sorted(used) == training
     assert (len(RUNS), len(PUBLISHED.unusable), PUBLISHED.serving_rows) == (72, 23, 42)
     assert len({run.id for run in RUNS}) == len(RUNS)
