@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.compiler.hlo.dataflow import MOVES, PERMUTES, Flow, Value, is_unrolled
-from rooftop.compiler.hlo.groups import replica_groups, varying_axes
+from rooftop.compiler.hlo.groups import Groups, replica_groups, varying_axes
 from rooftop.compiler.hlo.text import Instruction, Module
 
 #: Indices of members in the group of device 0; -1 where a permute brings no data.
@@ -350,23 +350,23 @@ def _arrive(origins: _Origins, source: _Origins) -> _Origins:
 
 def _permute(sent: Instruction, permute: Instruction, mesh: Mapping[str, int]) -> _Permute | None:
     """A permute along whole axes of the mesh; None for any other."""
-    axes, source = _sources(permute.attributes, tuple(mesh.items()))
+    pairs = replica_groups(permute.attributes, math.prod(mesh.values()))
+    axes, source = _sources(pairs, tuple(mesh.items()))
     tensor = sent.shape[0]
     if not axes or source is None:
         return None
     return _Permute(axes=axes, source=source, elements=tensor.elements, nbytes=tensor.nbytes)
 
 
-@lru_cache(maxsize=256)
-def _sources(attributes: str, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], _Origins | None]:
+@lru_cache(maxsize=64)
+def _sources(pairs: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], _Origins | None]:
     """Axes of a permute, and the member that each member of a group along them receives from (-1: none).
 
-    The members are those of the first group; None if pairs leave it. A loop repeats the same attributes in every trip.
+    The members are those of the first group; None if pairs leave it. Many permutes of a ring have the same pairs.
     """
     shape = dict(mesh)
-    devices = math.prod(shape.values())
-    pairs = replica_groups(attributes, devices)
     axes = varying_axes(pairs, shape)
+    devices = math.prod(shape.values())
     grid = np.arange(devices).reshape(tuple(shape.values()))
     group = grid[tuple(slice(None) if axis in axes else 0 for axis in shape)].reshape(-1)
     place = np.full(devices, -1)

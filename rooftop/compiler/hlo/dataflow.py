@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from rooftop.compiler.hlo.groups import replica_groups
+from rooftop.compiler.hlo.groups import Groups, replica_groups
 from rooftop.compiler.hlo.text import Instruction, Module
 
 PERMUTES: tuple[str, ...] = ("collective-permute", "collective-permute-start")
@@ -225,11 +225,11 @@ def is_unrolled(module: Module, name: str) -> bool:
     It permutes what earlier trips have permuted, and has few trips.
     """
     permutes = [instruction for instruction in module.computations[name] if instruction.opcode in PERMUTES]
-    longest = max((_orbit(permute.attributes) for permute in permutes), default=0)
     loops = [caller for caller in module.callers.get(name, ()) if caller[1].opcode == "while"]
-    if not longest or len(loops) != 1 or loops[0][1].called_as("body") != name:
+    if not permutes or len(loops) != 1 or loops[0][1].called_as("body") != name:
         return False
     trips = module.trip_count(*loops[0])
+    longest = max(_orbit(replica_groups(permute.attributes, 1)) for permute in permutes)
     return trips is not None and trips <= longest + 1 and _permutes_again(Flow(module, name), permutes)
 
 
@@ -263,10 +263,10 @@ def _elements(body: Flow, values: Iterable[Value]) -> set[int | None]:
     return {value.element for value in values if not value.path and body.instruction(value).opcode == "parameter"}
 
 
-@lru_cache(maxsize=1024)
-def _orbit(attributes: str) -> int:
-    """Number of devices on the path of data that a permute with some ``attributes`` moves again and again."""
-    target = dict(pair for pair in replica_groups(attributes, 1) if len(pair) == 2)
+@lru_cache(maxsize=64)
+def _orbit(pairs: Groups) -> int:
+    """Number of devices on the path of data that a permute between ``pairs`` moves again and again."""
+    target = dict(pair for pair in pairs if len(pair) == 2)
     start = device = next(iter(target), 0)
     steps = 0
     while steps == 0 or (device in target and device != start):

@@ -21,6 +21,8 @@ _MESH = re.compile(r"mesh\[([^\]]*)\](?:, ?device_ids=\((?:\[([\d,]+)\]T\(([\d,]
 _MESH_AXIS = re.compile(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?")
 
 
+# Trips of a loop and many of its instructions have the same thousands of pairs: attributes and their lists are cached.
+@lru_cache(maxsize=64)
 def replica_groups(attributes: str, devices: int) -> Groups:
     """The groups of a collective as logical device ids, from the attributes of its instruction.
 
@@ -106,7 +108,6 @@ def _integers(text: str | None) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _lists(text: str) -> Groups:
-    """Groups in braces. Many instructions list the same thousands of pairs."""
     return tuple(_integers(group) for group in re.findall(r"\{([\d,]+)\}", text))
 
 
