@@ -114,15 +114,15 @@ CASES = (
 
 def row(case: Case) -> dict[str, Any]:
     """One line of the table."""
-    given = {
+    described = {
         "name": case.name, "slice": case.slice, "mesh": case.mesh, "remat": case.remat, "sequences": case.sequences,
         "microbatches": case.microbatches, "seq_len": case.seq_len, "attention": case.attention, "model": case.model,
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }  # fmt: skip
     try:
-        return given | compiled_figures(case.plan)
+        return described | compiled_figures(case.plan)
     except (RooftopError, Infeasible) as error:
-        return given | {"note": str(error)}
+        return described | {"note": str(error)}
 
 
 def compiled_figures(plan: TrainingPlan) -> dict[str, Any]:
@@ -169,9 +169,9 @@ def _compared(report: CompiledReport) -> dict[str, Any]:
         "compiled_collective_bytes": " ".join(f"{axes}:{theirs:.0f}" for axes, (_, theirs) in moved.items()),
         "planned_s": data["planned_step"]["expected_s"],
         "compiled_s": data["step"]["expected_s"],
-        "unexpected": sum(each["bytes"] for each in data["unexpected"] if each["kind"] != "matmul"),
-        "unexplained": sum(each.bytes for each in report.findings.unexplained),
-        "missing": sum(each["bytes"] for each in data["missing"]),
+        "unexpected": sum(moved["bytes"] for moved in data["unexpected"] if moved["kind"] != "matmul"),
+        "unexplained": sum(moved.bytes for moved in report.findings.unexplained),
+        "missing": sum(moved["bytes"] for moved in data["missing"]),
         "rematerialised_s": sum(
             finding["cost_s"] for finding in data["recomputed"] if finding["rule"] == "rematerialised"
         ),
@@ -205,19 +205,21 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         "| plan | matmul FLOPs | peak memory | collective bytes, largest axes first | expected time | differs |",
         "|---|---|---|---|---|---|",
     ]
-    for each in rows:
-        model = f"{each['model']} ({each['layers']} layers)"
-        what = f"{model}, {each['slice']}, {each['mesh']}, {each['remat']}, {each['sequences']} x {each['seq_len']}"
-        if not each["compiled_s"]:
-            lines.append(f"| {what} | | | | | {each['note']} |")
+    for entry in rows:
+        model = f"{entry['model']} ({entry['layers']} layers)"
+        what = (
+            f"{model}, {entry['slice']}, {entry['mesh']}, {entry['remat']}, {entry['sequences']} x {entry['seq_len']}"
+        )
+        if not entry["compiled_s"]:
+            lines.append(f"| {what} | | | | | {entry['note']} |")
             continue
-        planned, compiled = (_parsed(each[f"{side}_collective_bytes"]) for side in ("planned", "compiled"))
+        planned, compiled = (_parsed(entry[f"{side}_collective_bytes"]) for side in ("planned", "compiled"))
         large = sorted((axes for axes in compiled if compiled[axes] > 1e6), key=lambda axes: -compiled[axes])
         moved = ", ".join(f"{axes} {planned[axes] / compiled[axes]:.3f}" for axes in large)
         ratios = [
-            float(each[f"planned_{name}"]) / float(each[f"compiled_{name}"]) for name in ("flops", "peak_bytes", "s")
+            float(entry[f"planned_{name}"]) / float(entry[f"compiled_{name}"]) for name in ("flops", "peak_bytes", "s")
         ]
-        differs = each["differs"] or "no"
+        differs = entry["differs"] or "no"
         lines.append(f"| {what} | {ratios[0]:.3f} | {ratios[1]:.3f} | {moved} | {ratios[2]:.3f} | {differs} |")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What XLA:TPU expects of matmuls, of a dense layer and of attention kernels: compiled ahead of time, no TPU needed.
+"""XLA:TPU's expected times of matmuls, a dense layer and attention kernels: compiled ahead of time, without a TPU.
 
     python bench/compiler_fractions.py                                  # everything: about 90 minutes of one core
     python bench/compiler_fractions.py --sections matmul --chips v6e    # one part; the other rows are kept
@@ -77,8 +77,8 @@ def device_sharding(chip_name: str) -> Any:
 
     name, options, _ = CHIPS[chip_name]
     bounds = (1, 1, 1)
-    found = topologies.get_topology_desc(name, "tpu", chips_per_host_bounds=bounds, **options)
-    return SingleDeviceSharding(found.devices[0])
+    topology = topologies.get_topology_desc(name, "tpu", chips_per_host_bounds=bounds, **options)
+    return SingleDeviceSharding(topology.devices[0])
 
 
 def compiled_text(lowered: Any, chip_name: str) -> str:
@@ -204,15 +204,15 @@ def read_layer(text: str) -> tuple[int, float, float]:
     bodies = re.findall(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
     matmuls = {name for name, body in bodies if re.search(r"\b(?:convolution|dot)\(", body)}
     entry = text[text.index("\nENTRY ") :]
-    found = re.findall(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*(?:\n\S.*)*)", entry, re.M)
-    shapes = {name: shape for name, shape, *_ in found}
+    instructions = re.findall(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*(?:\n\S.*)*)", entry, re.M)
+    shapes = {name: shape for name, shape, *_ in instructions}
     cycles, alone, beside = 0, 0.0, 0.0
-    for _, shape, opcode, operands, rest in found:
+    for _, shape, opcode, operands, rest in instructions:
         if opcode in _IDLE or opcode == "custom-call" or opcode.endswith("-done"):
             continue
         read = [shapes.get(name, "") for name in re.findall(r"%([\w.\-]+)", operands)]
         written = [shape.split(", ")[0]] if opcode.endswith("-start") else [shape]
-        moved = sum(hbm_bytes(each) for each in read + written)
+        moved = sum(hbm_bytes(array) for array in read + written)
         calls = re.search(r"calls=%?([\w.\-]+)", rest)
         if calls and calls[1] in matmuls:
             cycles += int(re.search(r'estimated_cycles":"(\d+)"', rest)[1])  # type: ignore[index]
@@ -280,16 +280,16 @@ def attention_rows(chip_name: str, dump: Path) -> Iterator[dict[str, Any]]:
                     print(chip_name, d_qk, d_v, block, str(error).splitlines()[0], file=sys.stderr)
                     continue
                 for path in sorted(set(dump.iterdir()) - before):
-                    found = re.search(r"-splash_mha_(fwd|dq|dkv)\w*\.\d+-\d+-final_bundles\.txt$", path.name)
-                    if found and not (fused and found[1] == "fwd"):
-                        case = {"fwd": "forward", "dq": "dq", "dkv": "fused" if fused else "dkv"}[found[1]]
+                    match = re.search(r"-splash_mha_(fwd|dq|dkv)\w*\.\d+-\d+-final_bundles\.txt$", path.name)
+                    if match and not (fused and match[1] == "fwd"):
+                        case = {"fwd": "forward", "dq": "dq", "dkv": "fused" if fused else "dkv"}[match[1]]
                         yield attention_row(chip_name, case, d_qk, d_v, block, path)
                 for path in set(dump.iterdir()) - before:
                     path.unlink()
 
 
 def attention_row(chip_name: str, case: str, d_qk: int, d_v: int, block: tuple[int, int], path: Path) -> dict[str, Any]:
-    """What the listing at ``path`` says of a kernel."""
+    """Facts of a kernel in the listing at ``path``."""
     bundles = read_bundles(path.read_text())
     block_at, edge_bundles, step_bundles = find_block(bundles)
     inside = bundles[slice(*block_at)]
@@ -310,14 +310,14 @@ def attention_row(chip_name: str, case: str, d_qk: int, d_v: int, block: tuple[i
 
 def read_bundles(text: str) -> list[tuple[int, str, str]]:
     """(address, label, text) of each bundle of a listing."""
-    found: list[tuple[int, str, str]] = []
+    starts: list[tuple[int, str, str]] = []
     for line in text.splitlines():
         start = re.match(r"\s*(0x[0-9a-f]+|\d+)\s+([A-Z]{2})?\s*:\s*>*\s*\{", line)
         if start:
-            found.append((int(start[1], 0), start[2] or "", line))
-        elif found:  # Comments run over several lines.
-            found[-1] = (*found[-1][:2], found[-1][2] + line)
-    return found
+            starts.append((int(start[1], 0), start[2] or "", line))
+        elif starts:  # Comments run over several lines.
+            starts[-1] = (*starts[-1][:2], starts[-1][2] + line)
+    return starts
 
 
 def find_block(bundles: list[tuple[int, str, str]]) -> tuple[tuple[int, int], int, int]:
@@ -328,9 +328,9 @@ def find_block(bundles: list[tuple[int, str, str]]) -> tuple[tuple[int, int], in
     """
     ends = {name: at for at, (_, label, text) in enumerate(bundles) if label == "PF"
             for name in re.findall(r"empty region (\d+)", text)}  # fmt: skip
-    regions = [(at + 1, ends[found[1]]) for at, (_, _, text) in enumerate(bundles)
-               if (found := re.search(r"sbr\.rel \(!?%\w+\) target = \$region(\d+)", text))
-               and ends.get(found[1], -1) > at]  # fmt: skip
+    regions = [(at + 1, ends[branch[1]]) for at, (_, _, text) in enumerate(bundles)
+               if (branch := re.search(r"sbr\.rel \(!?%\w+\) target = \$region(\d+)", text))
+               and ends.get(branch[1], -1) > at]  # fmt: skip
     products = [at for at, (_, _, text) in enumerate(bundles) if "vmatmul" in text]
     around = sorted((r for r in regions if r[0] <= products[0] and products[-1] < r[1]), key=lambda r: r[1] - r[0])
     block = around[0]
@@ -393,18 +393,18 @@ def main() -> None:
 
 def save(section: str, chip_name: str, rows: list[dict[str, str]]) -> None:
     """Replace the rows of one section and chip in the table."""
-    kept: list[dict[str, str]] = []
+    entries: list[dict[str, str]] = []
     if RESULTS.exists():
         lines = [line for line in RESULTS.read_text().splitlines() if not line.startswith("#")]
-        kept = [r for r in csv.DictReader(lines) if (r["section"], r["chip"]) != (section, chip_name)]
+        entries = [r for r in csv.DictReader(lines) if (r["section"], r["chip"]) != (section, chip_name)]
     order = ["matmul", "layer", "attention"]
-    kept = sorted(kept + rows, key=lambda r: (order.index(r["section"]), list(CHIPS).index(r["chip"])))
+    entries = sorted(entries + rows, key=lambda r: (order.index(r["section"]), list(CHIPS).index(r["chip"])))
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu"))
     with RESULTS.open("w", newline="") as file:
         file.write(f"# python bench/compiler_fractions.py; {versions}; {datetime.date.today()}\n")
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(kept)
+        writer.writerows(entries)
 
 
 if __name__ == "__main__":

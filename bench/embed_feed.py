@@ -1,4 +1,4 @@
-"""How fast lines of Criteo's format become what SparseCores read: samples per second, by workers.
+"""Samples per second from lines of Criteo's format to what SparseCores read, by workers.
 
     python bench/embed_feed.py > bench/results/embed_feed.csv
 

@@ -1,4 +1,4 @@
-"""How fast batches are made ready for SparseCores: ids per second beside jax-tpu-embedding's C++, in one run.
+"""Ids per second of batches preprocessed for SparseCores, next to jax-tpu-embedding's C++, in one run.
 
     python bench/embed_host.py > bench/results/embed_host.csv
 
@@ -60,7 +60,7 @@ def draw(batch: int, seed: int = 0) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 @cache
 def drawn(batch: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """What a worker is told of no more than its size: it has drawn it before."""
+    """The batch of a size, drawn once in each process."""
     return draw(batch)
 
 
@@ -93,7 +93,7 @@ class Workers:
 
 
 def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int, dict[str, Callable[[], Any]]]:
-    """How many ids there are, and what makes them ready, by route."""
+    """Number of ids, and the function that preprocesses them, by route."""
     from jax_tpu_embedding.sparsecore.lib.nn import embedding, embedding_spec
 
     from rooftop.embed.host.preprocess import Preprocessor

@@ -1,4 +1,4 @@
-"""How much of a step's TensorCore work is scheduled beside its SparseCore work: sequential and pipelined, three chips.
+"""Share of a step's TensorCore work scheduled next to its SparseCore work: sequential and pipelined, three chips.
 
 Each step of a small DLRM, of one table or of three in two stacks, is compiled ahead of time by XLA:TPU (no TPU; about
 fifteen seconds each). ``rescheduled`` are compilations with ``rooftop.compiler.sparsecore.PIPELINING_OPTIONS``.

@@ -1,4 +1,4 @@
-"""How long reading and measuring a large trace takes, and how much memory: 100 MB in less than 15 s and 2 GB.
+"""Time and memory of reading and measuring a large trace: 100 MB in less than 15 s and 2 GB.
 
 The trace is made here: eight TPUs, each with steps of a few hundred ops on its line "XLA Ops" that carry stats, their
 transfers apart, and the executions and steps around them, as libtpu writes them. Reading it is done in a process of its

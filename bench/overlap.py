@@ -1,4 +1,4 @@
-"""What XLA:TPU's schedules run beside computation: the share of collective bytes that is asynchronous, by chip.
+"""Share of collective bytes that XLA:TPU's schedules run asynchronously, by chip.
 
     python bench/overlap.py > bench/results/overlap.csv
 

@@ -52,9 +52,9 @@ problem = Problem(model=load_model("llama3-70b"), slice=Slice.parse("v5p:16x16x1
                   workload=Workload(batch_tokens=4 * 2**20, seq_len=4096))
 for way in (True, False):
     start = time.process_time()
-    found = sweep(problem, exhaustive=way)
+    result = sweep(problem, exhaustive=way)
     seconds = time.process_time() - start
-    print(found.expected_s.size, found.searched, seconds)
+    print(result.expected_s.size, result.searched, seconds)
 """
 
 PEER = """
@@ -68,9 +68,9 @@ model, gpu = get_model_config_by_name("upstage_Llama-2-70b-instruct-v2"), get_gp
 dtype, count, start = get_dtype_config_by_name("w16a16e16"), 0, time.process_time()
 while time.process_time() - start < 2:
     for tensor in (1, 2, 4, 8):
-        found = LLMAnalysis(model, gpu, dtype, ParallelismConfig(tp_size=tensor, pp_size=1, dp_size=512 // tensor))
-        found.training(batch_size_per_gpu=1, gradient_accumulation_steps=1, seq_len=4096, total_num_tokens=10**12,
-                       activation_recomputation=ActivationRecomputation.FULL, ds_zero=DSZeRO.STAGE_3)
+        analysis = LLMAnalysis(model, gpu, dtype, ParallelismConfig(tp_size=tensor, pp_size=1, dp_size=512 // tensor))
+        analysis.training(batch_size_per_gpu=1, gradient_accumulation_steps=1, seq_len=4096, total_num_tokens=10**12,
+                          activation_recomputation=ActivationRecomputation.FULL, ds_zero=DSZeRO.STAGE_3)
         count += 1
 print(count, count, time.process_time() - start)
 """

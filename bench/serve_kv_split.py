@@ -1,4 +1,4 @@
-"""What it costs the engine to split its cache over ``context`` by sequences or by the tokens of pages, on a CPU.
+"""Cost of splitting the engine's cache over ``context`` by sequences or by the tokens of pages, on a CPU.
 
     python bench/serve_kv_split.py > bench/results/serve_kv_split.csv
 

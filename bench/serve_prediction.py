@@ -1,4 +1,4 @@
-"""What the simulator says of a trace beside what clients of a server measured on it, on this machine's CPU.
+"""Simulated latencies of a trace next to those that clients of a server measured, on this machine's CPU.
 
     python bench/serve_prediction.py -o bench/results/serve_prediction.csv
 

@@ -1,4 +1,4 @@
-"""How long an hour of serving takes to simulate: 20 requests a second, 72,000 in all, on one core.
+"""Time to simulate an hour of serving: 20 requests a second, 72,000 in all, on one core.
 
     python bench/simulate.py --runs 3
 
@@ -39,7 +39,7 @@ RATE, SECONDS = 20, 3600
 
 
 def step_times() -> StepTimes:
-    """What steps take: 64 sequences together on v5e 4x4."""
+    """Step times: 64 sequences together on v5e 4x4."""
     problem = ServingProblem(
         model=load_model("llama3-70b"),
         slice=Slice.parse("v5e:4x4"),
@@ -79,7 +79,7 @@ def conversations(turns: int = 6) -> RequestTrace:
 
 
 def cases(times: StepTimes) -> Iterator[tuple[str, RequestTrace, Deployment]]:
-    """What is simulated: a name, requests, servers."""
+    """A simulation: a name, requests, servers."""
     trace = independent()
     yield "static", trace, Deployment(policy=Policy(max_batch=64, batching="static"), times=times, replicas=4)
     yield "interleaved", trace, Deployment(policy=Policy(max_batch=64), times=times, replicas=3)

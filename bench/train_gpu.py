@@ -83,7 +83,7 @@ class Case:
         return plan_training(problem, alternatives=0).plan
 
     def layers(self, chip: str) -> int:
-        """How many layers to begin with: the most whose plan fits."""
+        """Number of layers to begin with: the most whose plan fits."""
         if self.most_layers is None:
             return self.model.layers
         fits, beyond = 0, self.most_layers + 1
@@ -196,7 +196,7 @@ def rows(plan: TrainingPlan, spent: Mapping[Key, float]) -> list[dict[str, Any]]
 
 
 def times(bound: str, bound_s: float, expected_s: float, measured_s: float) -> dict[str, str]:
-    """What binds, the three times, and how near the measured one comes to the bound."""
+    """The binding resource, the three times, and the share of the bound that the measured one reaches."""
     return {
         "bound": bound,
         "bound_s": f"{bound_s:.4g}",
@@ -244,7 +244,7 @@ def by_row(trace: ProfileData, known: Mapping[str, Key]) -> dict[Key, float]:
 
 
 def cases(tiny: bool) -> list[Case]:
-    """What is measured."""
+    """The measured cases."""
     if tiny:
         return [
             Case(name="toy", model=TOY, batch=2, seq_len=64),

@@ -1,4 +1,4 @@
-"""How long the page waits for its answers, over HTTP: every stop, choice and suggestion of every control.
+"""Time that the page waits for its answers, over HTTP: every stop, choice and suggestion of every control.
 
     python bench/ui.py [--run RUN] [-o bench/results/ui.csv]
 
@@ -127,7 +127,7 @@ def row(
 def line(
     name: str, base: str, asked: list[list[Asked]], *, first: list[Asked], refused: int = 0, slowest: str = ""
 ) -> dict[str, object]:
-    """What is told of states, each asked for several times."""
+    """A row of the table: the states of an explorer, each requested several times."""
     waits = sorted(min(one.wait_ms for one in answers) for answers in asked)
     cpu = sorted(min(one.cpu_ms for one in answers) for answers in asked)
     return {

@@ -27,7 +27,7 @@ def commands(page: Path) -> list[tuple[str, str]]:
 
 
 def run(command: str) -> str:
-    """What a command prints, stderr included, trailing blanks removed."""
+    """Output of a command, stderr included, trailing blanks removed."""
     here = str(Path(sys.executable).parent)
     environment = os.environ | {"PATH": f"{here}:{os.environ['PATH']}", "COLUMNS": "110", "NO_COLOR": "1"}
     done = subprocess.run(

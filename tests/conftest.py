@@ -1,4 +1,4 @@
-"""What every test shares: eight emulated devices, how hypothesis looks for examples, a way to call the command line."""
+"""Shared by all tests: eight emulated devices, profiles of hypothesis, a way to call the command line."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def programs_go_with_their_module() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a call of ``rooftop`` said: exit status, stdout and stderr."""
+    """The answer of a call of ``rooftop``: exit status, stdout and stderr."""
 
     status: int
     out: str

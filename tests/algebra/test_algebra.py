@@ -274,7 +274,7 @@ def einsum(text: str) -> Einsum:
     ],
 )
 def test_the_best_plain_strategy(text: str, rule: str) -> None:
-    """What the book does in each case is the best, or is beaten only by using an axis that would be idle."""
+    """The book's way is the best in each case, or is beaten only by using an axis that would be idle."""
     plain = strategies(einsum(text), SMALL, overlapped=False)
     assert rule in plain[0].rule or any(strategy.rule == rule for strategy in plain)
     assert [strategy.time_s for strategy in plain] == sorted(strategy.time_s for strategy in plain)

@@ -110,9 +110,12 @@ def test_out_of_memory_is_an_answer_that_is_kept(monkeypatch: pytest.MonkeyPatch
     assert at_peak is not None
     assert at_peak.allocated_bytes == pytest.approx(no.value.needed_bytes, rel=1e-3)
     assert at_peak.peak_bytes == sum(at_peak.by_class.values()) == pytest.approx(3 * 2**35, rel=1e-3)
-    result = next(each for each in at_peak.buffers if each.memory_class == "workspace" and each.bytes > 2**34)
+    result = next(buffer for buffer in at_peak.buffers if buffer.memory_class == "workspace" and buffer.bytes > 2**34)
     assert result.source == f"{__file__}:{multiply.__code__.co_firstlineno + 4}"
-    assert {each.name for each in at_peak.buffers if each.memory_class == "other" and each.bytes > 2**34} == {"w", "x"}
+    assert {buffer.name for buffer in at_peak.buffers if buffer.memory_class == "other" and buffer.bytes > 2**34} == {
+        "w",
+        "x",
+    }
     forbid_workers(monkeypatch)
     with pytest.raises(OutOfMemory) as again:
         compile_ahead_of_time(asked)
@@ -125,7 +128,7 @@ def test_a_programs_own_no_is_an_answer() -> None:
 
 
 def test_an_option_that_there_is_not(folder: Path) -> None:
-    """What is wrong is not kept."""
+    """A compilation that fails is not cached."""
     with pytest.raises(RooftopError, match=r"program: .*xla_no_such_option"):
         compile_ahead_of_time(request("multiply", size=256, options={"xla_no_such_option": True}))
     assert not folder.exists()
@@ -143,15 +146,15 @@ def is_gone(process: int) -> bool:
 
 
 def test_an_interrupted_compilation_leaves_no_process(tmp_path: Path) -> None:
-    told = tmp_path / "process"
+    id_file = tmp_path / "process"
 
     def interrupt(phase: str, elapsed_s: float) -> None:
-        if told.exists() and told.read_text():
+        if id_file.exists() and id_file.read_text():
             raise KeyboardInterrupt(phase)
 
     with pytest.raises(KeyboardInterrupt, match="lowering"):
-        compile_ahead_of_time(request("stay", tell=str(told)), on_progress=interrupt)
-    assert is_gone(int(told.read_text()))
+        compile_ahead_of_time(request("stay", tell=str(id_file)), on_progress=interrupt)
+    assert is_gone(int(id_file.read_text()))
 
 
 def test_a_time_out_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +241,8 @@ def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:
     size = next(tmp_path.iterdir()).stat().st_size
     assert large.find({"number": 0}) == RESULT
     Cache(folder=tmp_path, limit_bytes=3 * size).keep({"number": 4}, RESULT, {})
-    found = [number for number in range(5) if large.find({"number": number})]
-    assert found == [0, 3, 4]
+    stored = [number for number in range(5) if large.find({"number": number})]
+    assert stored == [0, 3, 4]
 
 
 def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
@@ -253,13 +256,13 @@ def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
 
 
 def test_executables_are_stamped() -> None:
-    made = compile_ahead_of_time(request("multiply", size=256, save=True))
-    assert made.executable is not None
-    found = header(made.executable)
-    assert found["versions"] == dict(made.versions)
-    assert CompileRequest.from_json(found["request"]) == request("multiply", size=256, save=True)
-    assert len(made.executable) > 10_000
-    other = made.executable.replace(b'"jax": "', b'"jax": "1', 1)
+    program = compile_ahead_of_time(request("multiply", size=256, save=True))
+    assert program.executable is not None
+    stamp = header(program.executable)
+    assert stamp["versions"] == dict(program.versions)
+    assert CompileRequest.from_json(stamp["request"]) == request("multiply", size=256, save=True)
+    assert len(program.executable) > 10_000
+    other = program.executable.replace(b'"jax": "', b'"jax": "1', 1)
     with pytest.raises(RooftopError, match=r"the versions that compiled it: jax 1"):
         load(other)
     with pytest.raises(RooftopError, match="a file that rooftop compile --save has written"):

@@ -80,16 +80,16 @@ def read(text: str, devices: int) -> set[frozenset[int]]:
 def test_every_spelling_of_the_same_groups(mesh: tuple[dict[str, int], list[str]]) -> None:
     axes, chosen = mesh
     devices, names = math.prod(axes.values()), list(axes)
-    wanted = brute_force(axes, chosen, list(range(devices)))
-    lists = ",".join("{" + ",".join(map(str, sorted(group))) + "}" for group in wanted)
-    kept = [name for name in names if name not in chosen]
-    permutation = [names.index(name) for name in [*kept, *(name for name in names if name in chosen)]]
+    expected = brute_force(axes, chosen, list(range(devices)))
+    lists = ",".join("{" + ",".join(map(str, sorted(group))) + "}" for group in expected)
+    rest = [name for name in names if name not in chosen]
+    permutation = [names.index(name) for name in [*rest, *(name for name in names if name in chosen)]]
     width = math.prod(axes[name] for name in chosen)
     iota = f"[{devices // width},{width}]<=[{','.join(map(str, axes.values()))}]T({','.join(map(str, permutation))})"
     along = ",".join(f"'{name}'" for name in chosen)
-    assert read("{" + lists + "}", devices) == wanted
-    assert read(iota, devices) == wanted
-    assert read(f"mesh[{spelled(axes)}] {{{along}}}", devices) == wanted
+    assert read("{" + lists + "}", devices) == expected
+    assert read(iota, devices) == expected
+    assert read(f"mesh[{spelled(axes)}] {{{along}}}", devices) == expected
     assert read("{}", devices) == {frozenset(range(devices))}
     assert read(f"[{devices},1]<=[{devices}]", devices) == {frozenset({i}) for i in range(devices)}
 
@@ -117,8 +117,8 @@ def test_part_of_an_axis(before: int, part: int, after: int, other: int) -> None
     """``'a':(before)part`` selects the middle factor of an axis of before x part x after devices."""
     size = before * part * after
     devices = size * other
-    wanted = brute_force({"major": before, "part": part, "minor": after, "b": other}, ["part"], list(range(devices)))
-    assert read(f"mesh['a'={size},'b'={other}] {{'a':({before}){part}}}", devices) == wanted
+    expected = brute_force({"major": before, "part": part, "minor": after, "b": other}, ["part"], list(range(devices)))
+    assert read(f"mesh['a'={size},'b'={other}] {{'a':({before}){part}}}", devices) == expected
 
 
 @given(meshes())
@@ -446,8 +446,8 @@ def compiled(program: str, slice_: str, layout: str = "", **arguments: Any) -> C
     return Compiled(mesh=request.mesh, **vars(compile_here(request)))
 
 
-def ledger_of(made: Compiled) -> Ledger:
-    return read_ledger(made.module, made.mesh.shape, made.mesh)
+def ledger_of(program: Compiled) -> Ledger:
+    return read_ledger(program.module, program.mesh.shape, program.mesh)
 
 
 def flops_by_key(ledger: Ledger) -> dict[tuple[str, str], float]:
@@ -459,40 +459,40 @@ def flops_by_key(ledger: Ledger) -> dict[tuple[str, str], float]:
 
 def test_matmul_flops_on_tpu() -> None:
     """XLA:TPU writes matmuls as convolutions with windows: FLOPs are still 2 B M N K, in every scope and phase."""
-    made = compiled("matmuls", "v5e:1x1")
-    assert "convolution(" in made.hlo_text
-    wanted = {}
+    program = compiled("matmuls", "v5e:1x1")
+    assert "convolution(" in program.hlo_text
+    expected = {}
     for scope, (subscripts, left, right) in EINSUMS.items():
         names = dict(zip("".join(subscripts.split("->")[0].split(",")), (*left, *right), strict=True))
-        wanted[scope, "forward"] = 2.0 * TRIPS * math.prod(names.values())
-        wanted[scope, "backward"] = 2 * wanted[scope, "forward"]
-    assert {key: flops for key, flops in flops_by_key(ledger_of(made)).items() if flops} == wanted
-    assert {row.count for row in ledger_of(made) if row.flops} == {TRIPS}
-    assert {dtype for row in ledger_of(made) for dtype in row.flops} == {"bf16"}
-    assert not made.module.uncounted_loops
-    assert 0 < made.peak_bytes < made.mesh.slice.device_hbm_usable_bytes
-    assert set(made.versions) == {"jax", "jaxlib", "libtpu"}
+        expected[scope, "forward"] = 2.0 * TRIPS * math.prod(names.values())
+        expected[scope, "backward"] = 2 * expected[scope, "forward"]
+    assert {key: flops for key, flops in flops_by_key(ledger_of(program)).items() if flops} == expected
+    assert {row.count for row in ledger_of(program) if row.flops} == {TRIPS}
+    assert {dtype for row in ledger_of(program) for dtype in row.flops} == {"bf16"}
+    assert not program.module.uncounted_loops
+    assert 0 < program.peak_bytes < program.mesh.slice.device_hbm_usable_bytes
+    assert set(program.versions) == {"jax", "jaxlib", "libtpu"}
 
 
 def test_loops_on_tpu() -> None:
     """Trip counts follow from the conditions: the TPU's text prints none."""
-    made = compiled("loops", "v5e:1x1")
-    assert "known_trip_count" not in made.hlo_text
-    assert "tpu_custom_call" in made.hlo_text
-    assert made.module.uncounted_loops == ()
-    assert total_flops(made.module) == (4 * 5 + 7) * 2 * 256**3
+    program = compiled("loops", "v5e:1x1")
+    assert "known_trip_count" not in program.hlo_text
+    assert "tpu_custom_call" in program.hlo_text
+    assert program.module.uncounted_loops == ()
+    assert total_flops(program.module) == (4 * 5 + 7) * 2 * 256**3
 
 
 def test_collectives_on_tpu() -> None:
     """One logical collective per scope and trip, whatever instructions the compiler makes of it."""
-    made = compiled("collectives", "v5e:4x4", "fsdp=x,tensor=y")
+    program = compiled("collectives", "v5e:4x4", "fsdp=x,tensor=y")
     payload = ROWS * 512 * 2.0
-    found = {
-        (row.scope, each.kind, each.axes): (row.count, each.bytes, each.wire_bytes)
-        for row in ledger_of(made)
-        for each in row.collectives
+    moved = {
+        (row.scope, collective.kind, collective.axes): (row.count, collective.bytes, collective.wire_bytes)
+        for row in ledger_of(program)
+        for collective in row.collectives
     }
-    assert found == {
+    assert moved == {
         ("layers/attn/qkv", "all_gather", ("fsdp",)): (TRIPS, payload, payload * 3 / 4),
         ("layers/attn/out", "reduce_scatter", ("tensor",)): (TRIPS, payload, payload * 3 / 4),
         ("layers/attn/core", "permute", ("tensor",)): (TRIPS, payload, payload),
@@ -514,22 +514,22 @@ def test_collectives_on_tpu() -> None:
 )
 def test_collectives_between_slices(slice_: str, layout: str, axes: list[str], members: int) -> None:
     """XLA hands them to the hosts and drops their names: kind, axes, payload and scope are found again."""
-    made = compiled("steps", slice_, layout, axes=axes)
+    program = compiled("steps", slice_, layout, axes=axes)
     payload = ROWS * 512 * 2.0
     share = (members - 1) / members
-    found = {
-        (row.scope, each.kind): (row.count, each.axes, each.bytes, each.wire_bytes)
-        for row in ledger_of(made)
-        for each in row.collectives
+    moved = {
+        (row.scope, collective.kind): (row.count, collective.axes, collective.bytes, collective.wire_bytes)
+        for row in ledger_of(program)
+        for collective in row.collectives
     }
-    wanted = {
+    expected = {
         "all_gather": (payload * members, share * payload * members),
         "all_reduce": (payload, 2 * share * payload),
         "reduce_scatter": (payload, share * payload),
         "all_to_all": (payload, share * payload),
         "permute": (payload, payload),
     }
-    assert found == {(STEPS[kind][0], kind): (1, tuple(axes), *sizes) for kind, sizes in wanted.items()}
+    assert moved == {(STEPS[kind][0], kind): (1, tuple(axes), *sizes) for kind, sizes in expected.items()}
 
 
 @pytest.mark.parametrize(
@@ -620,9 +620,9 @@ def test_a_branch_runs_as_often_as_its_program_says(scope: str, matmuls: float, 
     assert text.count("conditional(") == 2
     module = hlo.parse(text)
     flops = sum(
-        module.executions[each.name] * matmul_flops(each, instruction)
-        for each in module.computations.values()
-        for instruction in each
+        module.executions[computation.name] * matmul_flops(computation, instruction)
+        for computation in module.computations.values()
+        for instruction in computation
         if instruction.opcode == "dot"
     )
     assert flops == pytest.approx(matmuls * 2 * size**3)

@@ -1,4 +1,4 @@
-"""What is alive at the peak: the compiler's reports read against brute force, and against XLA's own figure."""
+"""Arrays alive at the peak: the compiler's reports read against brute force, and against XLA's own figure."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ RANGES = """HloLiveRange (max 12):
 
 def test_what_is_alive_at_the_peak() -> None:
     """Arguments and constants always; temporaries that share the heap then; nothing of VMEM."""
-    found = read_memory(ASSIGNMENT, RANGES, hlo.parse(TEXT))
-    assert found.allocated_bytes == 2048 + 256 + 4 + 8192
-    assert found.peak_bytes == 2048 + 256 + 4 + 128 + 1024 + 2048 + 32
-    assert found.by_class == {
+    peak = read_memory(ASSIGNMENT, RANGES, hlo.parse(TEXT))
+    assert peak.allocated_bytes == 2048 + 256 + 4 + 8192
+    assert peak.peak_bytes == 2048 + 256 + 4 + 128 + 1024 + 2048 + 32
+    assert peak.by_class == {
         "weights": 2048 + 1024,
         "gradients": 2048,
         "activations": 128,
@@ -139,9 +139,9 @@ def test_what_is_alive_at_the_peak() -> None:
         "batch": 256,
         "other": 4,
     }
-    assert list(found.by_class) == [name for name in CLASSES if name in found.by_class]
-    assert [each.bytes for each in found.buffers] == sorted((each.bytes for each in found.buffers), reverse=True)
-    by_name = {each.name: each for each in found.buffers}
+    assert list(peak.by_class) == [name for name in CLASSES if name in peak.by_class]
+    assert [buffer.bytes for buffer in peak.buffers] == sorted((buffer.bytes for buffer in peak.buffers), reverse=True)
+    by_name = {buffer.name: buffer for buffer in peak.buffers}
     assert by_name["state.weights.up"].shape == "f32[4,8,16]"
     assert (by_name["low"].memory_class, by_name["low"].source) == ("weights", "/a/model.py:7")
     # A frame of JAX's own stands for the line that called it.
@@ -157,7 +157,7 @@ def test_what_is_alive_at_the_peak() -> None:
         source="/a/model.py:9",
     )
     assert str(by_name["put"]) == "128 B f32[4,8] put (layers/mlp/act forward /a/model.py:9)"
-    assert read_record(PeakMemory, found.to_json(), "memory") == found
+    assert read_record(PeakMemory, peak.to_json(), "memory") == peak
 
 
 def test_names_of_arguments() -> None:
@@ -200,8 +200,8 @@ def test_the_peak_is_the_most_of_the_heap_that_is_covered(values: list[tuple[int
          for byte in range(offset, offset + size)}
         for time in range(20)
     ]  # fmt: skip
-    found = read_memory(assignment, f"  InstructionSequence:\n  BufferLiveRange:\n{ranges}\n", module)
-    assert found.peak_bytes == max(map(len, covered))
+    peak = read_memory(assignment, f"  InstructionSequence:\n  BufferLiveRange:\n{ranges}\n", module)
+    assert peak.peak_bytes == max(map(len, covered))
 
 
 # ---- XLA:TPU --------------------------------------------------------------------------------------------------------
@@ -250,10 +250,10 @@ def compiled() -> Compiled:
 
 
 def test_the_peak_is_xlas_own() -> None:
-    made = compiled()
-    assert made.at_peak is not None
-    assert made.at_peak.peak_bytes == pytest.approx(made.peak_bytes, rel=1e-3)
-    assert made.at_peak.peak_bytes <= made.at_peak.allocated_bytes < 1.1 * made.peak_bytes
+    program = compiled()
+    assert program.at_peak is not None
+    assert program.at_peak.peak_bytes == pytest.approx(program.peak_bytes, rel=1e-3)
+    assert program.at_peak.peak_bytes <= program.at_peak.allocated_bytes < 1.1 * program.peak_bytes
 
 
 def test_classes_are_those_of_the_arithmetic() -> None:
@@ -261,22 +261,24 @@ def test_classes_are_those_of_the_arithmetic() -> None:
     at_peak = compiled().at_peak
     assert at_peak is not None
     elements, tokens = 2 * LAYERS * WIDTH * HIDDEN, TOKENS * WIDTH * 2
-    found = at_peak.by_class
-    assert found["optimizer"] == 4 * elements
-    assert found["weights"] == pytest.approx(6 * elements, rel=0.01)
-    assert found["gradients"] == pytest.approx(2 * elements, rel=0.2)
-    assert found["activations"] == pytest.approx(LAYERS * tokens, rel=0.2)
-    assert sum(found.values()) == at_peak.peak_bytes
+    classes = at_peak.by_class
+    assert classes["optimizer"] == 4 * elements
+    assert classes["weights"] == pytest.approx(6 * elements, rel=0.01)
+    assert classes["gradients"] == pytest.approx(2 * elements, rel=0.2)
+    assert classes["activations"] == pytest.approx(LAYERS * tokens, rel=0.2)
+    assert sum(classes.values()) == at_peak.peak_bytes
 
 
 def test_every_large_array_has_its_line() -> None:
     """In this file, and in the function that makes it."""
     at_peak = compiled().at_peak
     assert at_peak is not None
-    large = [each for each in at_peak.buffers if each.bytes > 2**20 and not each.name.startswith(("state", "batch"))]
+    large = [
+        buffer for buffer in at_peak.buffers if buffer.bytes > 2**20 and not buffer.name.startswith(("state", "batch"))
+    ]
     assert large
-    for each in large:
-        line = re.fullmatch(rf"{re.escape(__file__)}:(\d+)", each.source)
-        assert line, each
+    for buffer in large:
+        line = re.fullmatch(rf"{re.escape(__file__)}:(\d+)", buffer.source)
+        assert line, buffer
         assert train.__code__.co_firstlineno < int(line.group(1)) < train.__code__.co_firstlineno + 40
-    assert {each.scope for each in large} & {"layers/mlp/up", "layers/mlp/down", "layers/mlp/act"}
+    assert {buffer.scope for buffer in large} & {"layers/mlp/up", "layers/mlp/down", "layers/mlp/act"}

@@ -115,7 +115,7 @@ def test_zeros_carry_nothing() -> None:
 
 
 def test_a_pipeline_of_stages_is_no_ring() -> None:
-    """What a stage adds depends on what it has received."""
+    """A stage adds terms that depend on what it has received."""
     lines = []
     carried = "x"
     for hop in range(4):
@@ -145,9 +145,9 @@ def test_halves_of_a_sum_that_meet_in_a_maximum() -> None:
     lines = []
     for track, way in (("a", 1), ("b", -1)):
         # The last term is not added here.
-        made = [line for line in scatter(4, way, shape=half) if not line.startswith(("s3", "t3"))]
+        terms = [line for line in scatter(4, way, shape=half) if not line.startswith(("s3", "t3"))]
         names = ("t", "r", "s")
-        for line in made:
+        for line in terms:
             for name in names:
                 for hop in range(4):
                     line = line.replace(f"%{name}{hop}", f"%{track}{name}{hop}")

@@ -68,8 +68,8 @@ def gather_done(name: str) -> str:
 
 
 def gather_s() -> float:
-    found = price("all_gather", MESH.span("Y"))
-    seconds = found.expected_s(4 * NBYTES, RATES.network_efficiency("all_gather"), RATES.collective_start_s)
+    gather = price("all_gather", MESH.span("Y"))
+    seconds = gather.expected_s(4 * NBYTES, RATES.network_efficiency("all_gather"), RATES.collective_start_s)
     return float(seconds)
 
 
@@ -83,16 +83,19 @@ def hop_s() -> float:
 
 
 def check(line: ScheduleTimeline) -> None:
-    """What holds of every timeline."""
+    """Check the properties of every timeline."""
     assert line.total_s == pytest.approx(line.compute_s + line.exposed_s + line.other_wait_s)
     assert sum(line.spent_s.values()) == pytest.approx(line.compute_s + line.other_wait_s)
-    drawn = sorted((each.start_s, each.end_s) for each in line.events if each.track == COMPUTE)
+    drawn = sorted((event.start_s, event.end_s) for event in line.events if event.track == COMPUTE)
     assert sum(end - start for start, end in drawn) == pytest.approx(line.total_s)
     assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(drawn))
-    for each in line.collectives:
-        assert each.start_s <= each.done_s
-        assert 0 <= each.hidden_s <= each.price_s
-        assert (each.ledger_entry.expected_s, each.ledger_entry.exposed_s) == (each.price_s, each.exposed_s)
+    for collective in line.collectives:
+        assert collective.start_s <= collective.done_s
+        assert 0 <= collective.hidden_s <= collective.price_s
+        assert (collective.ledger_entry.expected_s, collective.ledger_entry.exposed_s) == (
+            collective.price_s,
+            collective.exposed_s,
+        )
 
 
 def run(body: Sequence[str], *computations: str, estimates: str = "rooftop") -> ScheduleTimeline:
@@ -153,8 +156,8 @@ def test_the_two_directions_of_a_ring_are_separate_links() -> None:
     two = [*permute("u", "x", 1, 16, rows=16), *permute("d", "w", -1, 16, rows=16)]
     starts, dones = two[::2], two[1::2]
     line = timeline(module([*starts, *dones]), wrapped)
-    assert [each.start_s for each in line.collectives] == [0.0, 0.0]
-    same = [each.replace(pairs(-1, 16, 16), pairs(1, 16, 16)) for each in (*starts, *dones)]
+    assert [collective.start_s for collective in line.collectives] == [0.0, 0.0]
+    same = [line.replace(pairs(-1, 16, 16), pairs(1, 16, 16)) for line in (*starts, *dones)]
     first, second = timeline(module(same), wrapped).collectives
     assert second.start_s == pytest.approx(first.done_s)
 
@@ -198,14 +201,14 @@ def test_a_branch_lasts_as_long_as_its_program_says() -> None:
 
 def test_an_asynchronous_fusion_counts_once() -> None:
     """Start, step and done carry the same collective; what the step multiplies runs beside it."""
-    held = f'all-gather(%p0), channel_id=3, {groups("Y")}, frontend_attributes={{chain_id="0"}}'
+    gather = f'all-gather(%p0), channel_id=3, {groups("Y")}, frontend_attributes={{chain_id="0"}}'
     outside = f"({ARRAY}, {GATHERED})"
     computations = [
-        fused("begin", [ARRAY], f"g = {GATHERED} {held}",
+        fused("begin", [ARRAY], f"g = {GATHERED} {gather}",
               f'out = {outside} custom-call(%g), custom_call_target="AsyncCollectiveStart"'),
-        fused("step", [ARRAY, GATHERED, ARRAY], f"g = {GATHERED} {held}", dot("d", "p0", "p2"),
+        fused("step", [ARRAY, GATHERED, ARRAY], f"g = {GATHERED} {gather}", dot("d", "p0", "p2"),
               f"out = ({ARRAY}, {ARRAY}, {GATHERED}) tuple(%d, %p0, %g)"),
-        fused("end", [ARRAY, GATHERED], f"g = {GATHERED} {held}",
+        fused("end", [ARRAY, GATHERED], f"g = {GATHERED} {gather}",
               f'out = {GATHERED} custom-call(%p0, %p1, %g), custom_call_target="AsyncCollectiveDone"'),
     ]  # fmt: skip
     lines = [
@@ -297,11 +300,11 @@ def test_copies_to_the_host_take_its_link() -> None:
 
 def timed_ledger(text: str, mesh: Mesh = MESH) -> TimedLedger:
     """The ledger of a text, as if it had been compiled."""
-    given = Compiled(mesh=mesh, hlo_text=text, peak_bytes=0, memory={}, lower_s=0.0, compile_s=0.0, versions={})
-    found = compiled_ledger(given)
-    check(found.timeline)
-    assert float(found.ledger.expected_s) == pytest.approx(found.timeline.total_s)
-    return found
+    program = Compiled(mesh=mesh, hlo_text=text, peak_bytes=0, memory={}, lower_s=0.0, compile_s=0.0, versions={})
+    ledger = compiled_ledger(program)
+    check(ledger.timeline)
+    assert float(ledger.ledger.expected_s) == pytest.approx(ledger.timeline.total_s)
+    return ledger
 
 
 def test_rows_add_up_to_the_timeline() -> None:
@@ -342,7 +345,7 @@ def test_rows_add_up_to_the_timeline() -> None:
 
 
 def test_what_is_exposed_over_dcn() -> None:
-    """What goes between slices begins with its send and is waited for where it is received."""
+    """A transfer between slices begins with its send and is waited for where it is received."""
     mesh = Mesh.from_layout(Slice.parse("v5e:4x4@2"), "D=dcn,X=x,Y=y")
     attributes = (
         'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="psum.7_0",'
@@ -360,8 +363,13 @@ def test_what_is_exposed_over_dcn() -> None:
     ]
     timed = timed_ledger(module_text(body), mesh)
     (one,) = timed.timeline.collectives
-    found = one.collective
-    assert (found.kind, found.axes, found.bytes, found.scope) == ("all_reduce", ("D",), NBYTES, "gradients")
+    collective = one.collective
+    assert (collective.kind, collective.axes, collective.bytes, collective.scope) == (
+        "all_reduce",
+        ("D",),
+        NBYTES,
+        "gradients",
+    )
     assert one.exposed_s == pytest.approx(one.price_s - DOT_S) != one.price_s
     assert (timed.step.exposed_ici_s, timed.step.exposed_dcn_s) == (0.0, pytest.approx(one.exposed_s))
 
@@ -462,12 +470,15 @@ def test_what_a_loop_carries_to_its_use_and_from_what_made_it() -> None:
         named(f"n = {ARRAY} bitcast(%scan)", "loss"),
         f"r = {ARRAY} all-reduce(%n), {groups('Y')}, to_apply=%plus",
     ]
-    found = logical_collectives(module(lines, PLUS, *loop("scan", 10, body, "b")), {"X": 4, "Y": 4})
-    assert {each.kind: each.scope for each in found} == {"all_gather": "unembed", "all_reduce": "unembed"}
+    collectives = logical_collectives(module(lines, PLUS, *loop("scan", 10, body, "b")), {"X": 4, "Y": 4})
+    assert {collective.kind: collective.scope for collective in collectives} == {
+        "all_gather": "unembed",
+        "all_reduce": "unembed",
+    }
 
 
 def test_a_collective_that_is_named_outside_every_scope_stays_there() -> None:
-    """What a user has called for is not ascribed to a neighbour."""
+    """A collective that the user wrote is not ascribed to a neighbour."""
     body = [
         named(dot("d", "x"), "layers/attn/out"),
         f'r = {ARRAY} all-reduce(%d), {groups("Y")}, to_apply=%plus, metadata={{op_name="jit(f)/my_sum/psum"}}',
@@ -480,9 +491,9 @@ def test_a_collective_that_is_named_outside_every_scope_stays_there() -> None:
 # ---- traces ---------------------------------------------------------------------------------------------------------
 
 
-def check_trace(found: Mapping[str, Any], line: ScheduleTimeline) -> None:
+def check_trace(written: Mapping[str, Any], line: ScheduleTimeline) -> None:
     """The Trace Event Format: what every phase of an event must have, slices that nest, arrows with both ends."""
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert json.loads(json.dumps(written, allow_nan=False)) == written
     required = {
         "M": {"name", "pid", "args"},
         "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
@@ -490,18 +501,18 @@ def check_trace(found: Mapping[str, Any], line: ScheduleTimeline) -> None:
         "t": {"name", "cat", "id", "pid", "tid", "ts"},
         "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"},
     }
-    for each in found["traceEvents"]:
-        assert set(each) - {"ph", "tid"} == required[each["ph"]] - {"tid"}
-        assert each.get("ts", 0.0) >= 0 <= each.get("dur", 0.0)
-    named = {each["tid"] for each in found["traceEvents"] if each["name"] == "thread_name"}
-    slices = [each for each in found["traceEvents"] if each["ph"] == "X"]
-    assert {each["tid"] for each in slices} <= named
+    for event in written["traceEvents"]:
+        assert set(event) - {"ph", "tid"} == required[event["ph"]] - {"tid"}
+        assert event.get("ts", 0.0) >= 0 <= event.get("dur", 0.0)
+    named = {event["tid"] for event in written["traceEvents"] if event["name"] == "thread_name"}
+    slices = [event for event in written["traceEvents"] if event["ph"] == "X"]
+    assert {event["tid"] for event in slices} <= named
     for track in named:
-        mine = sorted((each["ts"], each["ts"] + each["dur"]) for each in slices if each["tid"] == track)
+        mine = sorted((event["ts"], event["ts"] + event["dur"]) for event in slices if event["tid"] == track)
         assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(mine))
-    compute = sum(each["dur"] for each in slices if each["tid"] == 1)
+    compute = sum(event["dur"] for event in slices if event["tid"] == 1)
     assert compute == pytest.approx(1e6 * line.total_s)
-    flows = {each: [e["id"] for e in found["traceEvents"] if e["ph"] == each] for each in "stf"}
+    flows = {phase: [e["id"] for e in written["traceEvents"] if e["ph"] == phase] for phase in "stf"}
     assert len(set(flows["s"])) == len(flows["s"])
     assert set(flows["f"]) <= set(flows["s"]) == set(flows["t"])
 
@@ -512,18 +523,18 @@ def test_a_trace_of_a_loop() -> None:
     parsed = module(call("scan", "x"), *loop("scan", 1000, body, "e"))
     line = timeline(parsed, MESH)
     check(line)
-    found = trace(compiled_lanes(parsed, line, title="a loop"))
-    check_trace(found, line)
-    names = [each["name"] for each in found["traceEvents"] if each["ph"] == "X"]
+    written = trace(compiled_lanes(parsed, line, title="a loop"))
+    check_trace(written, line)
+    names = [event["name"] for event in written["traceEvents"] if event["ph"] == "X"]
     (rest,) = (name for name in names if "more trips" in name)
     assert names.count("layers/mlp/up") == 1000 - int(rest.split()[0]) <= 3
     assert {"all_gather over Y", "wait for all_gather over Y"} <= set(names)
-    tracks = {each["args"]["name"] for each in found["traceEvents"] if each["name"] == "thread_name"}
+    tracks = {event["args"]["name"] for event in written["traceEvents"] if event["name"] == "thread_name"}
     assert tracks == {"compute", "link y+", "link y-"}
 
 
 def test_every_trip_of_loops_within_loops() -> None:
-    """What is drawn trip by trip has every execution, and takes as long as the timeline."""
+    """A drawing trip by trip has every execution, and takes as long as the timeline."""
     inner = [gather_start("g", "Y", "y"), named(dot("d", "y"), "layers/mlp/up"), gather_done("g"), dot("e", "d")]
     outer = [
         f"inner-in = {CARRIED} tuple(%one, %y, %w)",
@@ -537,19 +548,19 @@ def test_every_trip_of_loops_within_loops() -> None:
     line = timeline(parsed, MESH)
     drawn = compiled_lanes(parsed, line, every_trip=True)
     compute = drawn.lanes[0].spans
-    assert [each for each in compute if each.sort == MORE] == []
-    assert sum(each.seconds for each in compute) == pytest.approx(line.total_s)
-    counts = Counter(each.details["instruction"] for each in compute if each.sort == SPAN_COMPUTE)
+    assert [span for span in compute if span.sort == MORE] == []
+    assert sum(span.seconds for span in compute) == pytest.approx(line.total_s)
+    counts = Counter(span.details["instruction"] for span in compute if span.sort == SPAN_COMPUTE)
     executions = Counter[str]()
     for place, name in line.spent_s:
         executions[name] += parsed.executions[place]
     assert counts == {name: count for name, count in executions.items() if name in counts}
     assert counts["d"] == parsed.executions["inner_body"]
     assert counts["after"] == parsed.executions["outer_body"] == 11
-    waited = sum(each.seconds for each in compute if each.sort == WAIT)
+    waited = sum(span.seconds for span in compute if span.sort == WAIT)
     assert waited == pytest.approx(line.exposed_s + line.other_wait_s)
     assert all(one.end_s <= two.start_s + 1e-12 for one, two in pairwise(compute))
-    flights = [each.flight for each in drawn.lanes[1].spans]
+    flights = [span.flight for span in drawn.lanes[1].spans]
     assert len(set(flights)) == len(flights) == counts["d"], "every transfer has a number of its own"
 
 
@@ -620,25 +631,28 @@ def compiled(case: str) -> Compiled:
 )
 def test_collective_matmuls_of_the_compiler(case: str, kind: str, hops: int, synchronous: bool) -> None:
     """However XLA spells it, it is one collective over Y with the whole array's bytes; the ring hides most of it."""
-    made = compiled(case)
-    (one,) = logical_collectives(made.module, MESH.shape)
+    program = compiled(case)
+    (one,) = logical_collectives(program.module, MESH.shape)
     assert (one.kind, one.axes, one.hops, one.synchronous) == (kind, ("Y",), hops, synchronous)
     # In[B_X, D] and Out[B_X, D] have the same size.
     assert (one.bytes, one.executions) == (B / 4 * D * 2, 1)
     # Newer XLA forgets where a gather comes from that it adds by itself.
-    assert one.source.startswith(f"{__file__}:") or (case, made.versions["jax"][:4] > "0.10") == ("gather plain", True)
-    (row,) = (row for row in read_ledger(made.module, MESH.shape) if row.collectives)
+    assert one.source.startswith(f"{__file__}:") or (case, program.versions["jax"][:4] > "0.10") == (
+        "gather plain",
+        True,
+    )
+    (row,) = (row for row in read_ledger(program.module, MESH.shape) if row.collectives)
     assert (row.collectives[0].kind, row.collectives[0].bytes) == (kind, one.bytes)
-    line = timeline(made.module, MESH)
+    line = timeline(program.module, MESH)
     check(line)
     flops_s = 2 * B * D * F / 16 / MESH.slice.device_flops_per_s("bf16")
     assert flops_s < line.compute_s < 1.2 * flops_s
     (scheduled,) = line.collectives
     assert (scheduled.hidden_s == 0) == synchronous
-    timed = compiled_ledger(made)
+    timed = compiled_ledger(program)
     assert float(timed.ledger.expected_s) == pytest.approx(line.total_s)
-    assert timed.ledger.flops() == read_ledger(made.module, made.mesh.shape, made.mesh).flops()
-    check_trace(trace(compiled_lanes(made.module, line)), line)
+    assert timed.ledger.flops() == read_ledger(program.module, program.mesh.shape, program.mesh).flops()
+    check_trace(trace(compiled_lanes(program.module, line)), line)
 
 
 def test_a_windowed_einsum_is_faster_than_a_plain_one() -> None:

@@ -87,8 +87,8 @@ def test_every_elementwise_optimizer_compiles(kind: str, passes: int) -> None:
     assert "sparsecore" in compiled.hlo_text
     # In passes over samples a table of sums lies beside table and slots, and all are changed in place.
     arrays = 1 + len(TableOptimizer(kind=kind).slots(1)) + (passes > 1)
-    held = arrays * 4096 * 4 * 32 * 4
-    assert held <= compiled.memory["alias"] < 1.01 * held
+    state_bytes = arrays * 4096 * 4 * 32 * 4
+    assert state_bytes <= compiled.memory["alias"] < 1.01 * state_bytes
 
 
 @pytest.mark.slow
@@ -96,8 +96,8 @@ def test_every_elementwise_optimizer_compiles(kind: str, passes: int) -> None:
 def test_a_pipelined_step_overlaps(on: str) -> None:
     asked = dataclasses.replace(request(on, "pipelined", "adagrad"), options=PIPELINING_OPTIONS)
     compiled = compile_ahead_of_time(asked, cache=False)
-    found = sparsecore_overlap(compiled.module)
-    assert found.calls >= 1 and found.share > 0.8
+    overlap = sparsecore_overlap(compiled.module)
+    assert overlap.calls >= 1 and overlap.share > 0.8
 
 
 @pytest.mark.slow
@@ -163,6 +163,6 @@ def test_a_refusal_says_whether_larger_limits_are_refused_too(said: str, by: str
 
 
 def test_what_stands_between_start_and_done_is_beside() -> None:
-    found = sparsecore_overlap(parse(HLO))
-    assert (found.calls, found.computations, found.overlapped) == (1, 3, 1)
-    assert found.share == pytest.approx(1 / 3)
+    overlap = sparsecore_overlap(parse(HLO))
+    assert (overlap.calls, overlap.computations, overlap.overlapped) == (1, 3, 1)
+    assert overlap.share == pytest.approx(1 / 3)

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "rooftop"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "rooftop"
 #: A docstring begins with a noun phrase or an imperative verb.
 BEGINNINGS = {"What", "Whether", "How"}
 #: Participles that do not say what a variable holds.
 EMPTY_NAMES = {"found", "given", "told", "held", "each", "made", "kept", "wanted"}
 #: ``given`` is a field of RooftopError: the value that is not accepted.
-ALLOWED = {("core/errors.py", "given")}
+ALLOWED = {("rooftop/core/errors.py", "given")}
 MOST_MODULES = 15
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -30,12 +31,18 @@ def modules(folder: str) -> list[Path]:
     return sorted((PACKAGE / folder).glob("*.py"))
 
 
+def folders() -> list[str]:
+    """Folders of the package, of tests, benchmarks and docs that have modules, from the root of the repository."""
+    files = (path for top in ("rooftop", "tests", "bench", "docs") for path in (ROOT / top).rglob("*.py"))
+    return sorted({str(path.parent.relative_to(ROOT)) for path in files})
+
+
 def packages() -> list[str]:
     return sorted(str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("__init__.py"))
 
 
 def place(path: Path, node: ast.AST) -> str:
-    return f"{path.relative_to(PACKAGE.parent)}:{getattr(node, 'lineno', 1)}"
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
 
 
 def docstrings(path: Path) -> Iterator[tuple[ast.AST, str]]:
@@ -55,24 +62,25 @@ def local_names(path: Path) -> Iterator[tuple[ast.AST, str]]:
             yield node, node.arg
 
 
-@pytest.mark.parametrize("folder", packages())
+@pytest.mark.parametrize("folder", folders())
 def test_docstrings_begin_with_a_noun_or_a_verb(folder: str) -> None:
     wrong = [
         f"{place(path, node)}: {docstring.splitlines()[0]}"
-        for path in modules(folder)
+        for path in sorted((ROOT / folder).glob("*.py"))
         for node, docstring in docstrings(path)
         if docstring.split()[0] in BEGINNINGS
     ]
     assert wrong == []
 
 
-@pytest.mark.parametrize("folder", packages())
+@pytest.mark.parametrize("folder", folders())
 def test_local_names_say_what_they_hold(folder: str) -> None:
-    names = [(place(path, node), name) for path in modules(folder) for node, name in local_names(path)]
+    paths = sorted((ROOT / folder).glob("*.py"))
+    names = [(place(path, node), name) for path in paths for node, name in local_names(path)]
     wrong = [
         f"{where}: {name}"
         for where, name in names
-        if name in EMPTY_NAMES and (where.removeprefix("rooftop/").partition(":")[0], name) not in ALLOWED
+        if name in EMPTY_NAMES and (where.partition(":")[0], name) not in ALLOWED
     ]
     assert wrong == []
 

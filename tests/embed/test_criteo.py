@@ -116,7 +116,7 @@ def one_by_one(path: Path, batch: int, start: int) -> Iterator[CriteoBatch]:
 
 
 def comparable(batches: Iterator[CriteoBatch]) -> list[object]:
-    """What batches hold, to the bit, and how they end."""
+    """Content of batches, to the bit, and the error that ends them."""
     batches_seen: list[object] = []
     try:
         for batch in batches:

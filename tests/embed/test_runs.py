@@ -1,4 +1,4 @@
-"""What keeps a training run whole: its folder, its losses, its checkpoints, its seed, and signals."""
+"""Training runs stay whole: folder, losses, checkpoints, seed, and signals."""
 
 from __future__ import annotations
 

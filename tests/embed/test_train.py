@@ -45,7 +45,7 @@ def options(clicks: Path, run: Path, **changed: object) -> EmbeddingTrainRequest
 
 
 def equal(one: Path, other: Path) -> bool:
-    """Whether the newest checkpoints of two runs hold the same bits."""
+    """True if the newest checkpoints of two runs hold the same bits."""
     a, b = newest_tables(one), newest_tables(other)
     assert (a.step, a.updates, a.job) == (b.step, b.updates, b.job)
     arrays = [(a.tables[name], b.tables[name]) for name in a.tables] + [

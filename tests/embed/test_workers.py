@@ -41,7 +41,7 @@ def preprocessor(**asked: Any) -> Callable[[], Preprocessor]:
 
 
 def copied(ready: Ready[Any]) -> tuple[Any, Preprocessed]:
-    """What is overwritten by the next, copied."""
+    """A copy of the buffers that the next batch overwrites."""
     return ready.rest, deepcopy(ready.made)
 
 

@@ -104,7 +104,7 @@ def test_a_part_more_costs_its_part() -> None:
 
 
 def test_the_same_under_another_name_is_explained_on_both_sides() -> None:
-    """What XLA names after another scope, spelled as an AllReduce or not; what is left over is not explained."""
+    """Collectives that XLA names after another scope, spelled as an AllReduce or not; the rest is not explained."""
     plan = [planned("layers/mlp/up", ("reduce_scatter", "fsdp", 4e6), phase="backward")]
     real = [scheduled("unscoped", "all_reduce", "fsdp", 5e6, phase="backward")]
     findings = findings_of(plan, real)

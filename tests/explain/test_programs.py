@@ -42,7 +42,7 @@ def traced(folder: Path, step: Callable[[int], Any], steps: int = 5) -> Explaine
 
 
 def advice(explained: Explained, rule: str) -> Advice:
-    """What one rule says."""
+    """The advice of one rule."""
     return next(item for item in explained.advice if item.rule == rule)
 
 

@@ -33,7 +33,7 @@ from rooftop.core.errors import RooftopError  # noqa: E402
 
 
 def reference(case: Case) -> tuple[int, dict[str, Expected]]:
-    """What jax-tpu-embedding makes of a case: minibatches, and the stacks by our names."""
+    """Minibatches and stacks, by our names, that jax-tpu-embedding makes of a case."""
     stacking = case.stacking()
     inputs = case.inputs(stacking.tables)
     tables, limits = stacking.tables, next(iter(case.limits(stacking).values()))
@@ -134,7 +134,7 @@ def compare(case: Case) -> str:
 
 
 def write(cases: int, file: Path) -> None:
-    """What the reference made of the cases that we do not refuse."""
+    """Write the arrays of the reference for the cases that we do not refuse."""
     arrays: dict[str, Any] = {}
     for seed in range(cases):
         case = draw(seed)

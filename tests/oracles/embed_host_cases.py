@@ -90,7 +90,7 @@ class Case:
         return inputs
 
     def run(self, **options: Any) -> Preprocessed | RooftopError:
-        """What we make of the case."""
+        """Preprocess the case with our code."""
         stacking = self.stacking()
         preprocessor = Preprocessor(
             stacking, batch=self.batch, limits=self.limits(stacking), minibatching=self.minibatching, **options
@@ -103,7 +103,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What another implementation made of a stack: statistics, and buffers up to where each row's padding begins.
+    """A stack of another implementation: statistics, and buffers up to where each row's padding begins.
 
     ``pointers`` has a line per row of the buffers; ids, samples and gains are those of all rows, one after the other.
     """
@@ -151,7 +151,7 @@ def check(case: Case, ours: Preprocessed, minibatches: int, expected: dict[str, 
 
 
 def as_expected(case: Case, ours: Preprocessed) -> dict[str, Expected]:
-    """What we made of a case, as another implementation's would be read."""
+    """Our buffers of a case, read like those of another implementation."""
     rows = case.devices if case.minibatching else case.cores
     used = max(case.cores, 8) * (case.cores_per_device * ours.minibatches if case.minibatching else 1)
     arrays = {}

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def describe(name: str, keys: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What NAME.json says of the model with the ``keys`` of a config.json, and the arrays of NAME.npz."""
+    """Content of NAME.json for the model with the ``keys`` of a config.json, and the arrays of NAME.npz."""
     # Gemma stores the scales of norms as their difference from 1.
     norm_mean = 0.0 if keys["model_type"].startswith("gemma") else 1.0
     with tempfile.TemporaryDirectory() as directory:

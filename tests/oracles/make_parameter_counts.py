@@ -1,4 +1,4 @@
-"""What transformers' own modules say of every preset and of variants.json: writes parameter_counts.json.
+"""Count parameters of every preset and of variants.json with transformers' modules: parameter_counts.json.
 
 Parameters by component, the window of each layer ([] without any), what query x key is multiplied by, and YaRN's
 factor of cosine and sine.

@@ -47,7 +47,7 @@ def direction(name: str, shape: Sequence[int]) -> NDArray[np.float64]:
 
 
 def summarise(name: str, gradient: NDArray[np.floating]) -> NDArray[np.float64]:
-    """What is stored of a gradient: its Euclidean norm, its inner product with ``direction``, and SAMPLES elements.
+    """Stored facts of a gradient: its Euclidean norm, its inner product with ``direction``, and SAMPLES elements.
 
     The elements are spread evenly over the gradient in row-major order; they repeat when it has fewer. Float64 of
     2 + SAMPLES. Norm and inner product see every element: a transposed or permuted gradient has another product.

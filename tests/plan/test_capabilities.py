@@ -1,4 +1,4 @@
-"""What programs can run stands in one table: plans, programs and the documentation agree with it."""
+"""One table lists what programs can run: plans, programs and the documentation agree with it."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ def problem(
     )
 
 
-def best(found: Sweep) -> TrainingPlan:
-    return found.plan(found.best)
+def best(swept: Sweep) -> TrainingPlan:
+    return swept.plan(swept.best)
 
 
 problems = st.builds(
@@ -72,8 +72,8 @@ problems = st.builds(
 @settings(max_examples=examples(25, quick=6), deadline=None)
 @given(problems)
 def test_what_the_plan_says_adds_up(given_: Problem) -> None:
-    found = sweep(given_)
-    plan = best(found)
+    swept = sweep(given_)
+    plan = best(swept)
     data = plan.to_json()
     memory, step = data["memory"], data["step"]
     classes = ("weights", "optimizer", "gradients", "activations", "workspace")
@@ -81,8 +81,8 @@ def test_what_the_plan_says_adds_up(given_: Problem) -> None:
     assert memory["fits"] == (memory["total"] <= memory["capacity"])
     # The ledger of the winner adds up to the number that the sweep saw.
     assert sum(row["count"] * row["expected_s"] for row in data["ledger"]) == pytest.approx(step["expected_s"])
-    assert found.expected_s[found.best] == pytest.approx(step["expected_s"])
-    assert found.memory_bytes[found.best] == pytest.approx(memory["total"])
+    assert swept.expected_s[swept.best] == pytest.approx(step["expected_s"])
+    assert swept.memory_bytes[swept.best] == pytest.approx(memory["total"])
     for name in ("mxu", "vpu", "hbm", "ici", "dcn", "pcie"):
         total = sum(row["count"] * row["time_s"].get(name, 0.0) for row in data["ledger"])
         assert total == pytest.approx(step[f"{name}_s"])
@@ -95,8 +95,8 @@ def test_what_the_plan_says_adds_up(given_: Problem) -> None:
 @given(problems)
 def test_no_recompute_means_model_flops(given_: Problem) -> None:
     """Without remat a device executes its share of the model's FLOPs; attention runs by whole blocks."""
-    found = sweep(replace(given_, remat="none", microbatches=1))
-    plan = best(found)
+    swept = sweep(replace(given_, remat="none", microbatches=1))
+    plan = best(swept)
     tensor = plan.mesh.shape["tensor"]
     matmuls = float(plan.ledger.flops(kernels=False)) * given_.slice.devices
     expected = 3 * flops_per_token(given_.model, given_.workload.seq_len).matmul * given_.workload.batch_tokens
@@ -122,7 +122,7 @@ def test_bounding_loses_no_winner(model: str, on: str) -> None:
     quick, whole = sweep(job), sweep(job, exhaustive=True)
     assert quick.searched == whole.searched
     assert quick.expected_s[quick.best] == pytest.approx(whole.expected_s[whole.best])
-    ranked = [[found.expected_s[candidate] for candidate in found.alternatives(5)] for found in (quick, whole)]
+    ranked = [[swept.expected_s[candidate] for candidate in swept.alternatives(5)] for swept in (quick, whole)]
     assert ranked[0] == pytest.approx(ranked[1])
 
 
@@ -146,10 +146,10 @@ def test_search_balances_fsdp_and_tensor_as_the_book_says() -> None:
 
 
 def test_remat_trades_flops_for_memory() -> None:
-    found = {name: best(sweep(problem("llama3-8b", remat=name))) for name in ("none", "matmuls", "minimal", "block")}
-    memory = [found[name].memory["activations"] for name in ("none", "matmuls", "minimal", "block")]
+    plans = {name: best(sweep(problem("llama3-8b", remat=name))) for name in ("none", "matmuls", "minimal", "block")}
+    memory = [plans[name].memory["activations"] for name in ("none", "matmuls", "minimal", "block")]
     assert memory == sorted(memory, reverse=True)
-    mxu = {name: float(plan.ledger.total("mxu")) for name, plan in found.items()}
+    mxu = {name: float(plan.ledger.total("mxu")) for name, plan in plans.items()}
     assert mxu["none"] == pytest.approx(mxu["matmuls"])
     assert mxu["matmuls"] < mxu["minimal"] < mxu["block"]
 
@@ -166,11 +166,11 @@ def test_offload_moves_bytes_to_the_host() -> None:
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_every_offloaded_checkpoint_goes_to_the_host_and_back(model: str, checkpoint: str) -> None:
     plan = best(sweep(problem(model, remat=f"block,{checkpoint}=offload", axes={"fsdp": 64}, microbatches=1)))
-    held = plan.to_json()["memory"]["host"]
+    host = plan.to_json()["memory"]["host"]
     # Nothing reads the MLP's output again: the next layer begins with its sum.
-    assert (held > 0) == (checkpoint != "mlp_down")
+    assert (host > 0) == (checkpoint != "mlp_down")
     moved = float(plan.ledger.total("pcie")) * plan.step.rates.pcie_bytes_per_s
-    assert moved == pytest.approx(2 * held)
+    assert moved == pytest.approx(2 * host)
 
 
 def test_pipeline_bubble_shrinks_with_microbatches_and_schedule() -> None:
@@ -229,9 +229,9 @@ def test_layers_that_stages_do_not_share_are_done_by_one_of_them_and_held_by_all
     assert (times(one, "layers/mlp/up"), times(one, "layers/moe/router"), times(one, "embed")) == (1, 26, 1)
     assert not times(one, "embed", "recompute")
     # A stage's 13 layers keep three microbatches, the dense layer one while it is done.
-    kept = [each.memory["activations"] / float(each.step.tokens.item()) for each in (two, planned(2, layers=53))]
-    layer = (kept[1] - kept[0]) / (3 * 13)
-    assert kept[0] == pytest.approx((3 * 13 + 1) * layer)
+    activations = [plan.memory["activations"] / float(plan.step.tokens.item()) for plan in (two, planned(2, layers=53))]
+    layer = (activations[1] - activations[0]) / (3 * 13)
+    assert activations[0] == pytest.approx((3 * 13 + 1) * layer)
     # Every stage has the tables and the dense layer: their gradients are summed over stages.
     summed = sum(
         float(one.bytes) for row in two.ledger if row.scope == "gradients"
@@ -274,7 +274,7 @@ def test_published_pipelines_are_uneven_and_run(model: str, axes: dict[str, int]
 
 def test_a_stage_gathers_keys_and_sends_in_every_trip() -> None:
     """As its program does: no ring over context, attention's forward pass once more, results in each of 22 slots."""
-    made = {
+    plans = {
         name: best(sweep(problem("llama3-8b", seqs=128, axes=axes, remat="block", microbatches=8)))
         for name, axes in {
             "context": {"stage": 4, "context": 4, "fsdp": 4}, "stage": {"stage": 4, "fsdp": 16},
@@ -282,18 +282,18 @@ def test_a_stage_gathers_keys_and_sends_in_every_trip() -> None:
         }.items()
     }  # fmt: skip
     core = {
-        name: {row.phase: row for row in plan.ledger if row.scope == "layers/attn/core"} for name, plan in made.items()
+        name: {row.phase: row for row in plan.ledger if row.scope == "layers/attn/core"} for name, plan in plans.items()
     }
-    kinds = {phase: [each.kind for each in row.collectives] for phase, row in core["context"].items()}
+    kinds = {phase: [collective.kind for collective in row.collectives] for phase, row in core["context"].items()}
     assert kinds == {"forward": ["all_gather"], "recompute": ["all_gather"], "backward": ["reduce_scatter"]}
-    assert {each.kind for row in core["ring"].values() for each in row.collectives} == {"permute"}
+    assert {collective.kind for row in core["ring"].values() for collective in row.collectives} == {"permute"}
     counts = {name: rows["recompute"].count / rows["forward"].count for name, rows in core.items()}
     assert counts == {"context": 2, "stage": 2, "ring": 1}
     # Of four devices' queries, a kernel without masks meets 11/8 of the keys that come before them.
-    tokens = {name: plan.step.tokens.item() for name, plan in made.items()}
-    each = {name: rows["forward"].kernel_flops / tokens[name] for name, rows in core.items()}
-    assert each["context"] == pytest.approx(each["stage"] * 11 / 8) and each["ring"] == each["stage"]
-    sends = [row.count for row in made["stage"].ledger if row.scope == "pipeline" and row.collectives]
+    tokens = {name: plan.step.tokens.item() for name, plan in plans.items()}
+    flops = {name: rows["forward"].kernel_flops / tokens[name] for name, rows in core.items()}
+    assert flops["context"] == pytest.approx(flops["stage"] * 11 / 8) and flops["ring"] == flops["stage"]
+    sends = [row.count for row in plans["stage"].ledger if row.scope == "pipeline" and row.collectives]
     # A trip goes forward and back, but for three at either end of four stages.
     assert sends == [8 + 2 * 3, 8 + 2 * 3]
 
@@ -351,9 +351,9 @@ def test_data_over_dcn_reduces_gradient_shards() -> None:
     assert (reduce.kind, reduce.axes) == ("all_reduce", ("data",))
     assert (norms.kind, norms.axes) == ("all_reduce", ("data", "fsdp"))
     assert norms.bytes == 2 * (2 * 32 + 1) * 4096
-    held = sum(plan.step.held_parameters[name].item() for name in ("dense", "vocab"))
-    assert reduce.bytes == pytest.approx(2 * held)
-    assert held == pytest.approx(8.03e9 / 256, rel=1e-3)
+    parameters = sum(plan.step.held_parameters[name].item() for name in ("dense", "vocab"))
+    assert reduce.bytes == pytest.approx(2 * parameters)
+    assert parameters == pytest.approx(8.03e9 / 256, rel=1e-3)
     assert reduce.time_s["dcn"] == pytest.approx(reduce.bytes / plan.problem.slice.chip.dcn_bytes_per_s, rel=1e-6)
 
 
@@ -508,14 +508,14 @@ def test_long_sequences_use_the_whole_pod() -> None:
 @given(st.dictionaries(st.sampled_from(AXES), st.integers(1, 40), min_size=1))
 def test_given_meshes_are_planned_or_refused(axes: dict[str, int]) -> None:
     try:
-        found = sweep(problem(axes=axes))
+        swept = sweep(problem(axes=axes))
     except RooftopError as error:
         assert "\n" not in str(error)
         _, _, suggestion = error.accepted.partition("such as ")
         if suggestion:
             assert sweep(problem(axes=parse_axes(suggestion))).expected_s.size
     else:
-        assert {name: size for name, size in best(found).mesh.shape.items() if size > 1} == {
+        assert {name: size for name, size in best(swept).mesh.shape.items() if size > 1} == {
             name: size for name, size in axes.items() if size > 1
         }
 
@@ -571,8 +571,8 @@ def test_moe_memory_is_split_over_experts() -> None:
         max_seq_len=4096, moe=MoE(experts=16, active=2, d_ff=4096),
     )  # fmt: skip
     job = replace(problem(axes={"fsdp": 16, "expert": 4}), model=config)
-    held = best(sweep(job)).step.held_parameters
-    assert held["experts"].item() == 4 * 16 * 3 * 1024 * 4096 / 64
+    parameters = best(sweep(job)).step.held_parameters
+    assert parameters["experts"].item() == 4 * 16 * 3 * 1024 * 4096 / 64
 
 
 def test_paths_to_configs_are_models_too(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ VOID = {"meta", "br", "link", "img"}
 
 
 class Outline(HTMLParser):
-    """What is in a page: elements, their attributes, the text of each kind; whether all that begins ends."""
+    """Elements of a page, their attributes, and the text of each kind; it checks that every tag is closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

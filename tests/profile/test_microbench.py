@@ -52,7 +52,7 @@ def bench(rooftop: Callable[..., Answer]) -> Callable[..., Answer]:
 
 
 def expected(kind: str, groups: np.ndarray) -> np.ndarray:
-    """What devices have after a collective, from what they had: both [..., devices of a group, elements]."""
+    """Results of a collective for the operands of a group: both [..., devices of a group, elements]."""
     members = groups.shape[-2]
     total = groups.sum(-2, keepdims=True)
     return {

@@ -38,7 +38,7 @@ def twice(*events: Event) -> list[Event]:
 
 
 def core_of(ops: list[Event], *others: str, **how: Any) -> Any:
-    """What a trace with one SparseCore measures."""
+    """Measurements of a trace with one SparseCore."""
     return measured(xspace(tpu(ops=twice(*STEP)), sparse_core(0, ops, **how), *others)).sparse
 
 

@@ -160,7 +160,7 @@ def test_splash_equals_reference_within_segments(window: int | None) -> None:
 
 
 def test_cudnn_is_asked_for_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is passed to JAX's function means the same to its other implementation, which runs here."""
+    """The arguments for JAX's function mean the same to its other implementation, which runs here."""
     on_cpu, asked = jax.nn.dot_product_attention, []
 
     def function(*operands: jax.Array, implementation: str, **settings: Any) -> jax.Array:

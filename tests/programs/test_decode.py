@@ -52,7 +52,7 @@ def dense(
 def run(
     scores: Scores, *, size: int = 8, sinks: bool = False, int8: bool = False, reader: str = "gather", page: int = 4
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """What is found and what should be, of all rows [R, C, n, H]; and which tokens there are."""
+    """Actual and expected outputs of all rows [R, C, n, H], and the mask of real tokens."""
     random = np.random.default_rng(0)
     longest = max(START) + WIDTH
     k, v = (random.normal(size=(4, longest, KV_HEADS, size)) for _ in range(2))

@@ -354,10 +354,10 @@ def test_slots_are_filled_in_order_and_known_both_ways(shape: tuple[int, int], s
     slots = ExpertSlots.of(jnp.asarray(chosen), experts, size)
     pairs, taken = np.asarray(slots.pairs), np.asarray(slots.taken).reshape(-1)
     for expert in range(experts):
-        wanted = [pair for pair, chose in enumerate(chosen.reshape(-1)) if chose == expert]
-        assert pairs[expert].tolist() == [*wanted[:size], *[chosen.size] * (size - len(wanted))]
-        assert [taken[pair] for pair in wanted[:size]] == [expert * size + i for i in range(len(wanted[:size]))]
-        assert all(taken[pair] == experts * size for pair in wanted[size:])
+        of_expert = [pair for pair, chose in enumerate(chosen.reshape(-1)) if chose == expert]
+        assert pairs[expert].tolist() == [*of_expert[:size], *[chosen.size] * (size - len(of_expert))]
+        assert [taken[pair] for pair in of_expert[:size]] == [expert * size + i for i in range(len(of_expert[:size]))]
+        assert all(taken[pair] == experts * size for pair in of_expert[size:])
 
 
 def test_to_and_from_slots_are_each_others_transpose() -> None:

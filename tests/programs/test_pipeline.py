@@ -31,20 +31,20 @@ from tests.support.curves import MODEL, mesh_of, program, train
 SLOW = pytest.mark.slow
 
 
-def largest_error(actual: Any, wanted: Any) -> float:
+def largest_error(actual: Any, expected: Any) -> float:
     """Largest difference in any array, relative to that array's largest element."""
-    errors = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)), actual, wanted)
+    errors = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)), actual, expected)
     return max(jax.tree.leaves(errors))
 
 
-def within(stacks: Any, wanted: Any) -> Any:
+def within(stacks: Any, expected: Any) -> Any:
     """Stacks without layers of padding, which those of ``wanted`` have not."""
-    return jax.tree.map(lambda array, like: array[: len(like)] if array.ndim else array, stacks, wanted)
+    return jax.tree.map(lambda array, like: array[: len(like)] if array.ndim else array, stacks, expected)
 
 
-def beyond(stacks: Any, wanted: Any) -> Any:
+def beyond(stacks: Any, expected: Any) -> Any:
     """The layers of padding."""
-    return jax.tree.map(lambda array, like: array[len(like) :] if array.ndim else array, stacks, wanted)
+    return jax.tree.map(lambda array, like: array[len(like) :] if array.ndim else array, stacks, expected)
 
 
 FOUR, MIXED = {"stage": 4}, {"stage": 2, "fsdp": 2, "tensor": 2}
@@ -96,15 +96,15 @@ CASES = [
 @pytest.fixture(scope="module")
 def unpipelined() -> Callable[..., tuple[list[float], TrainState[np.ndarray]]]:
     """``train`` on one device, once for programs that differ in nothing that counts there."""
-    found = dict[str, tuple[list[float], TrainState[np.ndarray]]]()
+    known = dict[str, tuple[list[float], TrainState[np.ndarray]]]()
 
-    def trained(made: TrainProgram, steps: int = 1) -> tuple[list[float], TrainState[np.ndarray]]:
-        computation = replace(made.computation, remat="block")
-        alike = replace(made, schedule="1f1b", chunks=1, loss_chunks=1, computation=computation)
+    def trained(trained_program: TrainProgram, steps: int = 1) -> tuple[list[float], TrainState[np.ndarray]]:
+        computation = replace(trained_program.computation, remat="block")
+        alike = replace(trained_program, schedule="1f1b", chunks=1, loss_chunks=1, computation=computation)
         key = f"{alike.to_json()} {steps}"
-        if key not in found:
-            found[key] = train(alike, mesh_of(), steps)
-        return found[key]
+        if key not in known:
+            known[key] = train(alike, mesh_of(), steps)
+        return known[key]
 
     return trained
 
@@ -115,15 +115,17 @@ def test_one_step_equals_the_unpipelined_one(
 ) -> None:
     """Loss, and by way of the first moment gradients, which are not to vanish."""
     adamw = Optimizer(learning_rate=1e-2)
-    made = program(**changes, optimizer=adamw)
-    wanted_losses, wanted = unpipelined(made)
-    losses, state = train(made, mesh_of(**sizes))
+    trained = program(**changes, optimizer=adamw)
+    wanted_losses, expected = unpipelined(trained)
+    losses, state = train(trained, mesh_of(**sizes))
     assert losses == pytest.approx(wanted_losses, rel=1e-5)
-    moments, wanted_moments = (optax.tree_utils.tree_get(each.optimizer, "mu") for each in (state, wanted))
+    moments, wanted_moments = (
+        optax.tree_utils.tree_get(trained_state.optimizer, "mu") for trained_state in (state, expected)
+    )
     for stacks in (moments, state.weights):
         assert not any(padding.any() for padding in jax.tree.leaves(beyond(stacks, wanted_moments)))
     moments = within(moments, wanted_moments)
-    assert min(float(np.abs(each).max()) for each in jax.tree.leaves(wanted_moments)) > 0
+    assert min(float(np.abs(moment).max()) for moment in jax.tree.leaves(wanted_moments)) > 0
     assert largest_error(moments, wanted_moments) < 1e-5
     assert state.step == 1
 
@@ -139,15 +141,17 @@ def test_the_balance_of_experts_is_that_of_all_stages_and_copies(
     sizes: Mapping[str, int], changes: Mapping[str, Any]
 ) -> None:
     """As without stages on the same mesh, by which microbatches have the same sequences; and it counts."""
-    made = program(model=EXPERTS, microbatches=2, balance_loss=1.0, **changes)
-    alike = replace(made, schedule="1f1b", chunks=1)
+    trained_program = program(model=EXPERTS, microbatches=2, balance_loss=1.0, **changes)
+    alike = replace(trained_program, schedule="1f1b", chunks=1)
     without = replace(alike, computation=replace(alike.computation, balance_loss=0.0))
     plain = mesh_of(**(dict(sizes) | {"stage": 1}))
-    (losses, state), (wanted_losses, wanted), (_, unbalanced) = (
-        train(made, mesh_of(**sizes)), train(alike, plain), train(without, plain)
+    (losses, state), (wanted_losses, expected), (_, unbalanced) = (
+        train(trained_program, mesh_of(**sizes)), train(alike, plain), train(without, plain)
     )  # fmt: skip
     assert losses == pytest.approx(wanted_losses, rel=1e-5)
-    moments = [optax.tree_utils.tree_get(each.optimizer, "mu") for each in (state, wanted, unbalanced)]
+    moments = [
+        optax.tree_utils.tree_get(trained_state.optimizer, "mu") for trained_state in (state, expected, unbalanced)
+    ]
     assert largest_error(moments[0], moments[1]) < 1e-5
     assert largest_error(moments[2], moments[1]) > 1e-2
 
@@ -161,11 +165,11 @@ def test_the_balance_of_experts_is_that_of_all_stages_and_copies(
 def test_a_curve_of_twenty_steps_equals_the_unpipelined_one(
     sizes: Mapping[str, int], changes: Mapping[str, Any], unpipelined: Callable[..., Any]
 ) -> None:
-    made = program(**changes, optimizer=Optimizer(name="sgd", learning_rate=0.5))
-    wanted, _ = unpipelined(made, steps=20)
-    losses, _ = train(made, mesh_of(**sizes), steps=20)
-    assert wanted[-1] < wanted[0] - 0.3
-    assert losses == pytest.approx(wanted, rel=1e-5)
+    trained_program = program(**changes, optimizer=Optimizer(name="sgd", learning_rate=0.5))
+    expected, _ = unpipelined(trained_program, steps=20)
+    losses, _ = train(trained_program, mesh_of(**sizes), steps=20)
+    assert expected[-1] < expected[0] - 0.3
+    assert losses == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +194,8 @@ def test_what_does_not_fit_is_refused_in_one_line(changes: dict[str, Any], sizes
 
 def test_stages_do_their_own_layers_only() -> None:
     """Layers and their state are split over stages; embeddings are on all of them."""
-    made, mesh = program(), mesh_of(**MIXED)
-    weights = init_state(made, jax.random.key(0), mesh).weights
+    trained_program, mesh = program(), mesh_of(**MIXED)
+    weights = init_state(trained_program, jax.random.key(0), mesh).weights
     ((layers,),) = weights.layers
     assert isinstance(layers, Layer)
     assert layers.attn.q.sharding.shard_shape(layers.attn.q.shape) == (4, 16, 2, 8)
@@ -213,14 +217,16 @@ def test_a_split_backward_pass_leaves_the_weights_matmuls_for_later() -> None:
     a, b, x, dy = (jax.random.normal(jax.random.key(at), shape) for at, shape in enumerate(shapes))
     traced = jax.make_jaxpr(backward)(dy, a, b, x)
     parts = split(traced, outputs_first=1, stays=[False, True, True, False])
-    matmuls = [sum(each.primitive.name == "dot_general" for each in part.eqns) for part in (parts.first, parts.second)]
+    matmuls = [
+        sum(equation.primitive.name == "dot_general" for equation in part.eqns) for part in (parts.first, parts.second)
+    ]
     assert matmuls == [3, 2]
-    dx, *kept = jaxpr_as_fun(parts.first)(dy, a, b, x)
-    assert len(kept) == parts.residuals
+    dx, *saved = jaxpr_as_fun(parts.first)(dy, a, b, x)
+    assert len(saved) == parts.residuals
     # Kept are x, dy, the hidden activations and their gradient, and nothing else.
     assert parts.residuals == 4
-    found = (dx, *jaxpr_as_fun(parts.second)(a, b, *kept))
-    assert largest_error(list(found), list(backward(dy, a, b, x))) < 1e-6
+    gradients = (dx, *jaxpr_as_fun(parts.second)(a, b, *saved))
+    assert largest_error(list(gradients), list(backward(dy, a, b, x))) < 1e-6
 
 
 def test_program_of_a_plan_with_stages() -> None:
@@ -231,7 +237,7 @@ def test_program_of_a_plan_with_stages() -> None:
     choice = Choice(
         remat="block", policy=parse_policy("block"), microbatches=8, schedule="interleaved", chunks=2
     )  # fmt: skip
-    made = TrainProgram.from_plan(TrainingPlan(problem=problem, mesh=Mesh(slice_, axes), choice=choice))
-    assert (made.schedule, made.chunks, made.microbatches) == ("interleaved", 2, 8)
-    assert made.computation.context_attention == "all_gather"
-    assert TrainProgram.from_json(made.to_json()) == made
+    trained_program = TrainProgram.from_plan(TrainingPlan(problem=problem, mesh=Mesh(slice_, axes), choice=choice))
+    assert (trained_program.schedule, trained_program.chunks, trained_program.microbatches) == ("interleaved", 2, 8)
+    assert trained_program.computation.context_attention == "all_gather"
+    assert TrainProgram.from_json(trained_program.to_json()) == trained_program

@@ -254,7 +254,7 @@ def test_where_there_is_none(tmp_path: Path) -> None:
 
 
 def test_at_every_moment_a_whole_checkpoint_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kill would leave before and after each change to the folder can be restored, and be gone on from."""
+    """A run killed before or after any change to the folder can be restored, and goes on."""
     folder, moments = tmp_path / "run", list[tuple[Path, set[int]]]()
     standing = {1}
 

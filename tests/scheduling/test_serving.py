@@ -19,7 +19,7 @@ Tokens = tuple[int, ...]
 
 
 def next_token(history: Tokens) -> int:
-    """What the model says after ``history``: any function of all of it."""
+    """The model's next token after ``history``: any function of all of it."""
     return (sum(history) * 7 + len(history)) % 5
 
 

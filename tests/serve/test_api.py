@@ -479,7 +479,7 @@ def test_a_port_that_is_taken_or_none_is_one_line() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models/{model}"])
 def test_schemathesis_finds_nothing(folder: Path, path: str) -> None:
-    """What the document promises, asked by a tool that nobody here wrote; the server answers as before at the end."""
+    """A tool that nobody here wrote asks for what the document promises; the server answers as before at the end."""
     with serving(folder) as served:
         command = [
             str(Path(sys.executable).with_name("schemathesis")), "run", f"{served.url}/openapi.json",

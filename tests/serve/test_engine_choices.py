@@ -1,4 +1,4 @@
-"""What an engine chooses: samples by their distribution, penalties, biases, constraints; and what it says of them."""
+"""Tokens that an engine chooses: distributions of samples, penalties, biases, constraints, log probabilities."""
 
 from __future__ import annotations
 

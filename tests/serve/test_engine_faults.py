@@ -107,7 +107,7 @@ def test_one_that_leaves_does_not_disturb_the_others(paged_engine: PagedEngine) 
 
 
 def test_an_engine_that_is_abandoned_says_so_once(paged_engine: PagedEngine) -> None:
-    """What was submitted ends with an error, whether it had begun or not; nothing comes after that."""
+    """Every submitted request ends with an error, begun or not; nothing comes after that."""
     serving = again(paged_engine)
     serving.start()
     callers = [ask(serving, number, max_tokens=19) for number in range(8)]

@@ -79,7 +79,7 @@ def test_guesses_and_two_groups_of_groups_change_nothing(
 
 @pytest.mark.slow
 def test_a_draft_and_an_int8_cache_have_their_groups(tmp_path: Path) -> None:
-    """What an engine answers that has no groups; also when sequences lose their place."""
+    """An engine with groups answers like one without; also when sequences lose their place."""
     folder = checkpoint("llama", tmp_path)
     asked = [Sampling(max_tokens=12, temperature=0.5, seed=row) for row in range(6)]
     prompts = [case["prompt"] for case in GREEDY["llama"]][:6]

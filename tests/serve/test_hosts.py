@@ -32,7 +32,7 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
 
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> list[str]:
-    """What one process on one host answers."""
+    """Answers of one process on one host."""
     with started([ROOFTOP, "serve", str(tiny), *ENGINE, "--port", "0", "--json"], tiny.parent, env=ENVIRONMENT) as one:
         return texts(one)
 
@@ -127,6 +127,6 @@ def test_a_cut_cable_costs_no_answer(tiny: Path, hosts: tuple[Host, Host], expec
 
 
 def lost(served: Served) -> bool:
-    """Whether the server has noticed that the other host is gone."""
+    """True if the server has noticed that the other host is gone."""
     lines = [json.loads(line) for line in served._log.read_text(encoding="utf-8").splitlines()]
     return any(line["event"].startswith("link lost") for line in lines)

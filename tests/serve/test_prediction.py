@@ -1,4 +1,4 @@
-"""What a simulation takes from the metrics of a server: step times, what goes by between programs, and rows."""
+"""Inputs of a simulation from a server's metrics: step times, overhead between programs, and rows."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class SecondsOfOne:
 
 
 class Decisions:
-    """What one scheduler decided, step by step, and after how many of them each request had come."""
+    """Decisions of one scheduler, step by step, and the number of steps before each request came."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.steps, self.came = list[Any](), dict[int, int]()

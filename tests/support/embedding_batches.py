@@ -45,7 +45,7 @@ def split(batch: Batch) -> tuple[Mapping[str, Any], np.ndarray]:
 
 
 def modules(batch: Batch) -> tuple[Mapping[str, Any], set[str]]:
-    """What the process has imported."""
+    """Modules that the process has imported."""
     return batch[1], set(sys.modules)
 
 

@@ -80,7 +80,7 @@ def answers(
 
 
 def greedy(name: str, serving: PagedEngine, *, at_once: bool = True) -> tuple[list[list[int | None]], list[list[int]]]:
-    """What the engine generates behind the prompts of a family, and what transformers does."""
+    """Tokens that the engine generates after the prompts of a family, and those of transformers."""
     cases = GREEDY[name]
     serving.start()
     samplings = [Sampling(max_tokens=len(case["output"]), temperature=0.0) for case in cases]

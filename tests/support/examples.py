@@ -1,4 +1,4 @@
-"""How many examples hypothesis tries: all of them in `make test-all`, few in `make test`."""
+"""Number of examples that hypothesis tries: all of them in `make test-all`, few in `make test`."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def refusals(spec: TrainingSpec) -> list[tuple[str, str]]:
 
 
 def refusal_table(drawn: Iterable[TrainingSpec]) -> str:
-    """How many specs are executable, and a Markdown table of why the others are not, as in docs/capabilities.md."""
+    """Number of executable specs, and a Markdown table of why the others are not, as in docs/capabilities.md."""
     reasons = [refusals(spec) for spec in drawn]
     counts = Counter(reason for several in reasons for reason in several)
     lines = [

@@ -1,4 +1,4 @@
-"""How XLA's compiler for CPUs hurries: tiny programs take longer to compile than to run."""
+"""Options that make XLA's compiler for CPUs fast: tiny programs take longer to compile than to run."""
 
 from __future__ import annotations
 

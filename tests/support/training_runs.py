@@ -65,7 +65,7 @@ Process = Fork | subprocess.Popen[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """How a process ended."""
+    """Exit status and output of a process."""
 
     status: int
     out: str

@@ -309,7 +309,7 @@ def test_a_loss_that_is_no_number_is_traced_to_a_scope(corpus: Path) -> None:
 
 
 def test_a_run_is_not_continued_with_other_data_or_another_program(corpus: Path, whole: Path) -> None:
-    """What depends on the devices may have been another, as if it had begun on others."""
+    """Settings that depend on the devices may differ, as if the run had begun on others."""
     about = json.loads((whole / "run.json").read_text())
     about["job"]["program"]["loss_chunks"] = 2
     about["job"]["program"]["computation"] |= {"attention": "reference", "attention_block": 7}

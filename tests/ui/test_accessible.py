@@ -63,7 +63,7 @@ def page(browser: Any, request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def violations(page: Any) -> Callable[[], list[str]]:
-    """What is wrong with the page as it stands, all of its tables open."""
+    """Violations of the page as it stands, all of its tables open."""
 
     def run_axe() -> list[str]:
         page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
