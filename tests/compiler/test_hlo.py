@@ -508,7 +508,7 @@ def test_collectives_on_tpu() -> None:
         ("v5e:4x4@4", "data=dcn[2:2],stage=dcn[1:2],fsdp=x,tensor=y", ["stage"], 2),
         # The slices are the inner axis of the mesh: within a slice XLA numbers partitions without it.
         ("v5e:4x4@2", "data=x,fsdp=dcn,tensor=y", ["fsdp"], 2),
-        ("v5e:4x4@2", "data=x,fsdp=dcn,tensor=y", ["data"], 4),
+        pytest.param("v5e:4x4@2", "data=x,fsdp=dcn,tensor=y", ["data"], 4, marks=pytest.mark.slow),
         pytest.param("tpu7x:2x2x1@2", "data=dcn,fsdp=x+y,tensor=core", ["data"], 2, marks=pytest.mark.slow),
     ],
 )

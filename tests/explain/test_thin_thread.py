@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
@@ -28,8 +27,6 @@ MODEL = ModelConfig(
     max_seq_len=512,
 )  # fmt: skip
 LAYERS = float(MODEL.layers)
-#: The same layers, narrower: XLA:TPU compiles them in half of the time.
-NARROW = replace(MODEL, d_model=1024, d_ff=2048, heads=8, kv_heads=4, vocab=4096)
 
 
 def collective(kind: str, axes: str, nbytes: float) -> Collective:
@@ -83,8 +80,8 @@ NAMED_AFTER_CORE = {
 @pytest.mark.parametrize(
     ("model", "slice_", "layout", "batch", "remat", "different"),
     [
-        # One sequence on a device: the case in which XLA would not scatter, had the program not folded it away.
-        pytest.param(NARROW, "v5e:4x4", "fsdp=x,tensor=y", 4, "block", {}, id="narrow"),
+        # One sequence on a device: the case in which XLA would not scatter, had the program not folded it away. The
+        # quick tests have it in test_compile.py, with flash attention.
         pytest.param(MODEL, "v5e:4x4", "fsdp=x,tensor=y", 4, "block", {}, id="block", marks=SLOW),
         pytest.param(
             MODEL, "v5e:4x4", "data=y[2:2],fsdp=x,tensor=y[1:2]", 16, "matmuls", NAMED_AFTER_CORE, id="matmuls",
