@@ -67,11 +67,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 #: Modules that take longest, in that order: started first, so that no process is left with one at the end.
 LONGEST = (
-    "train/test_train", "programs/test_packed_training", "programs/test_pipeline", "programs/test_training",
-    "programs/test_families", "explain/test_thin_thread", "programs/test_sharded_einsum", "programs/test_embedding",
-    "programs/test_attention", "serve/test_processes", "embed/test_train", "programs/test_embedding_passes",
-    "embed/test_workers", "programs/test_curves", "serve/test_engine", "train/test_parts", "embed/test_runs",
-    "serve/test_engine_choices", "embed/test_host", "programs/test_moe", "ui/test_browser", "ui/test_accessible",
+    "train/test_train", "programs/test_packed_training", "programs/test_families", "cli/test_compile",
+    "embed/test_workers", "compiler/test_hlo", "docs/test_docs", "programs/test_collective_matmul", "embed/test_train",
+    "programs/test_moe", "programs/test_pipeline", "checkpoints/test_huggingface", "serve/test_engine",
+    "programs/test_attention", "runs/test_checkpoints", "embed/test_runs", "serve/test_processes",
+    "programs/test_embedding", "serve/test_engine_choices", "explain/test_thin_thread", "programs/test_decode",
+    "programs/test_embedding_passes", "compiler/test_schedule", "programs/test_promise", "serve/test_simulated",
+    "programs/test_sharded_einsum", "train/test_parts", "programs/test_training", "simulate/test_torus",
+    "compiler/test_memory", "embed/test_host", "simulate/test_serving", "cli/test_serve", "ui/test_ui",
+    "profile/test_microbench", "programs/test_embedding_pipeline",
 )  # fmt: skip
 
 
