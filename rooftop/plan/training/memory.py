@@ -197,11 +197,9 @@ def _layer_backward(step: TrainingStep) -> Number:
 def _stage_loss(step: TrainingStep) -> Number:
     """Bytes that a stage holds next to the loss, as counted in peaks of compiled programs (docs/compile.md).
 
-    They are a copy of the tables' float32 sums, which one branch changes and another does not, and five streams of
-    microbatches that arrive or leave.
+    They are five streams of microbatches that arrive or leave.
     """
-    streams = 5.0 * _own(step) * step.model.d_model * step.element_bytes
-    return 4.0 * step.held_parameters["vocab"] + streams
+    return 5.0 * _own(step) * step.model.d_model * step.element_bytes
 
 
 def _loss(step: TrainingStep) -> Number:

@@ -78,7 +78,8 @@ def training_work(step: TrainingStep) -> list[Work]:
         first += _layers(begun, alone.first_dense * microbatches, (alone.first - alone.first_dense) * microbatches)
     if np.any(alone.last):
         last += _layers(step, alone.last_dense * microbatches, (alone.last - alone.last_dense) * microbatches)
-    return [*_of("first", first), *shared, *_of("last", last), *_update(step), *_of("sends", _pipeline(step))]
+    work = [*_of("first", first), *shared, *_of("last", last), *_vector_sums(step)]
+    return [*work, *_update(step), *_of("sends", _pipeline(step))]
 
 
 def _of(part: StagePart, work: Iterable[Work]) -> list[Work]:
@@ -106,6 +107,9 @@ def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
     )
     # Every device looks up the tokens of its whole fsdp group, whose int32 ids it gathers first.
     ids = Transfer("all_gather", GATHER_AXES, 4.0 * step.tokens * step.strategies.devices(*GATHER_AXES), "all_to_all")
+    # A stage gathers them again in its backward task, unless it repeats the lookup there.
+    alone = step.staged * (step.layers_alone.first == 0)
+    again = replace(ids, when=alone)
     # In stages a table's gradient is made where all of the experts' tokens have met.
     meet = Transfer("all_gather", EXPERT_AXES, rows * step.strategies.devices(*EXPERT_AXES), "all_to_all", step.staged)
     table = step.held_parameters["vocab"] / (1 if model.tied_embeddings else 2) * element
@@ -116,7 +120,8 @@ def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
             formula="T D bytes looked up, exchanged over fsdp and tensor",
         ),
         Work(
-            scope="embed", phase="backward", count=count, hbm_bytes=2 * rows + table, collectives=(*exchange, meet),
+            scope="embed", phase="backward", count=count, hbm_bytes=2 * rows + table,
+            collectives=(again, *exchange, meet),
             formula="the transpose: rows exchanged, then added into the table's shard",
         ),
     ]  # fmt: skip
@@ -358,6 +363,34 @@ def _head(step: TrainingStep) -> list[Work]:
     ]
 
 
+def _vector_sums(step: TrainingStep) -> list[Work]:
+    """Gradients of scales and biases, which stages sum over the axes that hold copies where they are made."""
+    if not np.any(step.staged):
+        return []
+    microbatches, layers = step.strategies.microbatches, step.layers - step.padding_layers
+    return [
+        Work(
+            scope=weight.scope,
+            phase="backward",
+            count=microbatches
+            if weight.scope == "final_norm"
+            else microbatches * layers * weight.layers / step.model.layers,
+            collectives=(
+                Transfer(
+                    "all_reduce",
+                    tuple(axis for axis in axes if axis not in REPLICA_AXES),
+                    own * step.element_bytes,
+                    "gradient_scatter",
+                    step.staged,
+                ),
+            ),
+            formula="the gradient of a vector, summed over the devices whose tokens met it",
+            part="last" if weight.scope == "final_norm" else "layers",
+        )
+        for weight, own, axes in step.vector_weights
+    ]
+
+
 def _update(step: TrainingStep) -> list[Work]:
     shards = step.held_parameters
     total = shards["dense"] + shards["experts"] + shards["vocab"]
@@ -369,20 +402,23 @@ def _update(step: TrainingStep) -> list[Work]:
         copy_axes("embed", sequence="residual_seq"): partial,
     }
     # Over stages, gradients of copies on other axes are summed in the backward pass, where they are made.
-    of_stages = {REPLICA_AXES: total, STAGE_AXES: shards["vocab"] + step.parameters_alone}
+    vectors = sum(step.vectors.values(), 0.0) * step.layers / step.model.layers
+    of_stages = {REPLICA_AXES: total + vectors, STAGE_AXES: shards["vocab"] + step.parameters_alone}
     reduce = tuple(
         Transfer("all_reduce", axes, elements * gradient, "gradient_all_reduce", when)
-        for table, when in ((sums, 1 - step.staged), (of_stages, step.staged), (step.vectors, 1.0))
+        for table, when in ((sums, 1 - step.staged), (of_stages, step.staged), (step.vectors, 1 - step.staged))
         for axes, elements in table.items()
     )
     # Stages add in every trip, to their own layers and to what other stages do alone, whether or not there is anything.
     more = np.maximum(step.strategies.microbatches - 1, 0)
     if np.any(step.staged):
         more = np.where(step.staged, step.strategies.trips, more)
+    # The gradients of a tied table's lookup and of its matmul are made by different stages, and added one by one.
+    added = total + step.staged * shards["vocab"] * step.model.tied_embeddings
     return [
         Work(
             scope="gradients", phase="update", count=1, collectives=reduce,
-            hbm_bytes=total * (gradient + more * (8 + gradient)), vector_flops=2 * total,
+            hbm_bytes=total * gradient + added * more * (8 + gradient), vector_flops=2 * total,
             formula="gradient shards summed over the axes that hold copies; float32 sums over microbatches; norm",
         ),
         Work(

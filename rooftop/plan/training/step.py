@@ -30,7 +30,7 @@ from rooftop.capabilities import block_size, padded_positions
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
-from rooftop.models import ModelConfig, weights
+from rooftop.models import ModelConfig, Weight, weights
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
 from rooftop.models.segments import layers_alone, segments, shared_segment
 from rooftop.models.widths import ModelWidths, next_multiple
@@ -304,14 +304,20 @@ class TrainingStep:
         None is split over fsdp. Those that belong to heads or hidden columns are split over tensor.
         """
         elements: dict[tuple[str, ...], Number] = {}
-        rules = Rules().parameters
-        for weight in weights(self.model):
-            if weight.matmul or weight.name in ("tokens", "correction_bias"):
-                continue
-            split = [axis for dim in weight.dims for axis in rules[dim]]
-            axes = copy_axes(*weight.dims, sequence="residual_seq")
-            elements[axes] = elements.get(axes, 0.0) + weight.params / self.strategies.devices(*split)
+        for weight, own, axes in self.vector_weights:
+            elements[axes] = elements.get(axes, 0.0) + weight.layers * own
         return elements
+
+    @cached_property
+    def vector_weights(self) -> list[tuple[Weight, Floats, tuple[str, ...]]]:
+        """Each of them with a layer's elements on a device, [C, 1], and the axes that hold copies."""
+        rules, vectors = Rules().parameters, []
+        for weight in weights(self.model):
+            if not weight.matmul and weight.name not in ("tokens", "correction_bias"):
+                split = [axis for dim in weight.dims for axis in rules[dim]]
+                own = weight.params / weight.layers / self.strategies.devices(*split)
+                vectors.append((weight, own, copy_axes(*weight.dims, sequence="residual_seq")))
+        return vectors
 
     @cached_property
     def sequence_parameters(self) -> Floats:

@@ -116,6 +116,7 @@ def pipelined(
         )
 
         def begin(first: _First, part: Batch[jax.Array]) -> ResidualStream:
+            assert first.embed is not None
             with named_scope("embed"):
                 x = transformer.embed(replace(tables, embed=first.embed, positions=first.positions), part, inside)
             load = varying(no_load(how.model, inside.specs), typed) if how.balance_loss else None
@@ -140,18 +141,17 @@ def pipelined(
 
         stage = Stage(
             stacks=stacks, first=first, last=last, parts=parts, how=inside, segment=runs[shared], begin=begin,
-            finish=finish, table=table, manual=typed,
+            finish=finish, tied=tables.unembed is None, table=table, manual=typed,
         )  # fmt: skip
         losses, layer_gradients, begun, finished = stage.run(trip_table(table))
+        table_gradients = Transformer(
+            embed=finished.unembed if begun.embed is None else begun.embed,
+            positions=begun.positions,
+            layers=(*begun.layers, (), *finished.layers),
+            final_norm=finished.norm,
+            unembed=None if begun.embed is None else finished.unembed,
+        )
         with named_scope("gradients"):
-            tied = tables.unembed is None
-            table_gradients = Transformer(
-                embed=begun.embed + finished.unembed if tied else begun.embed,
-                positions=begun.positions,
-                layers=(*begun.layers, (), *finished.layers),
-                final_norm=finished.norm,
-                unembed=None if tied else finished.unembed,
-            )
             layer_gradients, table_gradients = jax.tree.map(
                 lambda sum_: sum_.astype(summed), (layer_gradients, table_gradients)
             )
@@ -230,9 +230,12 @@ Terms = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _First:
-    """Weights that the first stage uses alone, or their gradients: the embedding, and layers before the shared ones."""
+    """Weights that the first stage uses alone, or their gradients: the embedding, and layers before the shared ones.
 
-    embed: jax.Array
+    A gradient of ``embed`` is None where it is summed with that of the unembedding.
+    """
+
+    embed: jax.Array | None
     positions: jax.Array | None
     layers: tuple[Layers, ...]
 
@@ -270,7 +273,7 @@ class Stage:
     The layers of all stages together are the periods of ``segment``, and padding after them.
 
     ``begin`` computes the stream before all shared layers from ``first`` and a microbatch, and ``finish`` the objective
-    from the stream after them, ``last`` and the microbatch.
+    from the stream after them, ``last`` and the microbatch. ``tied``: both have the same table.
     """
 
     stacks: Layers
@@ -281,6 +284,7 @@ class Stage:
     segment: Segment
     begin: Callable[[_First, Batch[jax.Array]], ResidualStream]
     finish: Callable[[ResidualStream, _Last, Batch[jax.Array]], tuple[jax.Array, Terms]]
+    tied: bool
     table: PipelineTable
     manual: tuple[str, ...]
 
@@ -441,12 +445,17 @@ class Stage:
                     lambda: weights(carry, later),
                     lambda: self.zeros_of(_first(self.stacks)),
                 )
+            last_gradients = carry.last_gradients
+            if self.tied:
+                both = _added(last_gradients.unembed, of_first.embed)
+                last_gradients, of_first = replace(last_gradients, unembed=both), replace(of_first, embed=None)
             return replace(
                 carry,
                 input=_put(carry.input, arrived, arriving[StageBuffer.INPUT]),
                 sent=dx,
                 layer_gradients=self.added(carry.layer_gradients, more, later if self.table.split else back),
                 first_gradients=_added(carry.first_gradients, of_first),
+                last_gradients=last_gradients,
             ), None
 
         rows = tuple(map(jnp.asarray, (trips.done, trips.microbatch, trips.chunk, trips.used, trips.arriving)))
@@ -491,7 +500,7 @@ class Stage:
             saved=[buffer(kind, StageBuffer.SAVED, n) for kind in passes.saved],
             split=[buffer(kind, StageBuffer.SPLIT, n) for kind in passes.kept_residuals],
             layer_gradients=sums(self.stacks),
-            first_gradients=sums(self.first),
+            first_gradients=sums(replace(self.first, embed=None) if self.tied else self.first),
             last_gradients=sums(self.last),
             losses=jax.tree.map(lambda scalar: self.zeros(scalar, scalar.dtype), losses),
         )
@@ -543,6 +552,8 @@ class Stage:
 
     def added(self, sums: Layers, more: Layers, task: _StageTask) -> Layers:
         """Gradients of the task's chunk added to all."""
+        # As in ``_added``.
+        more = lax.optimization_barrier(more)
         with named_scope("gradients"):
             return jax.tree.map(
                 lambda sum_, gradient: _put(sum_, _at(sum_, task.chunk) + gradient.astype(jnp.float32), task.chunk),
@@ -584,5 +595,8 @@ def _put(tree: Any, update: Any, index: jax.Array) -> Any:
 
 
 def _added(sums: Any, more: Any) -> Any:
+    """Sums in float32, with more added to them."""
+    # XLA would make the float32 values in a conditional, and write them.
+    more = lax.optimization_barrier(more)
     with named_scope("gradients"):
         return jax.tree.map(lambda sum_, gradient: sum_ + gradient.astype(jnp.float32), sums, more)
