@@ -305,9 +305,12 @@ def _mlp(x: Float[Array, "B T D"], layer: MLP[jax.Array], how: Computation) -> F
 
 
 def _scattered(
-    x: Float[Array, "B T rows"], weight: Float[Array, "rows D"], dim: str, how: Computation
+    x: Float[Array, "B T rows"], weight: Float[Array, "stored_rows D"], dim: str, how: Computation
 ) -> Float[Array, "B T D"]:
-    """x times a weight whose rows are split over ``dim``; partial sums are scattered into the stream's sharding."""
+    """x times a weight whose rows are split over ``dim``; partial sums are scattered into the stream's sharding.
+
+    FSDP may store more rows than x has, zeros among them.
+    """
     specs = how.specs
     if how.weights_left:
         return project_left(x, gather(weight, specs, (dim, "embed"), None, rows=x.shape[-1]))
