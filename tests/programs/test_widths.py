@@ -140,7 +140,7 @@ def test_a_run_continues_on_another_mesh(tmp_path: Path) -> None:
         pytest.param(
             tiny(family="deepseek_v3", mla=LATENTS, heads=5, kv_heads=5, d_head=6, rope_interleaved=True,
                  moe=MoE(experts=5, active=2, d_ff=7, shared_d_ff=7, dense_layers=1, scoring="sigmoid",
-                         correction_bias=True)), marks=pytest.mark.slow,
+                         group_score="top2_sum", correction_bias=True)), marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip
