@@ -197,9 +197,9 @@ def _layer_backward(step: TrainingStep) -> Number:
 def _stage_loss(step: TrainingStep) -> Number:
     """Bytes that a stage holds next to the loss, as counted in peaks of compiled programs (docs/compile.md).
 
-    They are five streams of microbatches that arrive or leave.
+    They are eight streams: two places for inputs and two for gradients, and what is sent and received, both ways.
     """
-    return 5.0 * _own(step) * step.model.d_model * step.element_bytes
+    return 8.0 * _own(step) * step.model.d_model * step.element_bytes
 
 
 def _loss(step: TrainingStep) -> Number:

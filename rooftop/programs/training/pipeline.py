@@ -400,6 +400,10 @@ class Stage:
                 lambda: forward(x, ahead),
                 lambda: (x, [_at(buffer, ahead.used[StageBuffer.SAVED]) for buffer in carry.saved]),
             )
+            # What is saved has its place before the loss needs room.
+            places = ahead.used[StageBuffer.SAVED]
+            buffers = [_put(buffer, new, places) for buffer, new in zip(carry.saved, saved, strict=True)]
+            y, buffers = lax.optimization_barrier((y, buffers))
             losses, of_last, dy = once(
                 TripTask.FINISH,
                 ahead.done & at_last & (ahead.chunk == chunks - 1),
@@ -408,11 +412,10 @@ class Stage:
             )
             gradient = _put(carry.gradient, dy, ahead.used[StageBuffer.GRADIENT])
             gradient = _put(gradient, arrived, arriving[StageBuffer.GRADIENT])
-            places = ahead.used[StageBuffer.SAVED]
             carry = replace(
                 carry,
                 gradient=gradient,
-                saved=[_put(buffer, new, places) for buffer, new in zip(carry.saved, saved, strict=True)],
+                saved=buffers,
                 losses=jax.tree.map(jnp.add, carry.losses, losses),
                 last_gradients=_added(carry.last_gradients, of_last),
             )
