@@ -215,6 +215,48 @@ def default_layout(dtype: str, shape: Sequence[int]) -> TileLayout:
     return min(layouts, key=lambda layout: (prod(layout.tiled_shape), [-dim for dim in layout.minor_to_major]))
 
 
+#: Largest prime factor of the tiles across an array with which XLA:TPU still scatters it, piece by piece.
+_LARGEST_FACTOR = 397
+
+
+def summed_whole(shape: Sequence[int], parts: int) -> bool:
+    """True if XLA:TPU sums a bf16 array on every device where its rows are to be scattered over ``parts`` of them.
+
+    ``shape`` is that of the partial sums on a device, and each device keeps an equal part of dim 0. An AllReduce sends
+    twice the bytes of a ReduceScatter. XLA takes it where
+
+    - rows are in the lanes of registers, and a part is no multiple of 128 of them;
+    - rows are in sublanes, between other dims, and a part is no multiple of 16, the rows of a bf16 tile;
+    - there is one row of columns, a head, on each device;
+    - the array cannot be cut into pieces: the tiles across it have a prime factor above 397.
+
+    Columns are in the lanes if they fill registers, or pad them less than rows do. So found, not documented: it agrees
+    with libtpu 0.0.42.1 on all arrays tried (bench/scatter.py).
+    """
+    rows, columns = shape[0], shape[-1]
+    lanes, tile = VPU[1], VPU[0] * _packing("bf16")
+    part = rows // parts
+
+    def padding(size: int) -> float:
+        return -(-size // lanes) * lanes / size
+
+    if padding(columns) > padding(rows):
+        return bool(part % lanes) or _largest_factor(-(-columns // tile)) > _LARGEST_FACTOR
+    if len(shape) > 2:
+        return shape[1] == 1 or bool(part % tile)
+    return _largest_factor(-(-columns // lanes)) > _LARGEST_FACTOR
+
+
+def _largest_factor(number: int) -> int:
+    """The largest prime factor of a whole number; 1 of 1."""
+    factor, largest = 2, 1
+    while factor * factor <= number:
+        while number % factor == 0:
+            number, largest = number // factor, factor
+        factor += 1
+    return max(number, largest)
+
+
 def mxu_padding(m: Any, k: Any, n: Any, tile: int) -> MxuPadding:
     """A local matmul [m, k] x [k, n] padded for systolic arrays of side ``tile`` (``Chip.mxu_tile``).
 

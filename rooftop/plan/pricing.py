@@ -52,7 +52,8 @@ class Transfer:
     """A collective to be priced, over its axes; kind 'permute_ring' is a full rotation.
 
     ``hides`` names the assumption that it falls under; ``when`` is 1 where it takes place and 0 where it does not.
-    ``pieces`` start one by one; less than 1 piece is a part of one that starts once.
+    ``pieces`` start one by one; less than 1 piece is a part of one that starts once. ``summed`` is 1 where the compiler
+    sums everything on every device instead of scattering it (``rooftop.arrays.tiles.summed_whole``).
     """
 
     kind: TransferKind
@@ -61,6 +62,7 @@ class Transfer:
     hides: Hiding
     when: Number = ALWAYS
     pieces: Number = 1.0
+    summed: Number = 0.0
 
     @property
     def priced_as(self) -> CollectiveKind:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.arrays.tiles import TileLayout, default_layout, mxu_padding, padded_shape
+from rooftop.arrays.tiles import TileLayout, default_layout, mxu_padding, padded_shape, summed_whole
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 
@@ -197,6 +197,46 @@ def test_mxu_padding() -> None:
 def test_default_layouts(text: str) -> None:
     compiled = TileLayout.parse(text)
     assert str(default_layout(compiled.dtype, compiled.shape)) == text
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "kind"),
+    [
+        # As XLA compiled them (libtpu 0.0.42.1): for v6e, the last five for v5p, v5e and TPU7x.
+        ((2880, 64, 64), 4, "all_reduce"),
+        ((3072, 64, 64), 4, "reduce_scatter"),
+        ((2880, 64, 64), 8, "all_reduce"),
+        ((4096, 64, 64), 8, "reduce_scatter"),
+        ((2880, 32, 128), 4, "reduce_scatter"),
+        ((2880, 32, 128), 16, "all_reduce"),
+        ((576, 32, 128), 4, "reduce_scatter"),
+        ((480, 32, 128), 4, "all_reduce"),
+        ((3584, 1, 128), 4, "all_reduce"),
+        ((2880, 32), 4, "all_reduce"),
+        ((2880, 4096), 4, "reduce_scatter"),
+        ((2880, 4096), 16, "reduce_scatter"),
+        ((480, 4096), 4, "reduce_scatter"),
+        ((2880, 131072), 4, "reduce_scatter"),
+        ((4608, 131072), 4, "reduce_scatter"),
+        ((4096, 128256), 4, "reduce_scatter"),
+        ((2880, 201216), 4, "reduce_scatter"),
+        ((2880, 201088), 4, "all_reduce"),
+        ((1440, 201088), 4, "all_reduce"),
+        ((2880, 201088), 16, "all_reduce"),
+        ((2880, 32896), 4, "reduce_scatter"),
+        ((2880, 65152), 4, "all_reduce"),
+        ((2880, 65792), 4, "reduce_scatter"),
+        ((2880, 151808), 4, "all_reduce"),
+        ((2880, 152448), 4, "reduce_scatter"),
+        ((4096, 151936), 16, "all_reduce"),
+        ((5120, 38016), 16, "reduce_scatter"),
+        ((4096, 75968), 16, "all_reduce"),
+        ((4096, 37984), 16, "all_reduce"),
+        ((4096, 151936), 8, "all_reduce"),
+    ],
+)
+def test_gradients_that_xla_does_not_scatter(shape: tuple[int, ...], parts: int, kind: str) -> None:
+    assert summed_whole(shape, parts) == (kind == "all_reduce")
 
 
 @pytest.mark.parametrize(("dtype", "what"), [("f64", "32 bits"), ("bf61", "bf16")])

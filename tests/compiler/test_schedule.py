@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from rooftop.arrays import Mesh
 from rooftop.compiler.collectives.logical import logical_collectives
 from rooftop.compiler.compiling import Compiled, CompileRequest
+from rooftop.compiler.hlo.costs import work
 from rooftop.compiler.ledger import TimedLedger, compiled_ledger, read_ledger
 from rooftop.compiler.machine.lanes import compiled_lanes
 from rooftop.compiler.machine.run import COMPUTE
@@ -562,6 +563,34 @@ def test_every_trip_of_loops_within_loops() -> None:
     assert all(one.end_s <= two.start_s + 1e-12 for one, two in pairwise(compute))
     flights = [span.flight for span in drawn.lanes[1].spans]
     assert len(set(flights)) == len(flights) == counts["d"], "every transfer has a number of its own"
+
+
+def test_a_fusion_moves_its_results_in_their_own_dtype_and_layers_of_a_stack_alone() -> None:
+    """A sum in float32 is rounded on its way out, and a stack that only changes its tiles is not read whole."""
+    rounded = fused(
+        "rounded", [ARRAY, ARRAY], f"a = f32[{ROWS},512] convert(%p0)", f"b = f32[{ROWS},512] convert(%p1)",
+        f"s = f32[{ROWS},512] add(%a, %b)", f"r = {ARRAY} convert(%s)",
+    )  # fmt: skip
+    stack = f"bf16[9,{ROWS},512]"
+    tiles = fused("tiles", [stack], f"c = {stack} copy(%p0)")
+    layer = fused(
+        "layer", [stack, "s32[]"], "z = s32[] constant(0)", f"t = {stack} fusion(%p0), kind=kLoop, calls=%tiles",
+        f"l = bf16[1,{ROWS},512] dynamic-slice(%t, %p1, %z, %z), dynamic_slice_sizes={{1,{ROWS},512}}",
+        f"r = {ARRAY} bitcast(%l)",
+    )  # fmt: skip
+    parsed = module(
+        [
+            f"sum = {ARRAY} fusion(%x, %w), kind=kLoop, calls=%rounded",
+            f"all = {stack} broadcast(%x), dimensions={{1,2}}",
+            "i = s32[] constant(3)",
+            f"one = {ARRAY} fusion(%all, %i), kind=kLoop, calls=%layer",
+        ],
+        rounded, tiles, layer,
+    )  # fmt: skip
+    main = parsed.computations[parsed.entry]
+    moved = {name: work(parsed, main, main.instructions[name]).hbm_bytes for name in ("sum", "one")}
+    assert moved["sum"] == 3 * NBYTES
+    assert moved["one"] == pytest.approx(2 * NBYTES, abs=8)
 
 
 # ---- XLA:TPU --------------------------------------------------------------------------------------------------------

@@ -354,7 +354,7 @@ def _elements_read(module: Module, inner: HloComputation, source: Instruction) -
         first = user.operands[0] == source.name
         if user.opcode in ("slice", "dynamic-slice", "gather") and first:
             total += user.shape[0].elements
-        elif user.opcode in _RENAMES:
+        elif user.opcode in _RENAMES or _only_renames(module, user):
             total += _elements_read(module, inner, user) if user.name != inner.root else source.shape[0].elements
         elif user.opcode == "fusion":
             called = module.computations[user.called[0]]
@@ -367,20 +367,32 @@ def _elements_read(module: Module, inner: HloComputation, source: Instruction) -
     return total
 
 
+def _only_renames(module: Module, user: Instruction) -> bool:
+    """True for a fusion that gives its operand another layout, tile by tile, as those of TPU7x do within fusions."""
+    if user.opcode != "fusion":
+        return False
+    called = module.computations[user.called[0]]
+    result = called.instructions[called.root]
+    while result.opcode in _RENAMES:
+        result = called.operands(result)[0]
+    return result.opcode == "parameter"
+
+
 def _is_passed_through(user: Instruction) -> bool:
     """True if an instruction of a fusion passes an array through: an asynchronous collective in progress."""
     return user.opcode == "tuple" or user.opcode in _COLLECTIVES or "AsyncCollective" in user.attributes
 
 
 def _written(inner: HloComputation, result: Instruction) -> float:
-    """Bytes that a fused computation writes for one of its results."""
+    """Bytes that a fused computation writes for one of its results, in the dtype in which it leaves the fusion."""
+    whole = result.shape[0]
     while result.opcode in ("bitcast", "convert") and result.operands:
         result = inner.operands(result)[0]
     if result.opcode == "parameter" or _is_passed_through(result):
         return 0.0
     if result.opcode == "dynamic-update-slice":
-        return inner.operands(result)[1].shape[0].nbytes
-    return result.shape[0].nbytes
+        return inner.operands(result)[1].shape[0].elements * _item_bytes(whole)
+    return whole.nbytes
 
 
 def _item_bytes(tensor: HloTensor) -> float:

@@ -12,6 +12,7 @@ from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.models.activations import LOSS_CHUNK
 from rooftop.models.attention import attention_kind
+from rooftop.models.widths import next_multiple
 from rooftop.plan.training.step import TrainingStep
 
 #: Share of a TPU's usable HBM that a search leaves free. Where the peak that XLA:TPU estimates before it schedules
@@ -57,11 +58,12 @@ def training_memory(step: TrainingStep) -> Memory:
     gradients = sums + numerics.gradient_bytes * later
     copies = np.where(staged, 0.0, vocab * (numerics.weight_bytes - dtype_bytes(numerics.weights)))
     taken = staged * saved_bytes(step, "save") / in_flight(step) / strategies.chunks
+    optimizer = elements * numerics.optimizer_bytes + _table_copies(step)
     loss, layer = _loss(step) + staged * _stage_loss(step), _layer_backward(step)
     at_loss = weights + sums + loss > weights - copies + gradients + layer + taken
     return Memory(
         weights=np.where(at_loss, weights, weights - copies),
-        optimizer=elements * numerics.optimizer_bytes,
+        optimizer=optimizer,
         gradients=np.where(at_loss, sums, gradients),
         activations=saved_bytes(step, "save") + np.where(at_loss, 0.0, taken),
         workspace=np.where(at_loss, loss, layer),
@@ -192,6 +194,23 @@ def _layer_backward(step: TrainingStep) -> Number:
     inside = 3.0 * hidden + queries_and_keys + ring + sent
     streams = (5.0 * step.tensor + 4.0) * model.d_model
     return (gathered + _own(step) * (inside + streams)) * step.element_bytes
+
+
+def _table_copies(step: TrainingStep) -> Number:
+    """Bytes of copies of a tied embedding table and of its optimizer state, [C, 1].
+
+    A table whose shards do not fill registers is stored with tokens in the lanes, which pads least. Where it is the
+    unembedding too, XLA:TPU copies it and its state into rows of whole registers for the whole step.
+    """
+    model, numerics = step.model, step.numerics
+    if not model.tied_embeddings or step.slice.chip.kind != "tpu":
+        return 0.0
+    columns = step.widths.spread(model.d_model) / (step.strategies.devices(*GATHER_AXES) * step.tensor)
+    rows = step.widths.vocab * step.tensor
+    padded = next_multiple(columns, LANES)
+    turned = padded / columns > next_multiple(rows, LANES) / rows
+    copies: Number = turned * rows * padded * (dtype_bytes(numerics.weights) + numerics.optimizer_bytes)
+    return copies
 
 
 def _stage_loss(step: TrainingStep) -> Number:

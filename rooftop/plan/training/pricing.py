@@ -1,7 +1,9 @@
 """The expected time of each row of a training step, with the share of its transfers that computation hides.
 
-Within a phase group (forward; backward with what it recomputes) transfers off the critical path hide behind the
-group's computation, up to the share that the assumptions allow and to the time that there is to hide in.
+Transfers off the critical path hide behind the computation of their window, up to the share that the assumptions allow
+and to the time that there is to hide in. A window is the layers' part of a pass (forward; backward with what it
+recomputes): compilers overlap a layer's transfers with work in the same trip of the loop over layers, and in it there
+is no embedding and no loss. Nothing hides in the rest of a pass.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from rooftop.roofline.rates import Rates
 from rooftop.scheduling.pipeline import ModelPart, StageOp
 
 #: The pass whose computation can hide a phase's transfers; gradients are summed while the backward pass still runs.
-_WINDOW = {"forward": "forward", "recompute": "backward", "backward": "backward", "update": "backward"}
+_PASS = {"forward": "forward", "recompute": "backward", "backward": "backward", "update": "backward"}
+#: A pass, and the part of it: the layers, or the rest.
+_Window = tuple[str, str]
+
+
+def _window(item: Work) -> _Window:
+    """The computation that can hide the transfers of ``item``."""
+    # Stages pass activations on between layers, and gradients are summed while those of layers before are made.
+    layers = item.scope.startswith("layers/") or item.scope == "pipeline" or item.phase == "update"
+    return _PASS[item.phase], "layers" if layers else "rest"
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,10 @@ class _Durations:
     def transfer_s(self, transfer: Transfer) -> Number:
         """Seconds of a transfer."""
         fixed_s, seconds_per_byte = self._line(transfer.priced_as, transfer.axes)
+        if np.any(transfer.summed):
+            fixed, per_byte = self._line("all_reduce", transfer.axes)
+            fixed_s = np.where(transfer.summed, fixed, fixed_s)
+            seconds_per_byte = np.where(transfer.summed, per_byte, seconds_per_byte)
         seconds = transfer.pieces * fixed_s + transfer.payload * seconds_per_byte
         return seconds if transfer.when is ALWAYS else transfer.when * seconds
 
@@ -101,7 +116,7 @@ class _Times:
     compute: Sequence[Number]
     transfers: Sequence[Sequence[Number]]
     host: Sequence[Number]
-    exposed: Mapping[tuple[str, str], Number]
+    exposed: Mapping[tuple[_Window, str], Number]
     factor: float
 
     @classmethod
@@ -119,7 +134,7 @@ class _Times:
     def __iter__(self) -> Iterator[tuple[Work, Number, list[Number], list[Number]]]:
         """Each piece of work, its expected seconds without collectives, and those of collectives: all, and exposed."""
         for item, compute, transfers, offload in zip(self.work, self.compute, self.transfers, self.host, strict=True):
-            group = _WINDOW[item.phase]
+            group = _window(item)
             paid = [self.factor * duration for duration in transfers]
             exposed = [
                 seconds * self.exposed[group, transfer.hides]
@@ -137,12 +152,13 @@ _Owner = tuple[Phase, StagePart]
 class _Busy:
     """Seconds of a step's work, counts applied, before anything hides.
 
-    ``compute`` by phase and part of the model; nothing hides in that of the update. ``transfers`` by window and by the
-    assumption under which they hide, and then by phase and part.
+    ``compute`` by phase and part of the model, and of it by window that in which transfers can hide, the ``room``.
+    ``transfers`` by window and by the assumption under which they hide, and then by phase and part.
     """
 
     compute: dict[_Owner, Number] = field(default_factory=dict)
-    transfers: dict[tuple[str, str], dict[_Owner, Number]] = field(default_factory=dict)
+    room: dict[_Window, Number] = field(default_factory=dict)
+    transfers: dict[tuple[_Window, str], dict[_Owner, Number]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, work: Sequence[Work], durations: _Durations) -> _Busy:
@@ -150,8 +166,11 @@ class _Busy:
         # A transfer that is done twice, as in a recomputation, is priced once.
         known: dict[int, Number] = {}
         for item in work:
-            owner, window = (item.phase, item.part), _WINDOW[item.phase]
-            busy.compute[owner] = busy.compute.get(owner, 0.0) + item.count * durations.compute_s(item)
+            owner, window = (item.phase, item.part), _window(item)
+            compute = item.count * durations.compute_s(item)
+            busy.compute[owner] = busy.compute.get(owner, 0.0) + compute
+            if item.scope.startswith("layers/"):
+                busy.room[window] = busy.room.get(window, 0.0) + compute
             by_kind: dict[str, Number] = {}
             for transfer in item.collectives:
                 if id(transfer) not in known:
@@ -164,18 +183,15 @@ class _Busy:
                 parts[owner] = parts.get(owner, 0.0) + item.count * seconds
         return busy
 
-    def exposed(self, hideable: Mapping[str, float]) -> dict[tuple[str, str], Number]:
+    def exposed(self, hideable: Mapping[str, float]) -> dict[tuple[_Window, str], Number]:
         """For each window and kind of transfer the share of its time that nothing hides."""
-        exposed: dict[tuple[str, str], Number] = {}
-        compute: dict[str, Number] = {}
-        for (phase, _), seconds in self.compute.items():
-            if phase != "update":
-                compute[_WINDOW[phase]] = compute.get(_WINDOW[phase], 0.0) + seconds
-        network = dict(compute)
+        exposed: dict[tuple[_Window, str], Number] = {}
+        # Outside of the layers a transfer stands next to the work that needs it, or that it ends.
+        network = dict(self.room)
         for (group, hides), parts in self.transfers.items():
             total = sum(parts.values(), 0.0)
             # The network hides in one window together; copies to the host have a path of their own.
-            room = compute[group] if hides == "offload" else network[group]
+            room = (self.room if hides == "offload" else network).get(group, 0.0)
             hidden = np.minimum(hideable[hides] * total, room)
             if hides != "offload":
                 network[group] = room - hidden
@@ -211,7 +227,9 @@ def expected_s(
 
 def priced_collectives(work: Sequence[Work], rates: Rates) -> set[tuple[str, str]]:
     """(kind, axis) of every price that ``work`` asks for."""
-    kinds = {(transfer.priced_as, axis) for item in work for transfer in item.collectives for axis in transfer.axes}
+    transfers = [transfer for item in work for transfer in item.collectives]
+    kinds = {(transfer.priced_as, axis) for transfer in transfers for axis in transfer.axes}
+    kinds |= {("all_reduce", axis) for transfer in transfers if np.any(transfer.summed) for axis in transfer.axes}
     if rates.overlap.whole_slice_scatter == "all_reduce":
         kinds |= {("all_reduce", axis) for kind, axis in kinds if kind == "reduce_scatter"}
     return {("all_gather" if kind == "reduce_scatter" else kind, axis) for kind, axis in kinds}

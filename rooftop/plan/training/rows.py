@@ -145,11 +145,16 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     # The reference stores its scores: written in float32, read and written by softmax, read by the second matmul.
     per_score = 12.0 if reference else 0.0
 
+    # Windowed layers get the keys before their chunks, and again for the backward pass.
+    ringed, before = step.key_exchange
+    window = (Transfer("permute", SEQUENCE_AXES, before * keys_values, "tensor", 1 - step.staged),)
+    around_bytes = ringed * keys_values * ring
+
     def core(phase: Phase, per_pair: Number, exchanged: Number, factor: Number = 1.0) -> Work:
         """``per_pair`` FLOPs per (query, key, head); keys and values go round ``exchanged`` times, or are gathered."""
         executed = per_pair / (d_qk + d_v)
         moves = (
-            Transfer("permute_ring", SEQUENCE_AXES, exchanged * keys_values * ring, "context", 1 - step.staged),
+            Transfer("permute_ring", SEQUENCE_AXES, exchanged * around_bytes, "context", 1 - step.staged),
             Transfer(
                 "reduce_scatter" if phase == "backward" else "all_gather",
                 SEQUENCE_AXES, keys_values * ring, "tensor", step.staged,
@@ -164,7 +169,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             hbm_bytes=(executed / 2) * (queries_keys + values + per_score * scores),
             elementwise_bytes=unstacked if phase == "backward" else 0.0,
             matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward"),
-            collectives=moves if np.any(step.staged) else moves[:1],
+            collectives=(moves if np.any(step.staged) else moves[:1]) + (() if phase == "recompute" else window),
             formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
         )
 
@@ -172,6 +177,10 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         scope="layers/attn/rope", phase="forward", count=count, hbm_bytes=ROPE_PASSES * queries_keys,
         vector_flops=VECTOR_OPS["rope"] * queries_keys / step.element_bytes,
         formula="queries and keys rotated, transposed, written: 6.3 passes",
+    )  # fmt: skip
+    again = Work(
+        scope="layers/attn/core", phase="recompute", count=count, collectives=window,
+        formula="keys and values before the window's chunks fetched again",
     )  # fmt: skip
     recomputed = step.strategies.recomputed
     per_pair = float(kernel_flops(step.slice.chip, d_qk, d_v))
@@ -197,6 +206,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             again=recomputed("qkv"),
             keys=True,
             arrays=3 if model.mla is None else len(shapes.into),
+            head=model.d_head if model.mla is None else model.mla.d_nope + model.mla.d_v,
         ),
         rope,
         recompute(rope, recomputed("rope")),
@@ -207,6 +217,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         core("recompute", per_pair / 2 * (1 + core_again + step.staged), 1.0)
         if reference
         else core("recompute", per_pair, 1.0, core_again + step.staged),
+        again,
         core("backward", per_pair_backward, around),
         *matmuls(step, "layers/attn/out", count, shapes.out, tokens, scattered=stream, again=out_again, residual=True),
         *offloads(step, count, _ATTENTION_CHECKPOINTS, moe_layer=False),
@@ -266,18 +277,30 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     local = step.widths.experts
     per_expert = routed / local
     gathered = routed * model.d_model * element
+    passes = _EXCHANGE_PASSES * step.passed(sent)
     move = Work(
-        scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=2 * sent, collectives=dispatch,
-        formula="AllToAll of k T D bytes over expert, and of the weights of k experts",
+        scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=passes, collectives=dispatch,
+        formula="k T D bytes put into slots and sent over expert by an AllToAll, with the weights of k experts",
     )  # fmt: skip
     back = Work(
-        scope="layers/moe/combine", phase="forward", count=count, hbm_bytes=2 * sent, collectives=exchange,
+        scope="layers/moe/combine", phase="forward", count=count, hbm_bytes=passes, collectives=exchange,
         vector_flops=2 * sent / element, formula="AllToAll back, then the weighted sum of k experts",
     )  # fmt: skip
+    # Shards of several experts arrive device by device: a copy puts those of each expert together.
+    together = np.where(
+        (local > 1) & (step.strategies.devices(*GATHER_AXES) > 1), step.passed(step.stored(down) * local * element), 0.0
+    )
+    hidden = routed * step.columns(moe.d_ff) * element
     # The experts' inputs are gathered over tensor with their weights.
     shares = Work(
         scope="layers/moe/experts", phase="forward", count=count,
         collectives=(Transfer("all_gather", COLUMN_AXES, 4.0 * routed, "tensor"),), formula="weights of k experts",
+    )  # fmt: skip
+    # The gradients of these weights read all hidden activations once more.
+    of_shares = replace(backward(shares, 1.0), hbm_bytes=model.mlp_matrices * hidden)
+    copies = Work(
+        scope="layers/moe/experts", phase="forward", count=count, hbm_bytes=model.mlp_matrices * together,
+        formula="gathered weights of several experts put together",
     )  # fmt: skip
     scattered = (Transfer("reduce_scatter", COLUMN_AXES, 4.0 * routed, "tensor"),)
     work = [
@@ -299,8 +322,9 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
             arrays=model.mlp_matrices - 1,
         ),
         shares,
+        copies,
         recompute(shares, 1.0),
-        replace(backward(shares, 1.0), collectives=scattered),
+        replace(of_shares, collectives=scattered),
         *activation(step, "layers/moe/experts", count, routed * step.columns(moe.d_ff)),
         *matmuls(
             step,
@@ -445,6 +469,10 @@ def _post_norms(step: TrainingStep) -> bool:
     return step.model.norms_per_layer == 4
 
 
+#: Passes over the rows of experts on their way there or back, as counted in compiled programs: rows gathered by index,
+#: zeros in empty slots, and copies into the layouts of the AllToAll and of the matmuls.
+_EXCHANGE_PASSES = 4.0
+
 #: HBM passes (a read or a write) of elementwise work that XLA:TPU does not fuse into matmuls, in one forward execution;
 #: the backward pass has twice as many. Together 18 D + 38 (N + K) H bytes per token and layer in bf16, as counted in
 #: compiled layers (docs/achievable.md): norms, and around attention the rotation, transposes and log-sum-exps. Gates
@@ -471,6 +499,7 @@ def matmuls(
     keys: bool = False,
     experts: Number = 1.0,
     arrays: int = 1,
+    head: int = 0,
     unstacked: Number = 0.0,
 ) -> list[Work]:
     """Forward, recompute and backward of ``shapes``, matmuls that share an input or feed one output.
@@ -480,8 +509,8 @@ def matmuls(
     residual stream. ``dims`` are logical dims of the weights: axes that split none of them hold copies, whose
     gradients are summed at once in pipeline stages, elsewhere once a step. ``keys``: key and value heads are among the
     columns, which are gathered over tensor too where devices have heads in common. Weights are in ``arrays`` arrays,
-    each with collectives of its own, of as many ``experts`` at once; ``shapes`` are of one. ``unstacked`` are bytes of
-    checkpoints that the backward pass moves before it.
+    each with collectives of its own, of as many ``experts`` at once; ``shapes`` are of one. Columns may be heads of
+    ``head`` elements. ``unstacked`` are bytes of checkpoints that the backward pass moves before it.
     """
     if not shapes:
         return []
@@ -507,8 +536,11 @@ def matmuls(
     gather_weight: tuple[Transfer, ...] = (
         Transfer("all_gather", GATHER_AXES, weights, "weight_gather", pieces=pieces),
     )
+    # Several shapes are one array each; a gate and an up are one shape.
+    columns = shapes[0].n if len(shapes) > 1 or head else shapes[0].n / arrays
+    summed = 0.0 if "expert" in dims else step.summed_whole(MatmulShape(shapes[0].k, columns), head=head)
     scatter_weight: tuple[Transfer, ...] = (
-        Transfer("reduce_scatter", GATHER_AXES, weights, "gradient_scatter", pieces=pieces),
+        Transfer("reduce_scatter", GATHER_AXES, weights, "gradient_scatter", pieces=pieces, summed=summed),
     )
     if keys and np.any(step.copied_keys):
         copied, both, when = step.copied_keys * element, (*GATHER_AXES, *COLUMN_AXES), step.widths.copied_keys

@@ -26,7 +26,8 @@ from rooftop.arrays.rules import (
     Rules,
     copy_axes,
 )
-from rooftop.capabilities import block_size, padded_positions
+from rooftop.arrays.tiles import summed_whole
+from rooftop.capabilities import CONTEXT_CHUNKS, block_size, padded_positions
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
@@ -133,6 +134,35 @@ class TrainingStep:
         return more
 
     @cached_property
+    def key_exchange(self) -> tuple[Number, Number]:
+        """Share of layers whose keys go round a ring, and of a device's keys that windowed layers get, [C, 1].
+
+        A window needs only the blocks before each of a device's chunks. The second figure is a mean of all layers.
+        """
+        windows = self.model.windows
+        largest = self.assumptions.attention_block or self.rates.attention_block
+        ring = self.strategies.devices(*SEQUENCE_AXES)
+        lengths, index = np.unique(self.positions + 1j * ring, return_inverse=True)
+        rings, before = [], []
+        for positions, devices in ((int(length.real), int(length.imag)) for length in lengths):
+            chunk = positions // (devices * CONTEXT_CHUNKS)
+            short = [window for window in windows if window is not None and window < positions]
+            rings.append(1.0 - len(short) / len(windows))
+            earlier = sum(
+                min(next_multiple(window - 1, block_size(chunk, largest)), positions - chunk) for window in short
+            )
+            before.append(earlier / len(windows) / chunk if devices > 1 else 0.0)
+        share, parts = (np.array(values)[index].reshape(ring.shape) for values in (rings, before))
+        return share, parts
+
+    def passed(self, nbytes: Number) -> Number:
+        """HBM bytes of a pass that reads and writes ``nbytes``: XLA keeps one end of it in VMEM if it fits."""
+        chip = self.slice.chip
+        if chip.kind != "tpu":
+            return 2.0 * nbytes
+        return nbytes * np.where(np.asarray(nbytes) <= chip.vmem_bytes / chip.devices, 1.0, 2.0)
+
+    @cached_property
     def staged(self) -> Floats:
         """1 with a pipeline, 0 without, [C, 1]."""
         return np.where(self.strategies.devices(*STAGE_AXES) > 1, 1.0, 0.0)
@@ -213,6 +243,23 @@ class TrainingStep:
         """Elements of the gathered weights of ``shapes`` as they are stored, [C, 1]: with rows that fsdp pads."""
         padded = (MatmulShape(np.asarray(self.widths.stored(shape.k)), shape.n) for shape in shapes)
         return parameters(padded)
+
+    def summed_whole(self, shape: MatmulShape, *, head: int = 0) -> Number:
+        """1 where gradients of a weight are summed on every device instead of scattered over fsdp, [C, 1].
+
+        ``head`` is the size of a head if the weight has a dim of them.
+        """
+        if self.slice.chip.kind != "tpu":
+            return 0.0
+        parts = self.strategies.devices(*GATHER_AXES)
+        rows = np.broadcast_to(self.widths.stored(shape.k), parts.shape)
+        columns = np.broadcast_to(shape.n, parts.shape)
+        sizes, index = np.unique(np.stack([rows, columns, parts], axis=-1).reshape(-1, 3), axis=0, return_inverse=True)
+        summed = [
+            float(summed_whole((k, n // head, head) if head else (k, n), ways)) if ways > 1 else 0.0
+            for k, n, ways in sizes.astype(np.int64).tolist()
+        ]
+        return np.array(summed)[index].reshape(parts.shape)
 
     @cached_property
     def copied_keys(self) -> Floats:

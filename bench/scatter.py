@@ -1,0 +1,81 @@
+"""Gradients that XLA:TPU scatters, and those that it sums on every device: small programs, compiled ahead of time.
+
+    python bench/scatter.py
+
+Each program multiplies inputs and output gradients whose tokens are split over fsdp, and keeps a part of the rows of
+the product on each device, as the backward pass of a weight does. Writes bench/results/scatter.csv: no TPU needed, a
+few seconds a case. ``rooftop.arrays.tiles.summed_whole`` is the rule that follows; tests hold it against the results.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax import P
+
+import rooftop
+from rooftop.core.files import write_text
+from rooftop.explain.compiled.report import CompiledReport
+
+RESULTS = Path(__file__).parent / "results" / "scatter.csv"
+COLUMNS = ("slice", "mesh", "parts", "shape", "kind", "jax", "libtpu", "date")
+TOKENS = 4096
+#: Slice, mesh, devices along fsdp, and weights: [rows, columns], or [rows, heads, head size].
+CASES: tuple[tuple[str, str, int, tuple[tuple[int, ...], ...]], ...] = (
+    (
+        "v6e:4x8", "fsdp=4,expert=8", 4,
+        (
+            (2880, 64, 64), (3072, 64, 64), (2880, 32, 128), (576, 32, 128), (480, 32, 128), (3584, 1, 128),
+            (2048, 16, 192), (512, 16, 256), (2880, 4096), (2880, 32), (480, 4096), (400, 4096), (4096, 2880),
+            (2048, 576), (2880, 131072), (4608, 131072), (2880, 201088), (2880, 151936), (1440, 201088), (2880, 201216),
+            (2880, 152448), (2880, 65152), (2880, 65792), (2880, 32896), (4096, 128256),
+        ),
+    ),
+    ("v6e:4x8", "fsdp=8,expert=4", 8, ((2880, 64, 64), (4096, 64, 64), (3584, 2, 128))),
+    ("v6e:4x8", "fsdp=16,expert=2", 16, ((2880, 4096), (2880, 32, 128), (4096, 32, 128))),
+    ("v5p:4x4x4", "fsdp=16,tensor=4", 16, ((4096, 151936), (4096, 75968), (4096, 37984), (5120, 8, 128))),
+    ("v5e:4x8", "fsdp=8,tensor=4", 8, ((4096, 151936), (2560, 4, 256))),
+    ("tpu7x:2x2x4", "fsdp=8,tensor=4", 8, ((4096, 151936), (3072, 8, 128), (2880, 64, 64))),
+)  # fmt: skip
+
+
+def gradient(x: jax.Array, dy: jax.Array, *, dims: str) -> jax.Array:
+    """The gradient of a weight with these dims, the rows split over fsdp."""
+    rest = [None] * (len(dims) - 1)
+    partial_sums = jnp.einsum(f"td,t{dims[1:]}->{dims}", x, dy, out_sharding=P(None, *rest, unreduced={"fsdp"}))
+    return jax.sharding.reshard(partial_sums, P("fsdp", *rest))
+
+
+def kind(slice_: str, mesh: str, shape: tuple[int, ...]) -> tuple[str, CompiledReport]:
+    """The collective that the gradient becomes, and the compiled program."""
+    operands = [f"bf16[{TOKENS}_fsdp,{','.join(map(str, sizes))}]" for sizes in (shape[:1], shape[1:])]
+    program = partial(gradient, dims="dnh"[: len(shape)])
+    report = rooftop.inspect(program, *operands, on=slice_, mesh=mesh).report
+    assert isinstance(report, CompiledReport)
+    kinds = {entry.collective.kind for entry in report.timeline.collectives} - {"permute"}
+    return "+".join(sorted(kinds)), report
+
+
+def main() -> None:
+    """Compile every case and write the table."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for slice_, mesh, parts, shapes in CASES:
+        for shape in shapes:
+            became, report = kind(slice_, mesh, shape)
+            versions = report.compiled.versions
+            line = (slice_, mesh, parts, "x".join(map(str, shape)), became, versions["jax"], versions["libtpu"])
+            print(*line, flush=True)
+            writer.writerow((*line, f"{datetime.now(UTC):%Y-%m-%d}"))
+            write_text(RESULTS, text.getvalue())
+
+
+if __name__ == "__main__":
+    main()
