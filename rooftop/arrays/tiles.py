@@ -219,19 +219,19 @@ def default_layout(dtype: str, shape: Sequence[int]) -> TileLayout:
 _LARGEST_FACTOR = 397
 
 
-def summed_whole(shape: Sequence[int], parts: int) -> bool:
+def summed_whole(shape: Sequence[int], parts: int, *, whole_tiles: bool = True) -> bool:
     """True if XLA:TPU sums a bf16 array on every device where its rows are to be scattered over ``parts`` of them.
 
     ``shape`` is that of the partial sums on a device, and each device keeps an equal part of dim 0. An AllReduce sends
-    twice the bytes of a ReduceScatter. XLA takes it where
+    twice the bytes of a ReduceScatter. XLA takes it where the array cannot be cut into pieces (the tiles across it have
+    a prime factor above 397) and, on chips that scatter ``whole_tiles`` only, where
 
     - rows are in the lanes of registers, and a part is no multiple of 128 of them;
     - rows are in sublanes, between other dims, and a part is no multiple of 16, the rows of a bf16 tile;
-    - there is one row of columns, a head, on each device;
-    - the array cannot be cut into pieces: the tiles across it have a prime factor above 397.
+    - there is one row of columns, a head, on each device.
 
     Columns are in the lanes if they fill registers, or pad them less than rows do. So found, not documented: it agrees
-    with libtpu 0.0.42.1 on all arrays tried (bench/scatter.py).
+    with libtpu 0.0.42.1 on all arrays tried (bench/scatter.py, bench/results/scatter.csv).
     """
     rows, columns = shape[0], shape[-1]
     lanes, tile = VPU[1], VPU[0] * _packing("bf16")
@@ -241,9 +241,9 @@ def summed_whole(shape: Sequence[int], parts: int) -> bool:
         return -(-size // lanes) * lanes / size
 
     if padding(columns) > padding(rows):
-        return bool(part % lanes) or _largest_factor(-(-columns // tile)) > _LARGEST_FACTOR
+        return (whole_tiles and bool(part % lanes)) or _largest_factor(-(-columns // tile)) > _LARGEST_FACTOR
     if len(shape) > 2:
-        return shape[1] == 1 or bool(part % tile)
+        return whole_tiles and (shape[1] == 1 or bool(part % tile))
     return _largest_factor(-(-columns // lanes)) > _LARGEST_FACTOR
 
 

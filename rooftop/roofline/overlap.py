@@ -19,12 +19,14 @@ class Overlap:
     """The default schedule of one chip's compiler.
 
     ``hidden``: asynchronous share by kind of transfer. ``whole_slice_scatter``: the collective that a ReduceScatter
-    over every device of a slice becomes, ``whole_slice_gather`` the same of an AllGather. ``source`` is the evidence.
+    over every device of a slice becomes, ``whole_slice_gather`` the same of an AllGather. ``whole_tiles``: it scatters
+    whole tiles only (``rooftop.arrays.tiles.summed_whole``). ``source`` is the evidence.
     """
 
     hidden: Mapping[str, float]
     whole_slice_scatter: str
     whole_slice_gather: str
+    whole_tiles: bool
     source: str
 
 
@@ -38,5 +40,6 @@ def overlap(chip_name: str) -> Overlap:
         hidden={kind: float(entry.get(kind, share)) for kind, share in _UNREAD.items()},
         whole_slice_scatter=entry.get("whole_slice_scatter", "reduce_scatter"),
         whole_slice_gather=entry.get("whole_slice_gather", "all_gather"),
+        whole_tiles=entry.get("whole_tiles", True),
         source=entry.get("source", "no schedule was read: what may hide, hides"),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from rooftop.arrays.tiles import TileLayout, default_layout, mxu_padding, padded_shape, summed_whole
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
+from rooftop.roofline.overlap import overlap
 
 Ints = npt.NDArray[np.int64]
 
@@ -199,44 +202,18 @@ def test_default_layouts(text: str) -> None:
     assert str(default_layout(compiled.dtype, compiled.shape)) == text
 
 
-@pytest.mark.parametrize(
-    ("shape", "parts", "kind"),
-    [
-        # As XLA compiled them (libtpu 0.0.42.1): for v6e, the last five for v5p, v5e and TPU7x.
-        ((2880, 64, 64), 4, "all_reduce"),
-        ((3072, 64, 64), 4, "reduce_scatter"),
-        ((2880, 64, 64), 8, "all_reduce"),
-        ((4096, 64, 64), 8, "reduce_scatter"),
-        ((2880, 32, 128), 4, "reduce_scatter"),
-        ((2880, 32, 128), 16, "all_reduce"),
-        ((576, 32, 128), 4, "reduce_scatter"),
-        ((480, 32, 128), 4, "all_reduce"),
-        ((3584, 1, 128), 4, "all_reduce"),
-        ((2880, 32), 4, "all_reduce"),
-        ((2880, 4096), 4, "reduce_scatter"),
-        ((2880, 4096), 16, "reduce_scatter"),
-        ((480, 4096), 4, "reduce_scatter"),
-        ((2880, 131072), 4, "reduce_scatter"),
-        ((4608, 131072), 4, "reduce_scatter"),
-        ((4096, 128256), 4, "reduce_scatter"),
-        ((2880, 201216), 4, "reduce_scatter"),
-        ((2880, 201088), 4, "all_reduce"),
-        ((1440, 201088), 4, "all_reduce"),
-        ((2880, 201088), 16, "all_reduce"),
-        ((2880, 32896), 4, "reduce_scatter"),
-        ((2880, 65152), 4, "all_reduce"),
-        ((2880, 65792), 4, "reduce_scatter"),
-        ((2880, 151808), 4, "all_reduce"),
-        ((2880, 152448), 4, "reduce_scatter"),
-        ((4096, 151936), 16, "all_reduce"),
-        ((5120, 38016), 16, "reduce_scatter"),
-        ((4096, 75968), 16, "all_reduce"),
-        ((4096, 37984), 16, "all_reduce"),
-        ((4096, 151936), 8, "all_reduce"),
-    ],
-)
-def test_gradients_that_xla_does_not_scatter(shape: tuple[int, ...], parts: int, kind: str) -> None:
-    assert summed_whole(shape, parts) == (kind == "all_reduce")
+def _scattered() -> list[dict[str, str]]:
+    """Results of bench/scatter.py: gradients as XLA:TPU compiled them."""
+    path = Path(__file__).parents[2] / "bench" / "results" / "scatter.csv"
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=f"{row['slice']}-{row['shape']}") for row in _scattered()])
+def test_gradients_that_xla_does_not_scatter(row: dict[str, str]) -> None:
+    shape = tuple(int(size) for size in row["shape"].split("x"))
+    whole_tiles = overlap(row["slice"].partition(":")[0]).whole_tiles
+    assert summed_whole(shape, int(row["parts"]), whole_tiles=whole_tiles) == (row["kind"] == "all_reduce")
 
 
 @pytest.mark.parametrize(("dtype", "what"), [("f64", "32 bits"), ("bf61", "bf16")])

@@ -251,12 +251,14 @@ class TrainingStep:
         """
         if self.slice.chip.kind != "tpu":
             return 0.0
-        parts = self.strategies.devices(*GATHER_AXES)
+        parts, whole_tiles = self.strategies.devices(*GATHER_AXES), self.rates.overlap.whole_tiles
         rows = np.broadcast_to(self.widths.stored(shape.k), parts.shape)
         columns = np.broadcast_to(shape.n, parts.shape)
         sizes, index = np.unique(np.stack([rows, columns, parts], axis=-1).reshape(-1, 3), axis=0, return_inverse=True)
         summed = [
-            float(summed_whole((k, n // head, head) if head else (k, n), ways)) if ways > 1 else 0.0
+            float(summed_whole((k, n // head, head) if head else (k, n), ways, whole_tiles=whole_tiles))
+            if ways > 1
+            else 0.0
             for k, n, ways in sizes.astype(np.int64).tolist()
         ]
         return np.array(summed)[index].reshape(parts.shape)
