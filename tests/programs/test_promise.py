@@ -24,10 +24,10 @@ from tests.support.promise import DROPPING, outcome, random_spec, refusal_table,
 CAPABILITIES = Path(__file__).parents[2] / "docs" / "capabilities.md"
 SLOW = pytest.mark.slow
 MODEL = ModelConfig(
-    name="tiny", family="llama", layers=2, d_model=16, d_ff=16, heads=4, kv_heads=2, d_head=8, vocab=32,
-    max_seq_len=16, layer_windows=(5, None), tied_embeddings=True, qkv_bias=True, attention_sinks=True,
+    name="tiny", family="llama", layers=1, d_model=16, d_ff=16, heads=4, kv_heads=2, d_head=8, vocab=32,
+    max_seq_len=16, layer_windows=(5,), tied_embeddings=True, qkv_bias=True, attention_sinks=True,
 )  # fmt: skip
-EXPERTS = replace(MODEL, layer_windows=(), moe=MoE(experts=4, active=2, d_ff=8))
+EXPERTS = replace(MODEL, layers=2, layer_windows=(), moe=MoE(experts=4, active=2, d_ff=8))
 #: Steps that are drawn, of which three in four run.
 RANDOM_STEPS = 400
 
