@@ -433,16 +433,19 @@ def _update(step: TrainingStep) -> list[Work]:
         for table, when in ((sums, 1 - step.staged), (of_stages, step.staged), (step.vectors, 1 - step.staged))
         for axes, elements in table.items()
     )
-    # Stages add in every trip, to their own layers and to what other stages do alone, whether or not there is anything.
+    # The first microbatch's gradients are the sums. The program of stages adds in every trip, whether or not there is
+    # anything: to the layers of one chunk and, outside them, to what each stage holds. The gradients of a tied table's
+    # lookup and of its matmul are made by different stages, and added one by one.
     more = np.maximum(step.strategies.microbatches - 1, 0)
-    if np.any(step.staged):
-        more = np.where(step.staged, step.strategies.trips, more)
-    # The gradients of a tied table's lookup and of its matmul are made by different stages, and added one by one.
-    added = total + step.staged * shards["vocab"] * step.model.tied_embeddings
+    added = total * more
+    if step.assumptions.in_step and np.any(step.staged):
+        outside = shards["vocab"] * (1 + step.model.tied_embeddings)
+        of_a_trip = (shards["dense"] + shards["experts"]) / step.strategies.chunks + outside
+        added = np.where(step.staged, of_a_trip * step.strategies.trips, added)
     return [
         Work(
             scope="gradients", phase="update", count=1, collectives=reduce,
-            hbm_bytes=total * gradient + added * more * (8 + gradient), vector_flops=2 * total,
+            hbm_bytes=total * gradient + added * (8 + gradient), vector_flops=2 * total,
             formula="gradient shards summed over the axes that hold copies; float32 sums over microbatches; norm",
         ),
         Work(
