@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import numpy as np
@@ -29,6 +29,7 @@ from rooftop.plan.training.plan import Padding, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import Sweep, sweep
 from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.scheduling.pipeline import PipelineSchedule
 from tests.support.examples import examples
 
 SLICES = [
@@ -538,6 +539,22 @@ def test_unknown_dtype_for_a_chip_is_refused() -> None:
 def test_bad_assumptions_name_the_fault(text: str, what: str) -> None:
     with pytest.raises(RooftopError, match=what):
         Assumptions().with_hidden(text)
+
+
+@pytest.mark.parametrize("schedule", get_args(PipelineSchedule))
+@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize(("stages", "microbatches"), [(16, 1), (16, 4), (8, 8)])
+def test_stages_take_no_less_than_their_bound(stages: int, microbatches: int, in_step: bool, schedule: str) -> None:
+    asked = problem(
+        axes={"stage": stages, "fsdp": 64 // stages}, seqs=64, microbatches=microbatches, schedule=schedule,
+        chunks=2 if schedule == "interleaved" else 1, assumptions=Assumptions(in_step=in_step),
+    )  # fmt: skip
+    plan = best(sweep(asked))
+    waited = dict.fromkeys(("mxu", "vpu", "hbm", "ici", "dcn", "pcie"), 0.0)
+    for row in plan.ledger:
+        for name, seconds in row.time_s.items():
+            waited[name] += row.count * seconds
+    assert max(waited.values()) < max(plan.lower_s.values()) <= plan.expected_s
 
 
 def test_hiding_more_is_never_slower() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rooftop import __version__
 from rooftop.arrays.mesh import Mesh, MeshLayout
-from rooftop.arrays.rules import AXES, Rules
+from rooftop.arrays.rules import AXES, STAGE_AXES, Rules
 from rooftop.capabilities import TRAINING, TrainingSpec, obstacles
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.records import Record, field_values, read_record
@@ -21,10 +21,10 @@ from rooftop.plan.layouts import from_mesh
 from rooftop.plan.pricing import Bounds, scalar, scalar_row
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.memory import host_bytes
-from rooftop.plan.training.pricing import idle_fraction
+from rooftop.plan.training.pricing import waits_s
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import training_reasons
-from rooftop.plan.training.rows import training_ledger
+from rooftop.plan.training.rows import training_ledger, training_work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Choice, Strategies
 from rooftop.plan.training.workload import Dtypes, Numerics, Workload
@@ -234,10 +234,22 @@ class TrainingPlan:
 
     @cached_property
     def lower_s(self) -> dict[str, float]:
-        """Lower bound by resource, with the pipeline's idle time if there is one."""
+        """Lower bound by resource, with the time in which pipeline stages wait for it."""
         spans = {name: self.mesh.span(name) for name in AXES}
-        waiting = 1 + scalar(idle_fraction(self.step.strategies))
-        return {name: scalar(seconds) * waiting for name, seconds in lower_s(self.ledger, spans).items()}
+        bounds = {name: scalar(seconds) for name, seconds in lower_s(self.ledger, spans).items()}
+        if self.mesh.size(*STAGE_AXES) == 1:
+            return bounds
+        step, work = self.step, training_work(self.step)
+        rows = training_ledger(step).rows[: len(work)]
+        waits = waits_s(
+            work,
+            rows,
+            lambda ledger: lower_s(ledger, spans),
+            step.strategies,
+            self.problem.assumptions,
+            step.last_chunk,
+        )
+        return {name: seconds + scalar(waits[name]) for name, seconds in bounds.items()}
 
     @property
     def bound(self) -> str:

@@ -8,7 +8,7 @@ is no embedding and no loss. Nothing hides in the rest of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -302,6 +302,30 @@ def _idle_s(
     # A row is of the busiest stage of all for its work: one stage has neither all rows nor all waits.
     waits = np.maximum(lockstep_s(seconds, strategies, last_chunk) - passes, 0.0)
     return np.where(stages > 1, waits, 0.0)
+
+
+def waits_s(
+    work: Sequence[Work],
+    rows: Sequence[Row],
+    seconds: Callable[[Ledger], Mapping[str, Number]],
+    strategies: Strategies,
+    assumptions: Assumptions,
+    last_chunk: Number,
+) -> dict[str, Number]:
+    """Seconds in which a pipeline stage waits for each resource, if its tasks take no longer than that resource.
+
+    ``rows`` are those of ``work``; ``seconds`` gives the time of each resource in some of them. Sends are left out:
+    they overlap the tasks of other stages.
+    """
+    owned: dict[_Owner, list[Row]] = {}
+    for item, row in zip(work, rows, strict=True):
+        if item.part != "sends":
+            owned.setdefault((item.phase, item.part), []).append(row)
+    times = {owner: seconds(Ledger(tuple(some))) for owner, some in owned.items()}
+    return {
+        name: _idle_s({owner: time[name] for owner, time in times.items()}, strategies, assumptions, last_chunk)
+        for name in next(iter(times.values()))
+    }
 
 
 def lockstep_s(seconds: Mapping[_Owner, Number], strategies: Strategies, last_chunk: Number) -> Number:
