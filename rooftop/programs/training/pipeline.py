@@ -332,7 +332,7 @@ class Stage:
             part = self.part(task)
             loss, pull, terms = jax.vjp(lambda y, last: self.finish(y, last, part), y, self.last, has_aux=True)
             dy, gradients = pull(varying(jnp.ones_like(loss), self.manual))
-            return (loss, terms), gradients, dy
+            return (loss, varying(terms, self.manual)), gradients, dy
 
         def backward(carry: _StageCarry, task: _StageTask) -> tuple[ResidualStream, Any]:
             with named_scope("layers"):
