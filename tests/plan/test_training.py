@@ -360,9 +360,13 @@ def test_data_over_dcn_reduces_gradient_shards() -> None:
 
 #: Plans whose programs have more than the planner knows of: see docs/compile.md.
 _KNOWN_MISSES = {
-    "v5p-stages-uneven": pytest.mark.xfail(
-        strict=True, reason="memory 0.948; a gather over tensor for each microbatch"
-    ),
+    name: pytest.mark.xfail(strict=True, reason=reason)
+    for name, reason in {
+        "v5p-stages-uneven": "memory 0.948; a gather over tensor for each microbatch",
+        "3-7": "memory 0.950; gathers over expert and fsdp together",
+        "3-9": "time 0.753 on TPU7x",
+        "3-10": "time 1.129; the program was not read",
+    }.items()
 }
 
 
