@@ -11,7 +11,9 @@ DEMO := plan train llama3-70b --on v5p:16x16x16 --batch-tokens 4Mi --seq 4096 --
 DEMO_COMPILED := plan train llama3.2-1b --on v5e:2x2 --mesh fsdp=2,tensor=2 --batch-seqs 8 --seq 2048 -o build/plan.json
 
 # A module's tests stay in one process, which compiles their programs once; tests/conftest.py begins with the longest.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# One process more than there are cores: some tests wait for other processes.
+WORKERS = $(shell $(BIN)/python -c 'import os; print(os.cpu_count() + 1)')
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-durations test-all test-newest lint bench docs lock clean
 .DELETE_ON_ERROR:

@@ -68,18 +68,16 @@ SHARDED = {
     "qwen3_moe": [{"data": 2, "expert": 2, "tensor": 2}],
     "llama": [{"data": 2, "fsdp": 2, "tensor": 2}],
 }
-#: In the quick tests: MLA and experts.
-QUICK = (({"expert": 2, "fsdp": 2, "tensor": 2}, "deepseek_v3"),)
-MESHES = [
-    pytest.param(name, sizes, marks=() if (sizes, name) in QUICK else pytest.mark.slow)
-    for name, meshes in SHARDED.items()
-    for sizes in meshes
-]
+MESHES = [(name, sizes) for name, meshes in SHARDED.items() for sizes in meshes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes"), MESHES)
 def test_sharded_step_equals_the_one_device_step(name: str, sizes: dict[str, int]) -> None:
-    """Loss and gradients of the train step, microbatches and chunks included, on eight devices as on one."""
+    """Loss and gradients of the train step, microbatches and chunks included, on eight devices as on one.
+
+    The quick tests have LLaMA and DeepSeek-V2-Lite in test_packed_training.py.
+    """
     model = case(name)[0]
     program = program_of(
         model=model, batch=8, seq_len=16, microbatches=2, loss_chunks=2, attention="chunked", compute_dtype="f32"
