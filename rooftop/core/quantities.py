@@ -38,7 +38,7 @@ DTYPE_ALIASES: dict[str, str] = {
 
 #: The largest number of tokens, steps, dims or requests that is accepted: more is a slip of the keyboard.
 LARGEST_COUNT = 10**15
-#: The largest figure that an option takes and that is no count: FLOP/s of a chip have sixteen digits.
+#: The largest quantity that an option takes; counts have limits of their own. FLOP/s of a chip have sixteen digits.
 LARGEST_QUANTITY = 1e18
 #: The longest time, thirty years.
 LARGEST_SECONDS = 1e9

@@ -89,7 +89,7 @@ def test_the_host_tells_of_passes_and_of_dropped_ids() -> None:
     late = Event("preprocess", 500, 505, {"dropped_ids": 100, "minibatches": 9})
     host = plane("/host:CPU", {"python": [*marks, late]})
     core = core_of(twice(Event(LOOKUP, 0, 10)), host)
-    assert (core.minibatches, core.dropped_ids) == (2, 7), "what lies behind the counted steps does not count"
+    assert (core.minibatches, core.dropped_ids) == (2, 7), "batches after the counted steps do not count"
     assert core_of(twice(Event(LOOKUP, 0, 10))).dropped_ids is None
 
 

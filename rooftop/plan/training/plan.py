@@ -206,9 +206,14 @@ class TrainingPlan:
         return self.problem.step(Strategies(from_mesh(self.mesh), (self.choice,)))
 
     @cached_property
+    def _priced(self) -> Ledger:
+        """Every row of the step, arrays [1, 1]."""
+        return training_ledger(self.step)
+
+    @cached_property
     def ledger(self) -> Ledger:
         """The planned ledger: scalar rows, without those that take no time."""
-        rows = (_shown_row(row, self.mesh) for row in training_ledger(self.step))
+        rows = (_shown_row(row, self.mesh) for row in self._priced)
         return Ledger(tuple(row for row in rows if row.count and (row.expected_s or row.time_s)))
 
     @cached_property
@@ -240,10 +245,9 @@ class TrainingPlan:
         if self.mesh.size(*STAGE_AXES) == 1:
             return bounds
         step, work = self.step, training_work(self.step)
-        rows = training_ledger(step).rows[: len(work)]
         waits = waits_s(
             work,
-            rows,
+            self._priced.rows[: len(work)],
             lambda ledger: lower_s(ledger, spans),
             step.strategies,
             self.problem.assumptions,

@@ -1,6 +1,6 @@
 """The expected time of each row of a training step, with the share of its transfers that computation hides.
 
-Transfers off the critical path hide behind the computation of their window, up to the share that the assumptions allow
+Transfers off the critical path overlap the computation of their window, up to the share that the assumptions allow
 and to the time that there is to hide in. A window is the layers' part of a pass (forward; backward with what it
 recomputes): compilers overlap a layer's transfers with work in the same trip of the loop over layers, and in it there
 is no embedding and no loss. Nothing hides in the rest of a pass.
