@@ -96,10 +96,11 @@ def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int,
     """Number of ids, and the function that preprocesses them, by route."""
     from jax_tpu_embedding.sparsecore.lib.nn import embedding, embedding_spec
 
+    from rooftop.core.rounding import next_multiple
     from rooftop.embed.host.preprocess import Preprocessor
     from rooftop.embed.host.workers import make_ready
     from rooftop.models.embedding_tables.limits import StackLimits
-    from rooftop.models.embedding_tables.stacking import padded, stack_tables
+    from rooftop.models.embedding_tables.stacking import stack_tables
     from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, SparseCoreConfig, TableOptimizer, Tables
 
     inputs = draw(batch)
@@ -121,7 +122,7 @@ def routes(batch: int, threads: int, stacked: bool, combiner: str) -> tuple[int,
         name: StackLimits(
             max_ids=int(one.max_ids.max() * 1.1) + 8,
             max_unique_ids=int(one.max_unique_ids.max() * 1.1) + 8,
-            buffer=padded(int(one.buffer.max() * 1.1), 8),
+            buffer=next_multiple(int(one.buffer.max() * 1.1), 8),
         )
         for name, one in seen.items()
     }

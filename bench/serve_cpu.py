@@ -44,14 +44,15 @@ Round = Callable[[list[list[int]], list[int]], tuple[list[list[int]], float]]
 
 def rooftop_round(folder: Path, asked: dict[str, Any]) -> tuple[Round, Callable[[], dict[str, float]], dict[str, str]]:
     """The engine that ``rooftop serve`` starts, without the API."""
+    from rooftop.core.rounding import ceil_div, next_multiple
     from rooftop.scheduling.serving.scheduler import Policy
     from rooftop.serve.engine.configuration import Configuration, Shapes
     from rooftop.serve.engine.loading import load
     from rooftop.serve.engine.requests import GenerationRequest, Sampling, Token
 
     concurrent, prompt, max_model_len = asked["concurrent"], asked["prompt"], asked["prompt"] + asked["outputs"][1]
-    contexts, copies = -(-max_model_len // 64) * 64, asked["copies"]
-    share = -(-concurrent // copies)
+    contexts, copies = next_multiple(max_model_len, 64), asked["copies"]
+    share = ceil_div(concurrent, copies)
     engine = load(
         folder,
         Configuration(

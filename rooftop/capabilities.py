@@ -29,10 +29,10 @@ from rooftop.arrays.rules import (
     ways,
 )
 from rooftop.core.errors import RooftopError
+from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
 from rooftop.models.segments import stage_parts
-from rooftop.models.widths import next_multiple
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
 
 if TYPE_CHECKING:

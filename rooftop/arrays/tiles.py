@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import dtype_bytes
+from rooftop.core.rounding import ceil_div, next_multiple
 
 Shape = tuple[int, ...]
 Ints = npt.NDArray[np.int64]
@@ -131,14 +132,14 @@ class TileLayout:
         shape = tuple(self.shape[dim] for dim in reversed(self.minor_to_major))
         for tile in self.tiles:
             major, minor = _cut(shape, tile)
-            shape = (*major, *(-(-size // block) for size, block in zip(minor, tile, strict=True)), *tile)
+            shape = (*major, *(ceil_div(size, block) for size, block in zip(minor, tile, strict=True)), *tile)
         return shape
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory, padding included."""
         bits = self.element_bits or max(8, HLO_BITS[self.dtype])
-        return -(-prod(self.tiled_shape) * bits // 8)
+        return ceil_div(prod(self.tiled_shape) * bits, 8)
 
     @property
     def expansion(self) -> float:
@@ -176,7 +177,7 @@ class MxuPadding:
 def padded_shape(shape: Sequence[int], tile: Sequence[int]) -> Shape:
     """``shape`` with its last dims padded to multiples of ``tile``; missing dims count as 1 before the others."""
     major, minor = _cut(tuple(shape), tuple(tile))
-    return (*major, *(-(-size // block) * block for size, block in zip(minor, tile, strict=True)))
+    return (*major, *(next_multiple(size, block) for size, block in zip(minor, tile, strict=True)))
 
 
 def default_layout(dtype: str, shape: Sequence[int]) -> TileLayout:
@@ -238,13 +239,13 @@ def summed_whole(shape: Sequence[int], parts: int, *, whole_tiles: bool = True) 
     part = rows // parts
 
     def padding(size: int) -> float:
-        return -(-size // lanes) * lanes / size
+        return next_multiple(size, lanes) / size
 
     if padding(columns) > padding(rows):
-        return (whole_tiles and bool(part % lanes)) or _largest_factor(-(-columns // tile)) > _LARGEST_FACTOR
+        return (whole_tiles and bool(part % lanes)) or _largest_factor(ceil_div(columns, tile)) > _LARGEST_FACTOR
     if len(shape) > 2:
         return whole_tiles and (shape[1] == 1 or bool(part % tile))
-    return _largest_factor(-(-columns // lanes)) > _LARGEST_FACTOR
+    return _largest_factor(ceil_div(columns, lanes)) > _LARGEST_FACTOR
 
 
 def _largest_factor(number: int) -> int:
@@ -263,7 +264,7 @@ def mxu_padding(m: Any, k: Any, n: Any, tile: int) -> MxuPadding:
     Both dims of the weights, k and n, fill whole arrays; the rows m come in groups of 8, as they do from a vector
     register. Sizes may be NumPy arrays. Source: chapter 2.
     """
-    padded = [-(-size // block) * block for size, block in ((m, VPU[0]), (k, tile), (n, tile))]
+    padded = [next_multiple(size, block) for size, block in ((m, VPU[0]), (k, tile), (n, tile))]
     return MxuPadding(m=padded[0], k=padded[1], n=padded[2], useful=(m / padded[0]) * (k / padded[1]) * (n / padded[2]))
 
 

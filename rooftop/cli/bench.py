@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
 import click
 
@@ -36,6 +36,17 @@ def command() -> None:
     """Measure: collectives on the devices that are here, a server under load."""
 
 
+class _Collectives(TypedDict):
+    """Options that ``bench_collectives`` takes."""
+
+    on: str | None
+    mesh: str | None
+    axis: str | None
+    kinds: str | None
+    sizes: str
+    dtype: str
+
+
 @command.command(
     name="collectives",
     cls=VerbCommand,
@@ -55,7 +66,7 @@ def command() -> None:
 @dtype_option(default="bf16", help="Dtype of the elements.")
 @output_option()
 @json_option
-def collectives(*, output: Path | None, as_json: bool, **options: Any) -> int:
+def collectives(*, output: Path | None, as_json: bool, **options: Unpack[_Collectives]) -> int:
     """Time collectives over the axes of a mesh, for several sizes.
 
     A size is the payload of one device: the output of an all_gather, the input of a reduce_scatter, the operand of an
@@ -79,6 +90,27 @@ _SERVING = (
 )
 
 
+class _Serving(TypedDict):
+    """Options that ``bench_serving`` takes."""
+
+    url: str
+    trace: Path | None
+    requests_per_second: float | None
+    duration: float
+    prompt: str
+    generate: str
+    burstiness: float
+    seed: int
+    hash_tokens: int
+    model: str | None
+    api_key: str | None
+    vocab: int | None
+    ignore_eos: bool
+    plan: Path | None
+    ttft: float | None
+    tpot: float | None
+
+
 @command.command(name="serve", cls=VerbCommand, examples=_SERVING)
 @option("--url", group=SERVER, required=True, metavar="URL", help="The server: http://127.0.0.1:8000.")
 @option("--trace", group=WORKLOAD, type=PATH, help="Requests: JSONL or CSV.")
@@ -98,7 +130,7 @@ _SERVING = (
 @tpot_option(help="Target for goodput: 30ms.")
 @output_option()
 @json_option
-def serve(*, url: str, output: Path | None, as_json: bool, **options: Any) -> int:
+def serve(*, output: Path | None, as_json: bool, **options: Unpack[_Serving]) -> int:
     """Replay a trace against a server with OpenAI's API, and report how long its clients wait.
 
     The same requests are simulated: with the step times that a server of rooftop measured meanwhile (its /metrics), or
@@ -108,7 +140,7 @@ def serve(*, url: str, output: Path | None, as_json: bool, **options: Any) -> in
     from rooftop.library.benchmarks import bench_serving
 
     with progress_bar(shown=not as_json) as on_progress:
-        result = bench_serving(url, **options, on_progress=on_progress)
+        result = bench_serving(**options, on_progress=on_progress)
     data = result.to_json()
     if output is not None:
         write_json(output, data)

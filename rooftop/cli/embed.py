@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import click
 
@@ -105,6 +106,35 @@ def stats(
     return 0
 
 
+class _Training(TypedDict):
+    """Arguments and options that are fields of ``EmbeddingTrainRequest``."""
+
+    tables: Path
+    data: Path
+    run: Path
+    batch_samples: int
+    steps: int | None
+    evaluate: Path | None
+    devices: int | None
+    cores_per_device: int | None
+    sample_passes: int
+    pipelined: bool
+    limits: Path | None
+    learning_rate: float
+    warmup: int
+    decay: str
+    decay_steps: int | None
+    final_learning_rate: float
+    seed: int | None
+    save_every: int
+    keep: int
+    keep_every: int | None
+    host_threads: int
+    workers: int
+    profile: tuple[int, int] | None
+    tensorboard: bool
+
+
 @command.command(name="train", cls=VerbCommand, examples=_TRAIN_EXAMPLES)
 @click.argument("tables", type=FILE)
 @click.argument("data", type=FILE)
@@ -149,35 +179,7 @@ def stats(
 )  # fmt: skip
 @option("--tensorboard", group=OUTPUT, is_flag=True, help="Write TensorBoard events into RUN/tensorboard.")
 @json_option
-def train(
-    *,
-    tables: Path,
-    data: Path,
-    run: Path,
-    batch_samples: int,
-    steps: int | None,
-    evaluate: Path | None,
-    devices: int | None,
-    cores_per_device: int | None,
-    sample_passes: int,
-    pipelined: bool,
-    limits: Path | None,
-    learning_rate: float,
-    warmup: int,
-    decay: str,
-    decay_steps: int | None,
-    final_learning_rate: float,
-    seed: int | None,
-    save_every: int,
-    keep: int,
-    keep_every: int | None,
-    check: str | None,
-    host_threads: int,
-    workers: int,
-    profile: tuple[int, int] | None,
-    tensorboard: bool,
-    as_json: bool,
-) -> int:
+def train(*, check: str | None, as_json: bool, **options: Unpack[_Training]) -> int:
     """Train a DLRM with TABLES (tables.toml) on DATA (Criteo's TSV) in the folder RUN, or resume the run there.
 
     SIGTERM and Ctrl-C save the state; the same command resumes the run.
@@ -187,35 +189,9 @@ def train(
     from rooftop.library.training import EMBEDDING_PACKAGES, train_embedding
     from rooftop.runs.environment import keep_compilations, prepare_environment
 
-    request = EmbeddingTrainRequest(
-        tables=tables,
-        data=data,
-        run=run,
-        batch_samples=batch_samples,
-        steps=steps,
-        evaluate=evaluate,
-        devices=devices,
-        cores_per_device=cores_per_device,
-        sample_passes=sample_passes,
-        pipelined=pipelined,
-        limits=limits,
-        checks=parse_checks(check),
-        learning_rate=learning_rate,
-        warmup=warmup,
-        decay=decay,
-        decay_steps=decay_steps,
-        final_learning_rate=final_learning_rate,
-        seed=seed,
-        save_every=save_every,
-        keep=keep,
-        keep_every=keep_every,
-        host_threads=host_threads,
-        workers=workers,
-        profile=profile,
-        tensorboard=tensorboard,
-    )
-    prepare_environment(devices, packages=EMBEDDING_PACKAGES, extra="embed")
-    if profile is None:
+    request = EmbeddingTrainRequest(checks=parse_checks(check), **options)
+    prepare_environment(request.devices, packages=EMBEDDING_PACKAGES, extra="embed")
+    if request.profile is None:
         # Traces of a program out of the compilation cache lack its scopes.
         keep_compilations()
     with progress_bar(shown=not as_json) as bar:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict, Unpack
 
 import click
 
@@ -23,6 +23,23 @@ from rooftop.cli.options import (
     top_option,
 )
 from rooftop.cli.output import progress_bar, show
+
+
+class _Matmul(TypedDict):
+    """Arguments and options that ``matmul`` takes."""
+
+    expression: str
+    on: str | None
+    figures: dict[str, float]
+    dims: str | None
+    backward: bool
+    mesh: str
+    layout: str | None
+    dtype: str
+    level: str
+    simulate: bool
+    measure: bool
+    top: int | str
 
 
 @click.command(
@@ -51,7 +68,9 @@ from rooftop.cli.output import progress_bar, show
 @option("--measure", is_flag=True, group=RUN, help="Run the listed strategies on the devices here, and time them.")
 @top_option(default="8", help="Strategies to list, or all.")
 @json_option
-def command(*, no_overlap: bool, unidirectional: bool, compiled: bool, as_json: bool, **options: Any) -> int:
+def command(
+    *, no_overlap: bool, unidirectional: bool, compiled: bool, as_json: bool, **options: Unpack[_Matmul]
+) -> int:
     """Price the multiplying, resharding, gathering or summing of sharded arrays, and rank the ways to do it.
 
     EXPRESSION is 'A @ B -> C', 'A -> B', a collective such as 'AllGather_X(A)', or 'A' alone. An array is written

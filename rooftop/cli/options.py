@@ -124,10 +124,10 @@ class Parsed(_Type):
 
     def __init__(self, name: str, parse: Callable[[str, str], Any]) -> None:
         self.name = name
-        self._parse = parse
+        self.parse = parse
 
     def _read(self, value: Any, field: str) -> Any:
-        return self._parse(value, field)
+        return self.parse(value, field)
 
 
 class Dtype(_Type):
@@ -136,15 +136,15 @@ class Dtype(_Type):
     name = "dtype"
 
     def __init__(self, *, several: bool = False) -> None:
-        self._several = several
+        self.several = several
 
     def _read(self, value: Any, field: str) -> str | tuple[str, ...]:
-        if not self._several:
+        if not self.several:
             return parse_dtype(value, field)
         return tuple(parse_dtype(part, field) for part in (value.split(",") if isinstance(value, str) else value))
 
     def _candidates(self, incomplete: str) -> Iterable[str]:
-        return _last_entries(incomplete, DTYPE_BYTES) if self._several else DTYPE_BYTES
+        return _last_entries(incomplete, DTYPE_BYTES) if self.several else DTYPE_BYTES
 
 
 class Name(_Type):
@@ -244,17 +244,25 @@ def _top(text: str, field: str) -> int | str:
     return "all" if str(text) == "all" else parse_count(text, field)
 
 
+def _quantity(text: str, field: str) -> float:
+    return parse_quantity(text, field, largest=LARGEST_QUANTITY)
+
+
+def _price(text: str, field: str) -> float:
+    return parse_quantity(text, field, largest=1e6)
+
+
 COUNT = Parsed("n", parse_count)
 COUNT_OR_ZERO = Parsed("n", _count_or_zero)
 #: A number of rows, or "all".
 TOP = Parsed("n", _top)
-QUANTITY = Parsed("x", lambda text, field: parse_quantity(text, field, largest=LARGEST_QUANTITY))
+QUANTITY = Parsed("x", _quantity)
 BYTES = Parsed("bytes", parse_bytes)
 SHARE = Parsed("share", parse_share)
 #: Seconds, as a float, of a time with its unit.
 TIME = Parsed("time", parse_seconds)
 #: Dollars per chip-hour.
-PRICE = Parsed("usd", lambda text, field: parse_quantity(text, field, largest=1e6))
+PRICE = Parsed("usd", _price)
 #: First and last step of a trace.
 PROFILE = Parsed("steps=a..b", parse_profile)
 DTYPE = Dtype()

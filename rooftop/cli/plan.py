@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack, cast
 
 import click
 from click.core import ParameterSource
@@ -73,6 +71,34 @@ def command() -> None:
     """Predict time, memory, cost and what binds, and choose the sharding."""
 
 
+class _Training(TypedDict):
+    """Arguments and options that ``plan_training`` takes."""
+
+    model: str
+    on: str
+    chips: int | None
+    smallest: bool
+    batch_tokens: int | None
+    batch_seqs: int | None
+    tokens: int | None
+    days: float | None
+    budget: str | None
+    mesh: str | None
+    layout: str | None
+    remat: str | None
+    microbatches: int | None
+    schedule: str
+    chunks: int
+    matmul_dtype: str
+    weights_dtype: str
+    moments_dtype: str
+    optimizer: str
+    assume: str | None
+    bounds: str
+    price: float | None
+    alternatives: int
+
+
 @command.command(
     name="train",
     cls=VerbCommand,
@@ -119,14 +145,14 @@ def train(
     report: Path | None,
     output: Path | None,
     as_json: bool,
-    **options: Any,
+    **options: Unpack[_Training],
 ) -> int:
     """Plan a training run of MODEL, a preset or the path of a Hugging Face config.json."""
     from rooftop.core.files import write_text
     from rooftop.library.planning import plan_training
 
     with no_answer(as_json=as_json), progress_bar(shown=not as_json, after_s=1.0) as on_progress:
-        result = plan_training(seq=seq_len, on_progress=on_progress, **options)
+        result = plan_training(seq=seq_len, **options, on_progress=on_progress)
     if output is not None:
         result.write_plan(output)
     if perfetto is not None:
@@ -147,6 +173,47 @@ _SERVING = (
     "rooftop plan serve llama3-70b --on v5e:4x4 --weights-dtype int8 --kv-dtype int8 --batch-seqs 32 -o plan.json",
     "rooftop plan serve llama3-70b --requests-per-second 40 --ttft 500ms --tpot 30ms --on v5e,v6e",
 )
+
+
+class _Front(TypedDict):
+    """Arguments and options that ``serving_front`` takes."""
+
+    model: str
+    on: str
+    prompt: int | None
+    generate: int
+    context: int | None
+    weights_dtype: tuple[str, ...] | None
+    kv_dtype: tuple[str, ...] | None
+    matmul_dtype: str
+    embeddings_dtype: str | None
+    weight_group: int | None
+    kv_sharing: int
+    batching: str | None
+    mesh: str | None
+    kv_split: str | None
+    draft: str | None
+    draft_length: int
+    acceptance: float
+    assume: str | None
+    bounds: str
+    price: float | None
+
+
+class _Serving(_Front):
+    """The same and what ``plan_serving`` takes too."""
+
+    batch_seqs: int | None
+    prefill_mesh: str | None
+    prefill_on: str | None
+    link: str
+    ttft: float | None
+    tpot: float | None
+    requests_per_second: float | None
+    hit_rate: float
+    host_dram: int | None
+    mfu: float | None
+    contexts: str | None
 
 
 @command.command(name="serve", cls=VerbCommand, examples=_SERVING)
@@ -207,7 +274,13 @@ _SERVING = (
 @output_option(help="Write plan.json here.")
 @json_option
 def serve(
-    *, objective: str, plot: Path | None, report: Path | None, output: Path | None, as_json: bool, **options: Any
+    *,
+    objective: str,
+    plot: Path | None,
+    report: Path | None,
+    output: Path | None,
+    as_json: bool,
+    **options: Unpack[_Serving],
 ) -> int:
     """Plan serving MODEL (a preset or a path to a Hugging Face config.json): chapter 8's LLaMA-3 70B by default."""
     from rooftop.core.files import write_json, write_text
@@ -216,7 +289,7 @@ def serve(
     result: ServingPlanResult | ServingFrontResult
     with no_answer(as_json=as_json):
         if objective == "pareto":
-            result = serving_front(**_of_front(options, tuple(signature(serving_front).parameters)))
+            result = serving_front(**_of_front(options))
         else:
             result = plan_serving(**options, objective=objective)
     data = result.to_json()
@@ -240,13 +313,14 @@ def serve(
     return 0
 
 
-def _of_front(options: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
+def _of_front(options: _Serving) -> _Front:
     """Options that the front of several chips has. Raises RooftopError for another that was given."""
     context = click.get_current_context()
-    for name in options.keys() - known:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise RooftopError(name.replace("_", "-"), options[name], "this without --for pareto")
-    return {name: options[name] for name in known if name in options}
+    known = _Front.__annotations__.keys()
+    for name, value in options.items():
+        if name not in known and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise RooftopError(name.replace("_", "-"), value, "this without --for pareto")
+    return cast(_Front, {name: value for name, value in options.items() if name in known})
 
 
 def _title(result: ServingPlanResult | ServingFrontResult, on: str) -> str:
@@ -260,6 +334,18 @@ def _title(result: ServingPlanResult | ServingFrontResult, on: str) -> str:
         model, kinds = problem.model.name, {(problem.numerics.weights, problem.numerics.kv)}
     dtypes = "; ".join(f"{weights} weights, {kv} KV" for weights, kv in kinds) if len(kinds) == 1 else ""
     return ", ".join(part for part in (f"{model}: generation on {on}", dtypes) if part)
+
+
+class _Embedding(TypedDict):
+    """Arguments and options that ``plan_embedding`` takes."""
+
+    tables: Path
+    on: str
+    batch_samples: int
+    limits: Path | None
+    sample_passes: int
+    dense_flops: float | None
+    host_threads: int | None
 
 
 @command.command(
@@ -276,7 +362,7 @@ def _title(result: ServingPlanResult | ServingFrontResult, on: str) -> str:
 @host_threads_option()
 @output_option(help="Write plan.json here.")
 @json_option
-def embed(*, output: Path | None, as_json: bool, **options: Any) -> int:
+def embed(*, output: Path | None, as_json: bool, **options: Unpack[_Embedding]) -> int:
     """Plan the embedding TABLES (a TOML file) on a slice: memory, step time, and what binds."""
     from rooftop.library.embedding import plan_embedding
 

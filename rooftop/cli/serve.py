@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
@@ -51,6 +52,46 @@ _EXAMPLES = (
     "rooftop serve models/llama --batch-seqs 64 --kv-dtype int8 --mesh tensor=4 --host 0.0.0.0 --api-key KEY",
     "rooftop serve plan.json --weights-of models/llama --shrink",
 )
+
+
+class _Request(TypedDict):
+    """Arguments and options that are fields of ``ServeRequest``."""
+
+    checkpoint: Path
+    weights_of: Path | None
+    host: str
+    port: int
+    name: str | None
+    cors: tuple[str, ...]
+    batch_seqs: int | None
+    max_model_len: int | None
+    max_queue: int
+    max_body: int
+    chunk_tokens: int | None
+    batching: str | None
+    generate_at: str | None
+    role: str | None
+    link_key: str | None
+    preemption: str | None
+    prefix_cache: bool
+    draft_length: int
+    draft: Path | None
+    page_tokens: int
+    pages: int | None
+    host_pages: int
+    compute_dtype: str | None
+    weights_dtype: str | None
+    weight_group: int | None
+    kv_dtype: str | None
+    kv_split: str | None
+    shrink: bool
+    devices: int | None
+    coordinator: str | None
+    processes: int | None
+    process: int | None
+    chat_template: Path | None
+    log_level: str
+    log_texts: bool
 
 
 @click.command(name="serve", cls=VerbCommand, examples=_EXAMPLES)
@@ -138,7 +179,7 @@ def command(
     prefill_devices: int | None,
     mesh: str | None,
     as_json: bool,
-    **options: Any,
+    **options: Unpack[_Request],
 ) -> int:
     """Serve a CHECKPOINT as OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 

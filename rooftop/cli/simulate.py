@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
 import click
 
@@ -39,6 +39,31 @@ _EXAMPLES = (
 )
 
 
+class _Simulation(TypedDict):
+    """Arguments and options that ``simulate`` takes."""
+
+    plan: Path
+    trace: Path | None
+    requests_per_second: float | None
+    duration: float
+    prompt: str | None
+    generate: str | None
+    burstiness: float
+    seed: int
+    hash_tokens: int
+    batching: str | None
+    chunk_tokens: int | None
+    batch_seqs: int | None
+    replicas: int | None
+    prefill_servers: int | None
+    routing: str
+    preemption: str
+    prefix_cache: bool
+    host_dram: int | None
+    ttft: float | None
+    tpot: float | None
+
+
 @click.command(name="simulate", cls=VerbCommand, examples=_EXAMPLES)
 @click.argument("plan", type=PATH)
 @option("--trace", group=WORKLOAD, type=PATH, help="Requests: JSONL or CSV.")
@@ -71,7 +96,12 @@ _EXAMPLES = (
 @output_option()
 @json_option
 def command(
-    *, per_request: Path | None, perfetto: Path | None, output: Path | None, as_json: bool, **options: Any
+    *,
+    per_request: Path | None,
+    perfetto: Path | None,
+    output: Path | None,
+    as_json: bool,
+    **options: Unpack[_Simulation],
 ) -> int:
     """Simulate requests to the servers of PLAN, a plan.json of `rooftop plan serve`: the latencies that users feel."""
     from rooftop.core.files import write_json

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.rounding import ceil_div
 from rooftop.hardware.chips import Chip, Shape, chip
 
 _TEXT = re.compile(r"\s*([^:@\s]+)\s*:\s*([0-9]{1,6}(?:x[0-9]{1,6})*)\s*(?:@\s*([0-9]{1,6}))?\s*", re.IGNORECASE)
@@ -275,7 +276,7 @@ def _nearest(spec: Chip, shape: Shape, count: int = 3) -> list[Shape]:
         return off, max(candidate)
 
     if spec.kind == "gpu":
-        nodes = sorted({1, -(-chips // math.prod(spec.pod_shape))})
+        nodes = sorted({1, ceil_div(chips, math.prod(spec.pod_shape))})
         candidates = [(*part, count) for part in spec.slice_shapes for count in nodes]
     else:
         candidates = [*spec.slice_shapes, *_cubes(spec)]

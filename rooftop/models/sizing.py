@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.rounding import ceil_div
 from rooftop.models import ModelConfig, count_params
 
 #: What ``--model`` begins with to ask for one: llama:4M.
@@ -25,7 +26,7 @@ def small_llama(parameters: int, vocab: int, max_seq_len: int) -> ModelConfig:
             family="llama",
             layers=layers,
             d_model=d_model,
-            d_ff=-(-8 * d_model // (3 * 128)) * 128,
+            d_ff=ceil_div(8 * d_model, 3 * 128) * 128,
             heads=d_model // _HEAD,
             kv_heads=d_model // _HEAD // 2,
             d_head=_HEAD,

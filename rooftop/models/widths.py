@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -28,16 +29,6 @@ if TYPE_CHECKING:
 
 #: The largest padding of a dim that a search considers, relative to its size.
 MOST_PADDING = 0.2
-
-
-def share(size: Ways, ways: Ways) -> Ways:
-    """The part of ``size`` that the busiest of ``ways`` devices has."""
-    return -(-size // ways)
-
-
-def next_multiple(size: Any, ways: Any) -> Any:
-    """The least multiple of ``ways`` that is not below ``size``: numbers, or arrays that broadcast."""
-    return share(size, ways) * ways
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +90,7 @@ class HeadSplit:
     @property
     def queries(self) -> int:
         """Query heads on a device."""
-        return share(self.heads, self.ways)
+        return ceil_div(self.heads, self.ways)
 
     @property
     def keys(self) -> int:
@@ -136,7 +127,7 @@ def key_heads(heads: int, kv_heads: int, ways: Number) -> Number:
     """Key/value heads on each of ``ways`` devices; see ``HeadSplit``."""
     import numpy as np
 
-    queries = np.asarray(share(heads, ways)).astype(np.int64)
+    queries = np.asarray(ceil_div(heads, ways)).astype(np.int64)
     readers = np.gcd(queries, heads // kv_heads)
     return np.where(np.asarray(ways) % kv_heads == 0, np.minimum(queries, 1), queries // readers)
 
@@ -156,7 +147,7 @@ class ModelWidths:
     @cached_property
     def heads(self) -> Number:
         """Query heads."""
-        return share(self.model.heads, self.tensor)
+        return ceil_div(self.model.heads, self.tensor)
 
     @cached_property
     def kv_heads(self) -> Number:
@@ -174,16 +165,16 @@ class ModelWidths:
     @cached_property
     def vocab(self) -> Number:
         """Rows of the vocabulary."""
-        return share(self.model.vocab, self.tensor)
+        return ceil_div(self.model.vocab, self.tensor)
 
     @cached_property
     def experts(self) -> Number:
         """Experts."""
-        return share(1 if self.model.moe is None else self.model.moe.experts, self.expert)
+        return ceil_div(1 if self.model.moe is None else self.model.moe.experts, self.expert)
 
     def columns(self, hidden: int) -> Number:
         """Columns of an MLP of ``hidden`` ones."""
-        return share(hidden, self.tensor)
+        return ceil_div(hidden, self.tensor)
 
     def stored(self, rows: Number) -> Number:
         """Rows of a weight that has ``rows`` of them in its matmul, as they are stored over fsdp and gathered."""

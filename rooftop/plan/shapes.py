@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from rooftop.arrays.mesh import Floats
+from rooftop.core.rounding import ceil_div
 from rooftop.models.attention import MatmulShape
 from rooftop.models.config import ModelConfig
 
@@ -25,8 +26,8 @@ def attended_pairs(seq_len: int, window: int | None, block: int) -> float:
     Block row i runs its i + 1 block columns (the diagonal block whole), less those wholly outside the window.
     """
     block = min(block, seq_len)
-    rows = -(-seq_len // block)
-    width = rows if window is None else min(rows, -(-(window - 1) // block) + 1)
+    rows = ceil_div(seq_len, block)
+    width = rows if window is None else min(rows, ceil_div(window - 1, block) + 1)
     blocks = width * (width + 1) / 2 + (rows - width) * width
     return blocks * block * block
 

@@ -21,10 +21,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.rounding import next_multiple
 from rooftop.models.config import MLA, ModelConfig
 from rooftop.models.config import MoE as Mixture
 from rooftop.models.segments import LayerKind, segments, shared_segment
-from rooftop.models.widths import HeadSplit, PaddedDim, next_multiple
+from rooftop.models.widths import HeadSplit, PaddedDim
 from rooftop.programs.sharding import Dim, Specs, axes_of
 
 Leaf = TypeVar("Leaf")

@@ -18,6 +18,7 @@ import numpy as np
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import COLLECTIVES, Number
+from rooftop.core.rounding import next_multiple
 from rooftop.hardware import Chip
 from rooftop.hardware import chip as find_chip
 
@@ -158,7 +159,7 @@ def attention_seconds(
     matrix, waits = 0.0, 0.0
     for kernel in _BACKWARD[chip.kind] if backward else ("fwd",):
         of_qk, of_v = KERNEL_MATMULS[kernel]
-        matrix += of_qk * -(-d_qk // side) * side + of_v * -(-d_v // side) * side
+        matrix += of_qk * next_multiple(d_qk, side) + of_v * next_multiple(d_v, side)
         waits += fit.vector_cycles[kernel] / _REGISTER if fit else 0.0
     rate = chip.flops_per_s["bf16"] / chip.devices
     return 2.0 * scores * matrix / rate, scores * waits * chip.devices / (chip.cores * chip.clock_hz)

@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError, one_of
+from rooftop.core.rounding import next_multiple
 
 
 class StageOp(IntEnum):
@@ -200,7 +201,7 @@ def slot_counts(schedule: PipelineSchedule, stages: int, microbatches: int, chun
         return SlotCounts(trips=trips, mixes=Counter(_waves(stages, microbatches)))
     if schedule == "interleaved" and microbatches > stages:
         # Other numbers have no table.
-        microbatches = -(-microbatches // stages) * stages
+        microbatches = next_multiple(microbatches, stages)
     # Beyond the pipeline's ends, slots repeat with each microbatch, or each group of them.
     period = stages if schedule == "interleaved" else 1
     whole = 2 * stages

@@ -20,6 +20,7 @@ from rooftop.capabilities import TrainingSpec
 from rooftop.compiler.devices import Local, local_devices, mesh_of, write_axes
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import parse_count
+from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig, load_model
 from rooftop.models.sizing import PREFIX, small_llama
 from rooftop.plan.training.plan import TrainingPlan
@@ -147,7 +148,7 @@ def _of_model(request: TrainRequest, here: Local) -> tuple[TrainProgram, Any, st
     is_cpu = here.devices[0].platform == "cpu"
     compute = request.compute_dtype or ("f32" if is_cpu else "bf16")
     parts = ways(axes, *BATCH_AXES) * microbatches
-    batch = request.batch_seqs or -(-_SEQUENCES // parts) * parts
+    batch = request.batch_seqs or next_multiple(_SEQUENCES, parts)
     seq_len = request.seq_len or min(_SEQ_LEN, model.max_seq_len)
     computation = Computation(
         model=model,

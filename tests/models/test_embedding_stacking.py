@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.core.errors import RooftopError
-from rooftop.models.embedding_tables.stacking import Stacking, pack, padded, report, stack_tables, unpack
+from rooftop.core.rounding import next_multiple
+from rooftop.models.embedding_tables.stacking import Stacking, pack, report, stack_tables, unpack
 from rooftop.models.embedding_tables.tables import (
     EmbeddingTable,
     Feature,
@@ -96,7 +97,7 @@ def test_stacks_are_alike_within_and_no_larger_than_allowed(
     names = [place.table.name for stack in stacking.stacks for place in stack.places]
     assert sorted(names) == sorted(table.name for table in stacking.tables.tables)
     for stack in stacking.stacks:
-        assert len({(padded(p.table.width, 8), p.table.combiner, p.table.optimizer) for p in stack.places}) == 1
+        assert len({(next_multiple(p.table.width, 8), p.table.combiner, p.table.optimizer) for p in stack.places}) == 1
         assert stack.width % 8 == 0
         activations = stack.width * 4 * (64 // stacking.cores) * len(stack.places)
         assert len(stack.places) == 1 or activations <= activation_bytes

@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 
+from rooftop.core.rounding import ceil_div
 from rooftop.embed.host.buffers import NO_GAIN, NO_ID, Buffers
 from rooftop.embed.host.lookups import StackIds
 from rooftop.embed.host.reference import KeyFields, Keys, SortedIds, SortedPart, bits, key_dtype
@@ -97,7 +98,7 @@ class NumbaKernel:
         total = sum(end - begin for begin, end in spans)
         # As few sorts as keep their ids in a core's first caches, each of equally many sources of a stack.
         most = min(max(_SORTED_AT_ONCE * len(stacks) * sources // max(total, 1), 1), sources)
-        fields = KeyFields.of([stack.layouts for stack in stacks], cores, -(-sources // -(-sources // most)))
+        fields = KeyFields.of([stack.layouts for stack in stacks], cores, ceil_div(sources, ceil_div(sources, most)))
         weighted = any(stack.weighted for stack in stacks)
         key = key_dtype(fields)
         weights_count, runs = total if weighted else 0, fields.sources << (fields.source - fields.table)

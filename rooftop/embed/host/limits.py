@@ -16,10 +16,11 @@ from typing import Any
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_text
+from rooftop.core.rounding import next_multiple
 from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.embed.host.statistics import StackStatistics, Statistics
 from rooftop.models.embedding_tables.limits import Limits, StackLimits, check_limits, full_buffer
-from rooftop.models.embedding_tables.stacking import ALIGNMENT, Stacking, padded
+from rooftop.models.embedding_tables.stacking import ALIGNMENT, Stacking
 from rooftop.plan.embedding.limits import rung
 
 #: Room that limits leave above observed sizes, as a fraction.
@@ -74,7 +75,7 @@ def expected(
         buffer = rung(ids_of_core + (ALIGNMENT - 1) * partitions)
         expected[stack.name] = StackLimits(
             max_ids=ids_of_partition,
-            max_unique_ids=min(ids_of_partition, padded(stack.rows, ALIGNMENT)),
+            max_unique_ids=min(ids_of_partition, next_multiple(stack.rows, ALIGNMENT)),
             buffer=min(buffer, full_buffer(ids_of_partition, partitions)),
         )
     return expected

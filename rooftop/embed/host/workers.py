@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any, Generic, NoReturn, TypeVar
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.rounding import next_multiple
 from rooftop.embed.host.buffers import Buffers
 from rooftop.embed.host.preprocess import Preprocessed, Preprocessor
 from rooftop.embed.host.statistics import Statistics
@@ -258,7 +259,7 @@ class Line:
         pieces, spans, end = [memoryview(head), *(part.raw() for part in parts)], list[_Span](), 0
         for piece in pieces:
             spans.append((end, end + piece.nbytes))
-            end += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+            end += next_multiple(piece.nbytes, _ALIGNMENT)
         if place in self._own and len(self._own[place]) >= end:
             self._write(place, pieces, spans)
             self._channel.send((place, spans, 0))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rooftop.arrays.tiles import mxu_padding
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.core.records import Record
+from rooftop.core.rounding import next_multiple
 from rooftop.explain.measured.columns import ExplainedRow
 from rooftop.explain.measured.modules import OpOrigin, TracedProgram
 from rooftop.explain.measured.roofs import Roofs
@@ -154,7 +155,7 @@ def _padded(measured: Measured, chip: Chip | None) -> Iterator[Advice]:
         flops = sum(op.count * (op.facts.flops or 0.0) for op in own)
         if flops < _PADDED * whole:
             continue
-        full = -(-size // tile) * tile
+        full = next_multiple(size, tile)
         first, verb = ops[0]
         yield Advice(
             rule="padded_dim",

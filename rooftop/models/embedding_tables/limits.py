@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.records import Record
-from rooftop.models.embedding_tables.stacking import ALIGNMENT, Stacking, padded
+from rooftop.core.rounding import next_multiple
+from rooftop.models.embedding_tables.stacking import ALIGNMENT, Stacking
 
 #: Buckets of ids by which minibatches are made: a partition has a row pointer for each.
 BUCKETS = 64
@@ -53,7 +54,7 @@ Limits = Mapping[str, StackLimits]
 
 def full_buffer(max_ids: int, cores: int) -> int:
     """A buffer in which every one of ``cores`` partitions may be full."""
-    return padded(max_ids, ALIGNMENT) * cores
+    return next_multiple(max_ids, ALIGNMENT) * cores
 
 
 def pointers_of_device(cores: int, cores_per_device: int, *, minibatching: bool) -> int:

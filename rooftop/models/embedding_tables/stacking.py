@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.rounding import next_multiple
 from rooftop.models.embedding_tables.tables import MOST_ROWS, EmbeddingTable, Feature, TableOptimizer, Tables
 
 #: Floats of a row, and rows of a table on one SparseCore, are padded to multiples of this (32 bytes).
@@ -27,11 +28,6 @@ ACTIVATION_BYTES = 2 << 20
 MOST_TABLES = 100
 #: Bytes of a float of a table and of an optimizer's slots.
 _FLOAT = 4
-
-
-def padded(value: int, multiple: int) -> int:
-    """``value`` rounded up to a multiple of ``multiple``."""
-    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +131,12 @@ def stack_tables(
         raise RooftopError("cores", cores, f"a multiple of cores_per_device, {cores_per_device}")
     # A device's samples are split over its SparseCores: what does not divide is held, and refused, by preprocessing.
     bytes_of = {
-        table.name: padded(table.width, ALIGNMENT) * _FLOAT * (batch * _rows_per_sample(tables, table) // cores)
+        table.name: next_multiple(table.width, ALIGNMENT) * _FLOAT * (batch * _rows_per_sample(tables, table) // cores)
         for table in tables.tables
     }
     groups: dict[object, list[list[EmbeddingTable]]] = {}
     for table in tables.tables:
-        alike = (padded(table.width, ALIGNMENT), table.optimizer, table.combiner, table.quantization)
+        alike = (next_multiple(table.width, ALIGNMENT), table.optimizer, table.combiner, table.quantization)
         key: object = table.name if tables.config.disable_table_stacking else alike
         candidates = groups.setdefault(key, [])
         for group in candidates:
@@ -162,7 +158,7 @@ def _stack(tables: Tables, members: Iterable[EmbeddingTable], cores: int, cores_
     places = list[StackPlace]()
     offset = 0
     for index, table in enumerate(members):
-        rows = padded(table.vocabulary, ALIGNMENT * cores) // cores
+        rows = next_multiple(table.vocabulary, ALIGNMENT * cores) // cores
         rotation = index * cores_per_device % cores
         features = tables.features_of(table.name)
         places.append(StackPlace(table=table, offset=offset, rows=rows, rotation=rotation, features=features))
@@ -170,7 +166,7 @@ def _stack(tables: Tables, members: Iterable[EmbeddingTable], cores: int, cores_
     name = _stack_name([place.table.name for place in places])
     if offset * cores > MOST_ROWS:
         raise RooftopError(f"stack {name}", offset * cores, f"at most {MOST_ROWS} rows: ids have 32 bits")
-    return Stack(name=name, width=padded(places[0].table.width, ALIGNMENT), places=tuple(places))
+    return Stack(name=name, width=next_multiple(places[0].table.width, ALIGNMENT), places=tuple(places))
 
 
 def _stack_name(names: list[str]) -> str:
@@ -256,7 +252,7 @@ def report(stacking: Stacking, *, batch: int) -> list[StackReport]:
         for place in stack.places:
             useful += place.table.vocabulary * place.table.width * _FLOAT
             useful_slots += place.table.vocabulary * sum(stack.optimizer.slots(place.table.width)) * _FLOAT
-        slots = rows * sum(padded(floats, ALIGNMENT) for floats in stack.optimizer.slots(stack.width)) * _FLOAT
+        slots = rows * sum(next_multiple(floats, ALIGNMENT) for floats in stack.optimizer.slots(stack.width)) * _FLOAT
         stored = rows * stack.width * _FLOAT
         padding = stored + slots - useful - useful_slots
         reports.append(

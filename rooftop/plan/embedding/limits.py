@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
+from rooftop.core.rounding import next_multiple
 from rooftop.models.embedding_tables.limits import BUCKETS, Limits, StackLimits, full_buffer
-from rooftop.models.embedding_tables.stacking import ALIGNMENT, padded
+from rooftop.models.embedding_tables.stacking import ALIGNMENT
 
 #: One limit is so many times the one below on the ladder.
 _RUNG = 1.25
@@ -25,7 +26,7 @@ def rung(value: float) -> int:
     """The first rung of the ladder of limits that is not below ``value``: multiples of 8, about a quarter apart."""
     limit = ALIGNMENT
     while limit < value:
-        limit = padded(math.ceil(limit * _RUNG), ALIGNMENT)
+        limit = next_multiple(math.ceil(limit * _RUNG), ALIGNMENT)
     return limit
 
 

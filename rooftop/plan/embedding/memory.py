@@ -16,6 +16,7 @@ import numpy as np
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
+from rooftop.core.rounding import next_multiple
 from rooftop.hardware import Chip
 from rooftop.models.embedding_tables.tables import TableOptimizer
 
@@ -149,4 +150,4 @@ def tile_room(chip: Chip) -> float:
 
 def slot_floats(optimizer: TableOptimizer, width: int) -> int:
     """Floats per row of the optimizer's slots as they are stored: each padded to 8."""
-    return sum(-(-floats // 8) * 8 for floats in optimizer.slots(width))
+    return sum(next_multiple(floats, 8) for floats in optimizer.slots(width))

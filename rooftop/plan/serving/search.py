@@ -13,6 +13,7 @@ import numpy.typing as npt
 from rooftop.arrays.mesh import Floats
 from rooftop.core.errors import RooftopError
 from rooftop.core.records import Record
+from rooftop.core.rounding import ceil_div
 from rooftop.hardware import Slice
 from rooftop.plan.serving.placement import Placed, Placement, together
 from rooftop.plan.serving.problem import ServingProblem
@@ -171,7 +172,7 @@ def most_of_each(problem: ServingProblem, placements: Sequence[Placement]) -> li
         # Memory does not fall with the batch: the last that fits is sought among so many at a time, ever closer.
         fitting, apart = np.zeros((len(rows), 1)), MOST_SEQUENCES
         while apart > 1:
-            apart = -(-apart // _AT_A_TIME)
+            apart = ceil_div(apart, _AT_A_TIME)
             batches = fitting + apart * np.arange(1.0, _AT_A_TIME + 1)
             fits = (server_memory(problem, some, batches) <= problem.capacity) & (batches <= MOST_SEQUENCES)
             fitting = fitting + apart * np.count_nonzero(fits, axis=-1, keepdims=True)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from rooftop.arrays.rules import EXPERT_AXES, REPLICA_AXES, SEQUENCE_AXES
 from rooftop.capabilities import PAGE_TOKENS
+from rooftop.core.rounding import next_multiple
 from rooftop.models.attention import attention_kind
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.placement import Placement
@@ -139,7 +140,7 @@ class PlannedTimes:
 
     def _read(self, batch: int, context_tokens: int) -> float:
         """Tokens of context, as if every layer saw all, that the busiest device reads, for all its peers."""
-        busiest = -(-batch // self._spread) * self._spread / batch
+        busiest = next_multiple(batch, self._spread) / batch
         read = 0.0
         for share, window in self._windows:
             read += share * (context_tokens if window is None else min(context_tokens, window * batch))

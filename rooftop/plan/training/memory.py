@@ -10,9 +10,9 @@ from rooftop.arrays.rules import GATHER_AXES, SEQUENCE_AXES, STAGE_AXES
 from rooftop.capabilities import LANES
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
+from rooftop.core.rounding import next_multiple
 from rooftop.models.activations import LOSS_CHUNK
 from rooftop.models.attention import attention_kind
-from rooftop.models.widths import next_multiple
 from rooftop.plan.training.step import TrainingStep
 
 #: Share of a TPU's usable HBM that a search leaves free. Where the peak that XLA:TPU estimates before it schedules
@@ -108,7 +108,7 @@ def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
     model, strategies = step.model, step.strategies
     # TPU kernels write heads of whole registers.
     d_v, lanes = attention_kind(model).head_sizes[1], LANES if step.slice.chip.kind == "tpu" else 1
-    padding = -(-d_v // lanes) * lanes / d_v - 1
+    padding = next_multiple(d_v, lanes) / d_v - 1
     more = padding * strategies.kept(action, model, moe_layer=False, names=("attn_core",))
     return (
         strategies.kept(action, model, moe_layer=False) + more + _padding(step, action, moe_layer=False)

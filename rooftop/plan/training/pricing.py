@@ -271,12 +271,10 @@ def _idle(
     work: Sequence[Work], rows: Sequence[Row], strategies: Strategies, assumptions: Assumptions, last_chunk: Number
 ) -> Row:
     """Time in which a pipeline stage waits."""
-    expected: dict[_Owner, Number] = {}
-    serial: dict[_Owner, Number] = {}
-    for item, row in zip(work, rows, strict=True):
-        owner = item.phase, item.part
-        expected[owner] = expected.get(owner, 0.0) + item.count * row.expected_s
-        serial[owner] = serial.get(owner, 0.0) + item.count * row.serial_s
+    owned = _by_owner(work, rows).items()
+    # Counts are of the busiest stage, the rows' own those of a device in the mean.
+    expected = {owner: sum((item.count * row.expected_s for item, row in pairs), 0.0) for owner, pairs in owned}
+    serial = {owner: sum((item.count * row.serial_s for item, row in pairs), 0.0) for owner, pairs in owned}
     return Row(
         scope="pipeline",
         phase="backward",
@@ -287,6 +285,14 @@ def _idle(
         if assumptions.in_step
         else "idle: (stages - 1) / (microbatches x chunks) of the passes, times what the schedule leaves",
     )
+
+
+def _by_owner(work: Sequence[Work], rows: Sequence[Row]) -> dict[_Owner, list[tuple[Work, Row]]]:
+    """Pieces of work with their rows, by the phase and the part of the model that they belong to."""
+    owned: dict[_Owner, list[tuple[Work, Row]]] = {}
+    for item, row in zip(work, rows, strict=True):
+        owned.setdefault((item.phase, item.part), []).append((item, row))
+    return owned
 
 
 def _idle_s(
@@ -317,11 +323,11 @@ def waits_s(
     ``rows`` are those of ``work``; ``seconds`` gives the time of each resource in some of them. Sends are left out:
     they overlap the tasks of other stages.
     """
-    owned: dict[_Owner, list[Row]] = {}
-    for item, row in zip(work, rows, strict=True):
-        if item.part != "sends":
-            owned.setdefault((item.phase, item.part), []).append(row)
-    times = {owner: seconds(Ledger(tuple(some))) for owner, some in owned.items()}
+    times = {
+        (phase, part): seconds(Ledger(tuple(row for _, row in pairs)))
+        for (phase, part), pairs in _by_owner(work, rows).items()
+        if part != "sends"
+    }
     return {
         name: _idle_s({owner: time[name] for owner, time in times.items()}, strategies, assumptions, last_chunk)
         for name in next(iter(times.values()))

@@ -28,10 +28,11 @@ from rooftop.arrays.rules import (
 )
 from rooftop.capabilities import TRAINING, obstacles
 from rooftop.core.errors import RooftopError
+from rooftop.core.rounding import next_multiple
 from rooftop.models.activations import POLICIES, SEARCHED, parse_policy
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
-from rooftop.models.widths import MOST_PADDING, ModelWidths, next_multiple
+from rooftop.models.widths import MOST_PADDING, ModelWidths
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.pricing import expected_s, priced_collectives

@@ -30,11 +30,12 @@ from rooftop.arrays.tiles import summed_whole
 from rooftop.capabilities import CONTEXT_CHUNKS, block_size, padded_positions
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
+from rooftop.core.rounding import next_multiple
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, Weight, weights
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
 from rooftop.models.segments import layers_alone, segments, shared_segment
-from rooftop.models.widths import ModelWidths, next_multiple
+from rooftop.models.widths import ModelWidths
 from rooftop.plan.shapes import full_attention_share, mean_attended_pairs, mlp_matmuls
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies

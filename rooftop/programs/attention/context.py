@@ -31,6 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from rooftop.capabilities import CONTEXT_CHUNKS, RING_KERNELS, block_size
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.programs.attention.attend import attend, attend_block, block_gradients
 from rooftop.programs.attention.scores import (
     Keys,
@@ -321,11 +322,11 @@ def _windowed(
     scores, chunk = ring.scores, q.shape[1] // ring.chunks
     assert scores.window is not None
     block = block_size(chunk, scores.block)
-    earlier = min(-(-(scores.window - 1) // block) * block, (ring.chunks * ring.size - 1) * chunk)
+    earlier = min(next_multiple(scores.window - 1, block), (ring.chunks * ring.size - 1) * chunk)
     queries, keys, values = (jnp.split(x, ring.chunks, axis=1) for x in (q, k, v))
     ids = [] if segments is None else jnp.split(segments, ring.chunks, axis=1)
     arrived: list[list[_Arrays]] = [[arrays] for arrays in zip(keys, values, *([ids] if ids else []), strict=True)]
-    for hop in range(-(-earlier // chunk)):
+    for hop in range(ceil_div(earlier, chunk)):
         missing = min(earlier - hop * chunk, chunk)
         last = [tuple(x[:, chunk - missing :] for x in parts[0]) for parts in arrived]
         for parts, received in zip(arrived, _chunk_before(ring, last), strict=True):
@@ -386,7 +387,7 @@ def _gathered(
         earlier = last * chunk
         if scores.window is not None:
             block = block_size(chunk, scores.block)
-            earlier = min(earlier, -(-(scores.window - 1) // block) * block)
+            earlier = min(earlier, next_multiple(scores.window - 1, block))
 
         def up_to(x: jax.Array, position: jax.Array = position, earlier: int = earlier, last: int = last) -> jax.Array:
             """The chunk at ``position`` and ``earlier`` tokens before it; zeros before the start of the sequence."""

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from rooftop.capabilities import block_size
+from rooftop.core.rounding import ceil_div
 from rooftop.models import ModelConfig
 from rooftop.roofline.achievable import KERNEL_MATMULS
 
@@ -169,7 +170,7 @@ def runs(*, q_len: int, kv_len: int, window: int | None, offset: int, block: int
     Neighbours with the same keys are merged, and all queries are one run if they do not divide into blocks. A run that
     no key counts for gets one block.
     """
-    rows, columns = block_size(q_len, max(block, -(-q_len // RUNS))), block_size(kv_len, block)
+    rows, columns = block_size(q_len, max(block, ceil_div(q_len, RUNS))), block_size(kv_len, block)
     if q_len > 2 * RUNS * rows:
         rows = q_len
     result = list[KeyRun]()

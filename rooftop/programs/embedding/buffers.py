@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
+from rooftop.core.rounding import next_multiple
 from rooftop.models.embedding_tables.stacking import ALIGNMENT
 
 
@@ -68,7 +69,7 @@ def read_places(
     ends = inputs.row_pointers.reshape(rows, -1)
     ids = inputs.embedding_ids.reshape(rows, -1)
     pointers, capacity = ends.shape[1], ids.shape[1]
-    padded_ends = -(-ends // ALIGNMENT) * ALIGNMENT
+    padded_ends = next_multiple(ends, ALIGNMENT)
 
     # The partition of an entry is the number of partitions that end, padding included, at it or before it.
     of_row = jnp.arange(rows)[:, None]

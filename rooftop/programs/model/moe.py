@@ -33,8 +33,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 from rooftop import models
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import field_values
+from rooftop.core.rounding import ceil_div
 from rooftop.models import ModelConfig
-from rooftop.models.widths import share
 from rooftop.programs.model.grouped_matmul import RowGroups, grouped_matmul
 from rooftop.programs.parameters import MoEWeights
 from rooftop.programs.sharding import Specs, axes_of, named_reshard, on_shards
@@ -318,7 +318,7 @@ def capacity(tokens: int, moe: models.MoE, factor: float | None, shards: int) ->
     A shard has E/X experts, rounded up. All, which None means too, is n min(k, E/X). Evenly chosen experts need a
     factor of 1, and plans assume it. Raises RooftopError if it is not positive.
     """
-    per_shard = share(moe.experts, shards)
+    per_shard = ceil_div(moe.experts, shards)
     largest = tokens * min(moe.active, per_shard)
     if factor is None:
         return largest

@@ -31,6 +31,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from rooftop.capabilities import LANES
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.rounding import ceil_div
 from rooftop.models import ModelConfig
 from rooftop.programs.attention.scores import Scores
 from rooftop.programs.sharding import varying_as
@@ -367,7 +368,7 @@ def _gathered(
     q = jnp.moveaxis(q.reshape(count, width, kv_heads, group, size), 1, 3).reshape(count, kv_heads, -1, size)
     positions = jnp.tile(rows.positions(), (1, group))
     step = min(pages, max(1, block // page_tokens))
-    blocks = -(-pages // step)
+    blocks = ceil_div(pages, step)
 
     def joined(carry: Sums, table: jax.Array, first: jax.Array | int) -> Sums:
         """Add the tokens from ``first`` on, which are in the pages of ``table``, to the sums."""

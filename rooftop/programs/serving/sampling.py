@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt
 
+from rooftop.core.rounding import ceil_div
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class Adjustments:
         return cls(
             bias=jnp.zeros((slots, vocab), jnp.float32),
             seen=jnp.zeros((slots, vocab), jnp.int32),
-            mask=jnp.full((slots, -(-vocab // 32)), 2**32 - 1, jnp.uint32),
+            mask=jnp.full((slots, ceil_div(vocab, 32)), 2**32 - 1, jnp.uint32),
             penalties=jnp.tile(jnp.array([0.0, 0.0, 1.0], jnp.float32), (slots, 1)),
         )
 

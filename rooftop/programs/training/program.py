@@ -23,9 +23,9 @@ from rooftop.capabilities import (
 )
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import field_values
+from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.activations import LOSS_CHUNK
-from rooftop.models.widths import next_multiple
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.programs.attention.context import chunks_of
 from rooftop.programs.model.layer import Computation

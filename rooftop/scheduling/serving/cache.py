@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.rounding import ceil_div
 from rooftop.scheduling.serving.prefixes import Copy, PagePool, PrefixCache
 
 
@@ -76,7 +77,7 @@ class KvCache:
 
     def pages_for(self, tokens: int) -> int:
         """Pages that the KV of ``tokens`` tokens takes."""
-        return -(-tokens // self.page_tokens)
+        return ceil_div(tokens, self.page_tokens)
 
     def copies(self) -> tuple[Copy, ...]:
         """Copies to make, in this order, before the next step; each call empties the list."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 
+from rooftop.core.rounding import ceil_div
 from rooftop.scheduling.serving.cache import CachedSequence, KvCache
 from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Routing, Scheduler
 
@@ -68,7 +69,7 @@ class GroupedScheduler:
 
     def __init__(self, policy: Policy, caches: Several[KvCache], role: str = "both") -> None:
         self.policy, self.role = policy, role
-        own = replace(policy, max_batch=-(-policy.max_batch // len(caches)))
+        own = replace(policy, max_batch=ceil_div(policy.max_batch, len(caches)))
         self._groups = tuple(Scheduler(own, cache, role) for cache in caches)
         self._unplaced: deque[CachedSequence] = deque()
         self._placed = 0

@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rooftop.checkpoints.tokenizer import Tokenizer
 from rooftop.core.errors import RooftopError
+from rooftop.core.rounding import ceil_div
 from rooftop.serve.api.choices import Vocabulary
 from rooftop.serve.api.schemas import JsonObjectFormat, JsonSchemaFormat, TextFormat
 
@@ -364,7 +365,7 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise RooftopError(field, "a constraint that cannot be enforced", _line(matcher.get_error()))
-        return Matcher(matcher, -(-self.vocab // 32))
+        return Matcher(matcher, ceil_div(self.vocab, 32))
 
 
 def _line(text: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from rooftop.core.rounding import ceil_div
 from rooftop.scheduling.serving.scheduler import Policy, Routing
 from rooftop.scheduling.serving.times import StepTimes
 from rooftop.simulate.serving.engine import simulate
@@ -125,7 +126,7 @@ def deployment_of(
     apart, servers = policy.batching == "disaggregated", 1 if reported is None else reported.servers
     copies = 1 if apart else servers
     return Deployment(
-        policy=replace(policy, max_batch=-(-policy.max_batch // copies)),
+        policy=replace(policy, max_batch=ceil_div(policy.max_batch, copies)),
         times=times,
         replicas=copies,
         prefill_servers=1 if apart else 0,

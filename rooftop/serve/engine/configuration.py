@@ -17,6 +17,7 @@ from rooftop.capabilities import (
     KvSplit,
 )
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.scheduling.serving.scheduler import ROLES, Policy
 from rooftop.simulate.serving.measured import prefill_rows
 
@@ -60,14 +61,14 @@ class Shapes:
         # Imported here: a configuration is checked before JAX is imported.
         from rooftop.programs.serving.paged import BLOCK
 
-        pages = -(-max_model_len // page_tokens) * page_tokens
+        pages = next_multiple(max_model_len, page_tokens)
         whole = BLOCK if reader == "gather" else _TABLE_TOKENS
         first = 256 if reader == "gather" else _TABLE_TOKENS
-        short = _grown(min(-(-first // page_tokens) * page_tokens, pages), min(whole, pages), 4)
+        short = _grown(min(next_multiple(first, page_tokens), pages), min(whole, pages), 4)
         return cls(
-            batches=tuple(sorted({-(-size // least) * least for size in _grown(1, max_batch, 2)})),
+            batches=tuple(sorted({next_multiple(size, least) for size in _grown(1, max_batch, 2)})),
             widths=tuple(_grown(max(16, least), max(16, least, min(prefill_tokens, max_model_len)), 4)),
-            contexts=tuple(sorted({*(-(-size // page_tokens) * page_tokens for size in short), pages})),
+            contexts=tuple(sorted({*(next_multiple(size, page_tokens) for size in short), pages})),
             prefill_tokens=prefill_tokens,
         )
 
@@ -140,7 +141,7 @@ class Configuration:
     @property
     def own_policy(self) -> Policy:
         """Policy of one of the ``copies``."""
-        return replace(self.policy, max_batch=-(-self.policy.max_batch // self.copies))
+        return replace(self.policy, max_batch=ceil_div(self.policy.max_batch, self.copies))
 
     def __post_init__(self) -> None:
         least_of = {"draft_length": 0, "page_tokens": 1, "host_pages": 0, "max_queue": 1, "prefill_devices": 0}

@@ -23,6 +23,7 @@ from rooftop.capabilities import ENGINE_AXES, engine_mesh_errors
 from rooftop.checkpoints.huggingface import load_weights
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
+from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.programs.parameters import Parameter, Transformer, describe, initialise
 from rooftop.programs.serving.decode import Decoder, by_layer
@@ -153,7 +154,7 @@ def parts(
         replica,
         pages=pages,
         host_pages=configuration.host_pages,
-        slots=-(-configuration.own_policy.max_batch // decoder.groups.ways) * decoder.groups.ways,
+        slots=next_multiple(configuration.own_policy.max_batch, decoder.groups.ways),
         shapes=shapes,
         draft_length=configuration.draft_length,
         options=None if options is None else dict(options),
@@ -356,7 +357,7 @@ def cache_pages(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configur
             # All processes use the least free memory of any.
             free = int(multihost_utils.process_allgather(np.array(free, np.float32)).min())
         fit = int(free * _CACHE_SHARE[device.platform]) * mesh.size // sum(decoder.page_bytes for decoder in decoders)
-        useful = configuration.own_policy.max_batch * -(-max_model_len // page_tokens)
+        useful = configuration.own_policy.max_batch * ceil_div(max_model_len, page_tokens)
         pages = max(1, min(fit, useful * (2 if configuration.prefix_cache else 1)))
     own = max(1, pages // groups)
     if configuration.max_model_len is not None and configuration.max_model_len > own * page_tokens:

@@ -14,6 +14,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
+from rooftop.core.rounding import ceil_div
 from rooftop.programs.serving.decode import (
     ADJUSTED,
     COUNT,
@@ -159,6 +160,6 @@ class Running:
             bias[token] = by
         seen = np.bincount(self.tokens[prompt:], minlength=vocab).astype(np.int32)
         seen[list(set(self.tokens[:prompt]))] += IN_PROMPT
-        mask = np.full(-(-vocab // 32), 2**32 - 1, np.uint32)
+        mask = np.full(ceil_div(vocab, 32), 2**32 - 1, np.uint32)
         penalties = np.array([how.presence_penalty, how.frequency_penalty, how.repetition_penalty], np.float32)
         return Adjusted(bias=bias, seen=seen, mask=mask, penalties=penalties)

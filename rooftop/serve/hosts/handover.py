@@ -28,6 +28,7 @@ import numpy as np
 
 import rooftop
 from rooftop.core.records import Record, field_values
+from rooftop.core.rounding import ceil_div
 from rooftop.scheduling.serving.cache import CachedSequence as Held
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.programs import COPIED
@@ -109,7 +110,7 @@ def token_of(fields: Sequence[Any], id: int) -> Token:
 
 def pieces(pages: int) -> int:
     """Number of pieces in which ``pages`` pages are sent."""
-    return -(-pages // COPIED)
+    return ceil_div(pages, COPIED)
 
 
 def page_bytes(replica: Replica, arrays: Sequence[Any], count: int) -> Sequence[Buffer]:

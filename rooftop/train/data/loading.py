@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from rooftop.arrays.rules import ways
 from rooftop.core.errors import RooftopError
+from rooftop.core.rounding import ceil_div
 from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.parameters import Batch
 from rooftop.programs.sharding import Specs, axes_of
@@ -104,7 +105,7 @@ class Loader:
     @property
     def steps_per_epoch(self) -> int:
         """Steps after which every token has been an input; rounded up."""
-        return -(-self.packing.rows // self.batch)
+        return ceil_div(self.packing.rows, self.batch)
 
     def rows(self, step: int, rows: slice | Sequence[int]) -> Batch[npt.NDArray[np.int32]]:
         """Return rows of the global batch of ``step``, [rows, T]; see ``rooftop.train.data.packing.fill``.
