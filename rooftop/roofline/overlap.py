@@ -20,13 +20,15 @@ class Overlap:
 
     ``hidden``: asynchronous share by kind of transfer. ``whole_slice_scatter``: the collective that a ReduceScatter
     over every device of a slice becomes, ``whole_slice_gather`` the same of an AllGather. ``whole_tiles``: it scatters
-    whole tiles only (``rooftop.arrays.tiles.summed_whole``). ``source`` is the evidence.
+    whole tiles only (``rooftop.arrays.tiles.summed_whole``). ``windowed_einsum``: False if XLA's own
+    collective matmuls of gathered weights take longer than what they replace. ``source`` is the evidence.
     """
 
     hidden: Mapping[str, float]
     whole_slice_scatter: str
     whole_slice_gather: str
     whole_tiles: bool
+    windowed_einsum: bool
     source: str
 
 
@@ -41,5 +43,6 @@ def overlap(chip_name: str) -> Overlap:
         whole_slice_scatter=entry.get("whole_slice_scatter", "reduce_scatter"),
         whole_slice_gather=entry.get("whole_slice_gather", "all_gather"),
         whole_tiles=entry.get("whole_tiles", True),
+        windowed_einsum=entry.get("windowed_einsum", True),
         source=entry.get("source", "no schedule was read: what may hide, hides"),
     )

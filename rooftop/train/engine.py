@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.checkpoints.huggingface import load_weights
+from rooftop.compiler.devices import chip_of_kind
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
 from rooftop.profile.microbench.timing import usable_bytes
@@ -25,6 +26,7 @@ from rooftop.programs.parameters import (
     padding_in_parts,
     padding_last,
 )
+from rooftop.programs.training.options import compiler_options
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import (
     TrainState,
@@ -83,9 +85,16 @@ class TrainJob:
         """The compiled step: (state, batch) -> (state, metrics). It donates the state."""
         with jax.set_mesh(self.mesh):
             step = jax.jit(train_step(self.program, self.program.specs(self.mesh)), donate_argnums=0)
-            return step.lower(
-                abstract_state(self.program, self.mesh), abstract_batch(self.program, self.mesh)
-            ).compile()
+            lowered = step.lower(abstract_state(self.program, self.mesh), abstract_batch(self.program, self.mesh))
+            return lowered.compile(compiler_options=self.compiler_options)
+
+    @property
+    def compiler_options(self) -> dict[str, bool | str]:
+        """The compiler's options for the step on these devices, which plans assume; none but on TPUs."""
+        devices = self.mesh.devices.flat
+        chip = chip_of_kind(devices[0].device_kind) if devices[0].platform == "tpu" else None
+        slices = len({getattr(device, "slice_index", 0) for device in devices})
+        return {} if chip is None else compiler_options(self.mesh.shape, chip.name, slices=slices)
 
     def without_stages(self) -> TrainJob:
         """Return the job without pipeline stages and microbatches: stages become copies.

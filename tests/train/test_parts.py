@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from rooftop.arrays import AXES, Mesh
-from rooftop.compiler.devices import chip_of_kind, local_devices, mesh_of
+from rooftop.compiler.devices import chip_of_kind, local_devices, mesh_of, topology_mesh
 from rooftop.core.errors import RooftopError
+from rooftop.explain.compiled.training import request
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params, from_huggingface, load_model
 from rooftop.models.activations import parse_policy
@@ -41,6 +42,7 @@ from rooftop.runs.records import MetricsFile, TensorBoardEvents
 from rooftop.runs.schedule import DECAYS, Schedule
 from rooftop.runs.signals import Signals, Stopped
 from rooftop.train.diagnosis import find_origin
+from rooftop.train.engine import TrainJob
 from rooftop.train.evaluate import Forward
 from rooftop.train.metrics import Divergence, TrainRates
 from rooftop.train.request import TrainRequest
@@ -342,3 +344,30 @@ def test_a_signal_in_a_callback_of_the_garbage_collector_is_not_lost() -> None:
         gc.callbacks.remove(on_collection)
         gc.enable()
     assert signals.caught is signal.SIGINT
+
+
+# The compiler's options.
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "options"),
+    [
+        ("v5p:2x2x2", {"fsdp": 8}, 3),  # Gathers over a whole slice stay gathers.
+        ("v5p:2x2x1@2", {"data": 2, "fsdp": 4}, 3),
+        ("v5p:2x2x2", {"fsdp": 4, "tensor": 2}, 0),
+        ("tpu7x:2x2x1", {"fsdp": 8}, 1),  # Gathers of weights are no rings of pieces.
+        ("tpu7x:2x2x1", {"tensor": 8}, 0),
+        ("v5e:2x4", {"fsdp": 8}, 0),
+    ],
+)
+def test_a_run_is_compiled_with_the_options_of_its_plan(name: str, axes: dict[str, int], options: int) -> None:
+    slice_ = Slice.parse(name)
+    workload = Workload(batch_tokens=8 * 512, seq_len=512)
+    problem = Problem(model=small_llama(10**7, vocab=512, max_seq_len=512), slice=slice_, workload=workload)
+    plan = TrainingPlan(
+        problem=problem, mesh=Mesh.lay(slice_, axes), choice=Choice(remat="block", policy=parse_policy("block"))
+    )
+    planned = request(plan)
+    job = TrainJob(program=TrainProgram.from_plan(plan), mesh=topology_mesh(plan.mesh), seed=0)
+    assert job.compiler_options == planned.options
+    assert len(planned.options) == options

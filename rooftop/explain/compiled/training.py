@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rooftop import __version__
-from rooftop.arrays import Mesh
-from rooftop.arrays.rules import GATHER_AXES
 from rooftop.compiler.compiling import CompileRequest, Progress, compile_ahead_of_time
 from rooftop.compiler.memory import OutOfMemory
 from rooftop.core.amounts import Amount
@@ -24,8 +22,8 @@ from rooftop.plan.documents import PlannedSlice
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import plan_of, sweep
+from rooftop.programs.training.options import compiler_options
 from rooftop.programs.training.program import TrainProgram
-from rooftop.roofline.overlap import overlap
 
 PROGRAM = "rooftop.programs.training.step:lower"
 
@@ -119,9 +117,9 @@ def compile_plan(
 def request(plan: TrainingPlan) -> CompileRequest:
     """Return the compile request of a plan. Raises RooftopError for a plan that no program can run."""
     program = TrainProgram.from_plan(plan)
-    return CompileRequest(
-        mesh=plan.mesh, program=PROGRAM, arguments=program.to_json(), options=training_options(plan.mesh)
-    )
+    slice_ = plan.problem.slice
+    options = compiler_options(plan.mesh.shape, slice_.chip.name, slices=slice_.num_slices)
+    return CompileRequest(mesh=plan.mesh, program=PROGRAM, arguments=program.to_json(), options=options)
 
 
 def nearest_fit(plan: TrainingPlan, needed_bytes: float) -> TrainingPlan | None:
@@ -149,22 +147,3 @@ def _best(candidate: Problem, problem: Problem) -> TrainingPlan | None:
         return None
     layouts = replace(result.strategies.layouts, slice=problem.slice)
     return plan_of(problem, replace(result.strategies, layouts=layouts), result.best)
-
-
-#: Only all three together keep the AllGathers.
-_KEEP_ALL_GATHERS: dict[str, bool | int | str] = {
-    "xla_tpu_prefer_async_allgather_to_allreduce": True,
-    "xla_enable_async_all_gather": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-}
-
-
-def training_options(mesh: Mesh) -> dict[str, bool | int | str]:
-    """Options for a step on ``mesh``.
-
-    On some chips XLA turns the AllGather of a weight over a whole slice into a synchronous AllReduce of mostly zeros,
-    which sends twice the bytes and needs the whole weight once more in memory. These options prevent it.
-    """
-    slice_ = mesh.slice
-    whole = mesh.size(*GATHER_AXES) * slice_.num_slices == slice_.devices
-    return dict(_KEEP_ALL_GATHERS) if whole and overlap(slice_.chip.name).whole_slice_gather == "all_reduce" else {}
