@@ -7,7 +7,7 @@ memory. The search prices them all at once; ``mesh`` turns one of them into a Me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import permutations, product
@@ -39,7 +39,7 @@ class Ways:
     """The W different ways in which one logical axis is laid, arrays [W, P], and that of each layout, ``of`` [C]."""
 
     spans: AxisSpan
-    of: Ints
+    of: npt.NDArray[np.int32]
 
     def __len__(self) -> int:
         return len(self.spans.size)
@@ -76,25 +76,32 @@ class Layouts:
         devices: Ints = np.prod(self.shapes[:, [AXES.index(name) for name in names]], axis=-1)
         return devices[self.shape_of]
 
+    @cached_property
+    def _columns(self) -> list[npt.NDArray[np.int32]]:
+        """``divided`` of each physical axis, [C]: in memory one after the other, to be read fast."""
+        return list(np.ascontiguousarray(self.divided.T))
+
     def ways(self, name: str) -> Ways:
         """Every way in which one logical axis is laid.
 
         Very many layouts have few such ways: a figure of one axis alone is computed once for each.
         """
         position = AXES.index(name)
-        code = np.zeros(len(self), np.int64)
+        code: npt.NDArray[np.int32] = np.zeros(len(self), np.int32)
         total = 1
-        for p, division in enumerate(self.divisions):
+        for column, division in zip(self._columns, self.divisions, strict=True):
             pairs = np.stack([division.size[:, position], division.stride[:, position]], axis=-1)
             different, kind = np.unique(pairs, axis=0, return_inverse=True)
-            code = code * len(different) + kind.reshape(-1)[self.divided[:, p]]
-            total *= len(different)
+            if len(different) > 1:
+                code *= len(different)
+                code += kind.reshape(-1).astype(np.int32)[column]
+                total *= len(different)
         # There are few codes: a table of them is filled faster than they are sorted.
-        example = np.full(total, -1)
-        example[code] = np.arange(len(self))
+        example = np.full(total, -1, np.int32)
+        example[code] = np.arange(len(self), dtype=np.int32)
         used = np.flatnonzero(example >= 0)
-        number = np.zeros(total, np.int64)
-        number[used] = np.arange(len(used))
+        number = np.zeros(total, np.int32)
+        number[used] = np.arange(len(used), dtype=np.int32)
         chosen = self.divided[example[used]]
         size, stride = (
             np.stack([getattr(of, figure)[chosen[:, p], position] for p, of in enumerate(self.divisions)], axis=-1)
@@ -148,12 +155,23 @@ def from_mesh(mesh: Mesh) -> Layouts:
     )
 
 
+def shapes_alone(slice_: Slice, shapes: Ints) -> Layouts:
+    """Mesh shapes [S, A] without the physical axes, for figures that depend on the shape alone."""
+    count = len(shapes)
+    return Layouts(slice_, (), np.zeros((count, 0), np.int32), shapes, np.arange(count, dtype=np.int32))
+
+
 def enumerate_layouts(
-    slice_: Slice, axes: Sequence[str], divides: Mapping[str, int], most: Mapping[str, int] | None = None
+    slice_: Slice,
+    axes: Sequence[str],
+    divides: Mapping[str, int],
+    most: Mapping[str, int] | None = None,
+    accepts: Callable[[Layouts], npt.NDArray[np.bool_]] | None = None,
 ) -> Layouts:
     """All layouts of ``axes`` on ``slice_`` in which the devices along each axis divide ``divides[name]`` (if given).
 
-    An axis has at most ``most[name]`` devices (if given).
+    An axis has at most ``most[name]`` devices (if given). ``accepts`` (if given) says of ``shapes_alone`` which are
+    wanted, [S]: there are far fewer of them than of layouts.
 
     Over DCN only ``DCN_AXES`` run; every physical axis is divided among at most ``MAX_SHARING`` logical
     axes, in either order. Physical axes that are alike (same length and links) are interchangeable: one of the
@@ -171,12 +189,17 @@ def enumerate_layouts(
     for position, (axis, division) in enumerate(zip(physical, divisions, strict=True)):
         grown = shapes[:, None] * division.size
         good = np.all((whole % grown == 0) & (grown <= limit), axis=-1)
+        different, like = _different(grown[good], slice_.devices)
+        if accepts is not None and position == len(physical) - 1:
+            accepted = accepts(shapes_alone(slice_, different))
+            good[good] = accepted[like]
+            different, like = different[accepted], (np.cumsum(accepted) - 1)[like[accepted[like]]]
         keep = good[shape_of]
         if position and _alike(axis, physical[position - 1]):
             keep &= divided[:, -1:] <= np.arange(len(division.size))
         old, new = np.nonzero(keep)
         after = np.zeros(good.shape, np.int32)
-        shapes, after[good] = _different(grown[good], slice_.devices)
+        shapes, after[good] = different, like
         divided = np.concatenate([divided[old], new[:, None].astype(np.int32)], axis=-1)
         shape_of = after[shape_of[old], new]
     return Layouts(slice_, tuple(divisions), divided, shapes, shape_of)

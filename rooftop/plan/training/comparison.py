@@ -57,6 +57,8 @@ class Offer:
 
     slice: Slice
     plan: TrainingPlan | None
+    step_s: float
+    """Expected seconds of a step, as the search has them: a plan's own ledger takes longer."""
     axes: Sequence[str]
     """The mesh axes that were searched."""
     excess: float
@@ -65,17 +67,17 @@ class Offer:
     @property
     def token_s(self) -> float:
         """Seconds a token; infinite without a plan."""
-        return inf if self.plan is None else 1 / self.plan.tokens_per_s
+        return inf if self.plan is None else self.step_s / self.plan.problem.workload.batch_tokens
 
     @property
     def days(self) -> float | None:
         """Days for all tokens; None without a plan or without tokens."""
-        return None if self.plan is None else self.plan.days
+        return None if self.plan is None else self.plan.days_at(self.step_s)
 
     @property
     def cost_usd(self) -> float | None:
         """List price for all tokens; None without a plan, a price or tokens."""
-        return None if self.plan is None else self.plan.cost_usd
+        return None if self.plan is None else self.plan.cost_usd_at(self.step_s)
 
     @property
     def is_bound(self) -> bool:
@@ -352,7 +354,9 @@ class _Looker:
         problem = replace(self.problem, slice=size)
         # Between slices only copies and stages run.
         axes = axes or (OUTLINE_AXES if size.chips // size.num_slices >= smallest_chips(problem) else AXES)
-        nothing = Offer(slice=size, plan=None, axes=axes, excess=inf)
+        nothing = Offer(slice=size, plan=None, step_s=inf, axes=axes, excess=inf)
+        if refusal(problem) is not None:
+            return nothing
         try:
             searched = sweep(problem, executable=True, axes=axes, ranked=1)
         except RooftopError:
@@ -360,7 +364,7 @@ class _Looker:
             return nothing
         if not searched.fits.any() or (plan := searched.plan(searched.best)).obstacles:
             return nothing
-        offer = replace(nothing, plan=plan)
+        offer = replace(nothing, plan=plan, step_s=float(searched.expected_s[searched.best]))
         return replace(offer, excess=_excess(offer, self.limits))
 
 

@@ -298,13 +298,21 @@ class TrainingPlan:
     @property
     def days(self) -> float | None:
         """Days for the token budget."""
-        tokens = self.problem.workload.tokens
-        return None if tokens is None else tokens / self.tokens_per_s / 86400
+        return self.days_at(self.expected_s)
+
+    def days_at(self, step_s: float) -> float | None:
+        """Days for the token budget in steps of ``step_s``."""
+        workload = self.problem.workload
+        return None if workload.tokens is None else workload.tokens / (workload.batch_tokens / step_s) / 86400
 
     @property
     def cost_usd(self) -> float | None:
         """List price of the chips for the token budget; None without either."""
-        price, days = self.problem.slice.price_usd_per_hour, self.days
+        return self.cost_usd_at(self.expected_s)
+
+    def cost_usd_at(self, step_s: float) -> float | None:
+        """List price of the chips for the token budget in steps of ``step_s``; None without either."""
+        price, days = self.problem.slice.price_usd_per_hour, self.days_at(step_s)
         return None if days is None or price is None else days * 24 * price
 
     @cached_property

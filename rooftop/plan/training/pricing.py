@@ -225,16 +225,6 @@ def expected_s(
     return assumptions.calibration * (sum(seconds.values(), 0.0) + idle)
 
 
-def priced_collectives(work: Sequence[Work], rates: Rates) -> set[tuple[str, str]]:
-    """(kind, axis) of every price that ``work`` asks for."""
-    transfers = [transfer for item in work for transfer in item.collectives]
-    kinds = {(transfer.priced_as, axis) for transfer in transfers for axis in transfer.axes}
-    kinds |= {("all_reduce", axis) for transfer in transfers if np.any(transfer.summed) for axis in transfer.axes}
-    if rates.overlap.whole_slice_scatter == "all_reduce":
-        kinds |= {("all_reduce", axis) for kind, axis in kinds if kind == "reduce_scatter"}
-    return {("all_gather" if kind == "reduce_scatter" else kind, axis) for kind, axis in kinds}
-
-
 def _rows(times: _Times, strategies: Strategies, rates: Rates) -> Iterator[Row]:
     for (item, seconds, paid, exposed), offload in zip(times, times.host, strict=True):
         collectives = tuple(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import numpy as np
@@ -35,7 +35,7 @@ from rooftop.models.segments import stage_parts
 from rooftop.models.widths import MOST_PADDING, ModelWidths
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
 from rooftop.plan.training.plan import TrainingPlan
-from rooftop.plan.training.pricing import expected_s, priced_collectives
+from rooftop.plan.training.pricing import expected_s
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_work
 from rooftop.plan.training.strategies import Choice, Strategies, choices
@@ -52,6 +52,8 @@ _EXAMPLES = 200
 TOGETHER = 8
 
 
+#: True where something holds.
+Mask: TypeAlias = npt.NDArray[np.bool_]
 #: Progress: (done, in all, a label).
 OnProgress: TypeAlias = Callable[[int, int, str], None]
 
@@ -69,14 +71,14 @@ class Sweep:
     strategies: Strategies
     expected_s: Floats
     memory_bytes: Floats
-    allowed: npt.NDArray[np.bool_]
+    allowed: Mask
     limit_bytes: float
     searched: int
 
     @property
-    def fits(self) -> npt.NDArray[np.bool_]:
+    def fits(self) -> Mask:
         """Candidates that are allowed and stay within ``limit_bytes``, [C, K]."""
-        fits: npt.NDArray[np.bool_] = self.allowed & (self.memory_bytes <= self.limit_bytes)
+        fits: Mask = self.allowed & (self.memory_bytes <= self.limit_bytes)
         return fits
 
     @cached_property
@@ -138,12 +140,14 @@ def sweep(
     options = searched_choices(problem, layouts)
     layouts, starts = layouts.by_shape()
     ends = np.append(starts[1:], len(layouts))
-    shapes = layouts.devices[starts]
+    shapes = layouts[starts].devices
     whole = Strategies(layouts, options)
     if len(starts) == 1:
         # There is nothing to leave out: a bound would cost as much as the answer.
         allowed = allowed_candidates(problem, whole)
-        seconds, memory_bytes = _evaluate(problem, whole)
+        memory_bytes = np.broadcast_to(_memory(problem, whole[:1]), whole.shape)
+        priced_choices = np.any(_worth_pricing(allowed, memory_bytes, problem.capacity), axis=0)
+        seconds = _seconds(problem, whole, priced_choices | exhaustive)
         if executable:
             fitting = np.where(allowed & (memory_bytes <= problem.capacity), seconds, np.inf).min(axis=0)
             allowed = allowed & ~_refused(problem, shapes[0], options, fitting)
@@ -156,16 +160,17 @@ def sweep(
             limit_bytes=limit_bytes(problem, allowed, memory_bytes),
             searched=int(allowed.sum()),
         )
-    cheapest = whole.cheapest(starts, _priced_collectives(problem, whole))
+    cheapest = whole.cheapest(starts)
     allowed = allowed_candidates(problem, cheapest)
-    bound_s, memory = _evaluate(problem, cheapest)
+    # Memory depends on the shape alone, and costs little next to time: most candidates are left out for it.
+    memory = _memory(problem, cheapest)
     limit = limit_bytes(problem, allowed, memory) if roomy else problem.capacity
-    feasible = allowed & (memory <= limit)
+    feasible = _worth_pricing(allowed, memory, limit)
     searched = int(np.sum(allowed.sum(axis=1) * (ends - starts)))
-    if not feasible.any():
-        # Nothing fits: the answer is the candidate with the least memory, which does not depend on the layout.
-        feasible = allowed & (memory <= np.where(allowed, memory, np.inf).min())
-    optimistic = np.where(feasible, bound_s, np.inf).min(axis=1)
+    possible = np.flatnonzero(feasible.any(axis=1))
+    optimistic = np.full(len(starts), np.inf)
+    bound_s = _seconds(problem, cheapest[possible], feasible[possible].any(axis=0))
+    optimistic[possible] = np.where(feasible[possible], bound_s, np.inf).min(axis=1)
     in_order = np.argsort(optimistic, kind="stable")
     best: list[float] = []
     priced: list[tuple[Floats, Ints, Ints]] = []
@@ -185,7 +190,7 @@ def sweep(
                 continue
         members = np.concatenate([np.arange(starts[shape], ends[shape]) for shape in near])
         of_shape = np.repeat(near, ends[near] - starts[near])
-        seconds, _ = _evaluate(problem, whole[members], memory=False)
+        seconds = _seconds(problem, whole[members], feasible[near].any(axis=0) | exhaustive)
         fitting = np.where(feasible[of_shape], seconds, np.inf)
         for shape in near:
             by_choice = fitting[of_shape == shape].min(axis=0)
@@ -211,7 +216,13 @@ def sweep(
     )
 
 
-def limit_bytes(problem: Problem, allowed: npt.NDArray[np.bool_], memory: Floats) -> float:
+def _worth_pricing(allowed: Mask, memory: Floats, limit: float) -> Mask:
+    """Candidates that are allowed and fit; if none does, those of least memory, of which one is then the answer."""
+    fitting: Mask = allowed & (memory <= limit)
+    return fitting if fitting.any() else allowed & (memory <= np.where(allowed, memory, np.inf).min())
+
+
+def limit_bytes(problem: Problem, allowed: Mask, memory: Floats) -> float:
     """Bytes of a device within which the best candidate is sought.
 
     They leave the compiler room if an allowed candidate does; otherwise they are all that is usable.
@@ -225,7 +236,7 @@ def _runs(problem: Problem, devices: Ints, choice: Choice) -> bool:
     return next(obstacles(TRAINING, problem.spec(sizes, choice)), None) is None
 
 
-def _refused(problem: Problem, devices: Ints, options: Sequence[Choice], seconds: Floats) -> npt.NDArray[np.bool_]:
+def _refused(problem: Problem, devices: Ints, options: Sequence[Choice], seconds: Floats) -> Mask:
     """Choices that no program runs on a mesh of ``devices`` along each axis, [K].
 
     Only choices that are faster than the first that is run are tried. ``seconds`` of the choices, [K], infinite where
@@ -239,26 +250,27 @@ def _refused(problem: Problem, devices: Ints, options: Sequence[Choice], seconds
     return refused
 
 
-def _priced_collectives(problem: Problem, strategies: Strategies) -> set[tuple[str, str]]:
-    """(kind, axis) of every collective of the step: the same on all layouts, so one of them is enough to tell."""
-    one = Strategies(strategies.layouts[:1], strategies.choices)
-    step = problem.step(one)
-    return priced_collectives(training_work(step), step.rates)
-
-
-def _evaluate(problem: Problem, strategies: Strategies, *, memory: bool = True) -> tuple[Floats, Floats]:
-    """Expected step time and memory of every candidate, [C, K], block by block."""
-    shape = strategies.shape
-    expected, memory_bytes = np.empty(shape), np.empty(shape if memory else (0, 0))
-    rows = max(1, BLOCK // shape[1])
-    for start in range(0, shape[0], rows):
+def _seconds(problem: Problem, strategies: Strategies, priced: Mask) -> Floats:
+    """Expected step time of every candidate, [C, K], block by block; infinite for choices that are not ``priced``."""
+    chosen = strategies.choices_with(priced)
+    seconds = np.full(strategies.shape, np.inf)
+    if not len(chosen):
+        return seconds
+    some = strategies.with_choices([strategies.choices[index] for index in chosen])
+    rows = max(1, BLOCK // len(chosen))
+    for start in range(0, len(seconds), rows):
         part = slice(start, start + rows)
-        some = (strategies[part] if shape[0] > rows else strategies).factored()
-        step = problem.step(some)
-        expected[part] = some.flat(expected_s(training_work(step), some, step.rates, step.assumptions, step.last_chunk))
-        if memory:
-            memory_bytes[part] = some.flat(problem.memory(step).total)
-    return expected, memory_bytes
+        block = (some[part] if len(seconds) > rows else some).factored()
+        step = problem.step(block)
+        times = expected_s(training_work(step), block, step.rates, step.assumptions, step.last_chunk)
+        seconds[part, chosen] = block.flat(times)
+    return seconds
+
+
+def _memory(problem: Problem, strategies: Strategies) -> Floats:
+    """Bytes of a device of every candidate, [C, K]."""
+    factored = strategies.factored()
+    return factored.flat(problem.memory(problem.step(factored)).total)
 
 
 def plan_of(problem: Problem, strategies: Strategies, candidate: tuple[int, int]) -> TrainingPlan:
@@ -271,17 +283,18 @@ def best_of(problem: Problem, within: Strategies) -> tuple[float, tuple[int, int
     """The best fitting candidate among given strategies, with its expected step time: infinite if none fits."""
     if problem.slice != within.layouts.slice:
         within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
-    seconds, memory = _evaluate(problem, within)
     allowed = allowed_candidates(problem, within)
+    memory = _memory(problem, within)
+    seconds = _seconds(problem, within, np.any(_worth_pricing(allowed, memory, problem.capacity), axis=0))
     score = np.where(allowed & (memory <= limit_bytes(problem, allowed, memory)), seconds, np.inf)
     layout, choice = np.unravel_index(np.argmin(score), score.shape)
     return float(score[layout, choice]), (int(layout), int(choice))
 
 
-def wasteful(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+def wasteful(problem: Problem, strategies: Strategies) -> Mask:
     """Candidates in which more than ``MOST_PADDING`` of the positions are padding, [C, K], but not those with least."""
     padding = problem.step(strategies).padding
-    most: npt.NDArray[np.bool_] = padding > max(MOST_PADDING, float(padding.min()))
+    most: Mask = padding > max(MOST_PADDING, float(padding.min()))
     return most
 
 
@@ -294,21 +307,35 @@ def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
         return from_mesh(problem.mesh)
     if problem.axes is not None:
         return _given(problem, problem.axes)
-    layouts = free_layouts(problem, among)
-    return layouts[~wasteful(problem, Strategies(layouts, (_WHOLE,)))[:, 0]]
+    return _free_layouts(problem, among, partial(_wanted, problem))
 
 
 def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
     """All layouts on the slice that the model's sizes allow, of the axes ``among``, whatever the batch."""
+    return _free_layouts(problem, among, partial(_possible, problem))
+
+
+def _free_layouts(problem: Problem, among: Sequence[str], accepts: Callable[[Layouts], Mask]) -> Layouts:
     names = [name for name in AXES if name in among]
-    layouts = enumerate_layouts(problem.slice, names, {}, _most(problem.model))
-    layouts = layouts[_stages_filled(problem, layouts)]
-    narrow = _padding(problem.model, layouts) <= MOST_PADDING
-    layouts = layouts[narrow] if narrow.any() else layouts
-    positions = problem.step(Strategies(layouts, (_WHOLE,))).positions[:, 0]
+    return enumerate_layouts(problem.slice, names, {}, _most(problem.model), accepts)
+
+
+def _possible(problem: Problem, shapes: Layouts) -> Mask:
+    """Mesh shapes that the model's sizes allow, [S]."""
+    good = _stages_filled(problem, shapes)
+    narrow = good & (_padding(problem.model, shapes) <= MOST_PADDING)
+    good = narrow if narrow.any() else good
+    positions = problem.step(Strategies(shapes, (_WHOLE,))).positions[:, 0]
     # A sequence that is shorter than a row of lanes is padded on every mesh.
-    least = float(positions.min(initial=np.inf))
-    return layouts[positions <= max(problem.workload.seq_len / (1 - MOST_PADDING), least)]
+    least = float(positions[good].min(initial=np.inf))
+    return good & (positions <= max(problem.workload.seq_len / (1 - MOST_PADDING), least))
+
+
+def _wanted(problem: Problem, shapes: Layouts) -> Mask:
+    """Mesh shapes that the model's sizes allow and on which little of the batch is padding, [S]."""
+    good = _possible(problem, shapes)
+    good[good] = ~wasteful(problem, Strategies(shapes[good], (_WHOLE,)))[:, 0]
+    return good
 
 
 def _padding(model: ModelConfig, layouts: Layouts) -> Floats:
@@ -330,12 +357,12 @@ def _most(model: ModelConfig) -> dict[str, int]:
     )
 
 
-def _stages_filled(problem: Problem, layouts: Layouts) -> npt.NDArray[np.bool_]:
+def _stages_filled(problem: Problem, layouts: Layouts) -> Mask:
     """Each chunk of a stage must have room for a layer, or a period, and few may be padding."""
     stages, (parts, _) = layouts.along(*STAGE_AXES), stage_parts(problem.model)
     chunks = stages * problem.chunks
     room = next_multiple(parts, chunks)
-    good: npt.NDArray[np.bool_] = (stages == 1) | (chunks <= parts) & (room <= (1 + MOST_PADDING) * parts)
+    good: Mask = (stages == 1) | (chunks <= parts) & (room <= (1 + MOST_PADDING) * parts)
     return good
 
 
@@ -408,7 +435,7 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks)
 
 
-def allowed_candidates(problem: Problem, strategies: Strategies) -> npt.NDArray[np.bool_]:
+def allowed_candidates(problem: Problem, strategies: Strategies) -> Mask:
     """True where little is padding, and a stage has a layer for each of its chunks, [C, K].
 
     Raises RooftopError if no candidate does.
@@ -417,7 +444,7 @@ def allowed_candidates(problem: Problem, strategies: Strategies) -> npt.NDArray[
     good = np.broadcast_to(~wasteful(problem, strategies), strategies.shape)
     stages = layouts.along(*STAGE_AXES)[:, None]
     parts, what = stage_parts(problem.model)
-    filled: npt.NDArray[np.bool_] = (stages == 1) | (stages * problem.chunks <= parts)
+    filled: Mask = (stages == 1) | (stages * problem.chunks <= parts)
     if not filled.any():
         most = parts // int(stages.min())
         accepted = f"at most {most}" if most > 1 else "no interleaving"

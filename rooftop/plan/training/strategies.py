@@ -6,9 +6,9 @@ candidates broadcasts and each formula is evaluated no more often than it varies
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -65,34 +65,34 @@ class Strategies:
 
     layouts: Layouts
     choices: Sequence[Choice]
-    prices: Mapping[tuple[str, str], Price] = field(default_factory=dict)
-    """Prices that are known beforehand, by (kind, axis), arrays [C, 1]; others follow from the layouts."""
     policies: Sequence[Mapping[str, str]] | None = None
     """Remat policies that all choices are combined with, in place of their own: an axis in front, [R, 1, 1]."""
+    groups: _Groups | None = None
+    """Groups of layouts, of which each layout stands for the one at ``of_groups``, with the group's least prices."""
+    of_groups: Ints | None = None
 
     def __getitem__(self, index: Any) -> Strategies:
         """The strategies of the layouts at an index, with the prices that are known."""
-        prices = {key: price.map(lambda value: value[index]) for key, price in self.prices.items()}
-        some = Strategies(self.layouts[index], self.choices, prices, self.policies)
+        some = replace(
+            self, layouts=self.layouts[index], of_groups=None if self.of_groups is None else self.of_groups[index]
+        )
         some._ways.update({axis: _Ways(ways.ways[index], ways.prices) for axis, ways in self._ways.items()})
         return some
 
-    def cheapest(self, starts: Ints, kinds: Iterable[tuple[str, str]]) -> Strategies:
-        """One layout of each group, with the least price that any of the group has for each (kind, axis).
+    def cheapest(self, starts: Ints) -> Strategies:
+        """One layout of each group, with the least price that any of the group has for each collective and axis.
 
         Groups begin at ``starts``.
         """
-        group = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(self.layouts)))
-        prices = {}
-        for axis in {axis for _, axis in kinds}:
-            ways = self._ways_of(axis)
-            present = np.zeros((len(starts), len(ways.ways)), np.bool_)
-            present[group, ways.ways.of] = True
-            rows, columns = np.nonzero(present)
-            begin = np.searchsorted(rows, np.arange(len(starts)))
-            for kind in {kind for kind, other in kinds if other == axis}:
-                prices[kind, axis] = ways.price(kind).map(partial(_least, columns=columns, begin=begin))
-        return Strategies(self.layouts[starts], self.choices, prices)
+        return Strategies(
+            self.layouts[starts], self.choices, groups=_Groups(self, starts), of_groups=np.arange(len(starts))
+        )
+
+    def choices_with(self, wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+        """Indices of the choices that combine the remat policies and the microbatches of those ``wanted``, [K]."""
+        some = [choice for choice, is_wanted in zip(self.choices, wanted, strict=True) if is_wanted]
+        remats, counts = {choice.remat for choice in some}, {choice.microbatches for choice in some}
+        return np.flatnonzero([choice.remat in remats and choice.microbatches in counts for choice in self.choices])
 
     def factored(self) -> Strategies:
         """The same candidates with remat policies as an axis of their own, if these are combined with all the rest.
@@ -108,9 +108,7 @@ class Strategies:
             for choice in rest
         ]:
             return self
-        factored = Strategies(self.layouts, rest, self._prices, policies)
-        factored._ways.update(self._ways)
-        return factored
+        return self.with_choices(rest, policies)
 
     def flat(self, values: Number) -> Floats:
         """Figures of candidates, however they broadcast, as [C, K]."""
@@ -119,7 +117,16 @@ class Strategies:
 
     def with_policy(self, policy: Mapping[str, str]) -> Strategies:
         """The same layouts and prices with another remat policy."""
-        return Strategies(self.layouts, [replace(choice, policy=policy) for choice in self.choices], self._prices)
+        return self.with_choices([replace(choice, policy=policy) for choice in self.choices])
+
+    def with_choices(
+        self, choices: Sequence[Choice], policies: Sequence[Mapping[str, str]] | None = None
+    ) -> Strategies:
+        """The same layouts, and prices that are known, with other choices."""
+        other = replace(self, choices=choices, policies=policies)
+        other._ways.update(self._ways)
+        other._prices.update(self._prices)
+        return other
 
     def devices(self, *names: str) -> Floats:
         """Devices along the named axes together, [C, 1]."""
@@ -136,15 +143,18 @@ class Strategies:
 
     @cached_property
     def _prices(self) -> dict[tuple[str, str], Price]:
-        return dict(self.prices)
+        return {}
 
     def price(self, kind: str, axis: str) -> Price:
         """The price of a collective over one axis, arrays [C, 1]; computed once."""
         # A ReduceScatter is an AllGather run backwards: the same bytes over the same links.
         key = "all_gather" if kind == "reduce_scatter" else kind, axis
         if key not in self._prices:
-            ways = self._ways_of(axis)
-            self._prices[key] = ways.price(key[0]).map(lambda value: value[ways.ways.of][:, None])
+            if self.groups is None:
+                ways = self._ways_of(axis)
+                self._prices[key] = ways.price(key[0]).map(lambda value: value[ways.ways.of][:, None])
+            else:
+                self._prices[key] = self.groups.price(*key).map(lambda value: value[self.of_groups][:, None])
         return self._prices[key]
 
     @cached_property
@@ -182,7 +192,8 @@ class Strategies:
     def slot_mixes(self) -> dict[SlotMix, Floats]:
         """Slots of the pipeline's table by the tasks that may be the longest in them, [C, K]."""
         index, counts = self._slot_counts
-        mixes = dict.fromkeys(mix for row in counts for count in row for mix in count.mixes)
+        # In one order whatever is priced together: sums of floats depend on it.
+        mixes = sorted({mix for row in counts for count in row for mix in count.mixes}, key=sorted)
         return {
             mix: np.array([[float(count.mixes.get(mix, 0)) for count in row] for row in counts])[index] for mix in mixes
         }
@@ -242,10 +253,37 @@ class Strategies:
         return len(self.layouts), len(self.choices)
 
 
-def _least(values: Floats, columns: Ints, begin: Ints) -> Floats:
-    """The least of the values at ``columns`` in each group, [groups, 1]; groups begin at ``begin``."""
-    least: Floats = np.minimum.reduceat(values[columns], begin)
-    return least[:, None]
+@dataclass(frozen=True)
+class _Groups:
+    """G groups of layouts that begin at ``starts``, and their least prices: computed once each."""
+
+    strategies: Strategies
+    starts: Ints
+    prices: dict[tuple[str, str], Price] = field(default_factory=dict)
+    members: dict[str, tuple[Ints, Ints]] = field(default_factory=dict)
+
+    def price(self, kind: str, axis: str) -> Price:
+        """The least price of a collective over an axis in each group, [G]."""
+        if (kind, axis) not in self.prices:
+            ways = self.strategies._ways_of(axis)
+            columns, begin = self._ways_of_groups(axis, ways.ways)
+            self.prices[kind, axis] = ways.price(kind).map(lambda value: np.minimum.reduceat(value[columns], begin))
+        return self.prices[kind, axis]
+
+    @cached_property
+    def _group(self) -> npt.NDArray[np.int32]:
+        """The group of each layout."""
+        lengths = np.diff(self.starts, append=len(self.strategies.layouts))
+        return np.repeat(np.arange(len(self.starts), dtype=np.int32), lengths)
+
+    def _ways_of_groups(self, axis: str, ways: Ways) -> tuple[Ints, Ints]:
+        """The different ways in which each group lays an axis, and where those of a group begin."""
+        if axis not in self.members:
+            present = np.zeros((len(self.starts), len(ways)), np.bool_)
+            present[self._group, ways.of] = True
+            rows, columns = np.nonzero(present)
+            self.members[axis] = columns, np.searchsorted(rows, np.arange(len(self.starts)))
+        return self.members[axis]
 
 
 def choices(
