@@ -172,9 +172,14 @@ def catalogue() -> dict[str, Chip]:
     return dict(_catalogue())
 
 
+@cache
+def _names() -> dict[str, Chip]:
+    return {alias: entry for entry in _catalogue().values() for alias in (entry.name, *entry.aliases)}
+
+
 def chip(name: str) -> Chip:
     """The chip called ``name``, or one of its aliases, in any case. Raises RooftopError on an unknown name."""
-    names = {alias: entry for entry in _catalogue().values() for alias in (entry.name, *entry.aliases)}
+    names = _names()
     try:
         return names[name.strip().lower()]
     except KeyError:

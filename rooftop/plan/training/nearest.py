@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf, log
 
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.mesh import Ints
+from rooftop.arrays.mesh import Floats, Ints
 from rooftop.arrays.rules import AXES, BATCH_AXES
 from rooftop.capabilities import TRAINING, obstacles
 from rooftop.core.errors import RooftopError
@@ -24,7 +25,7 @@ from rooftop.models.activations import POLICIES
 from rooftop.plan.layouts import Layouts
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.search import OnProgress, Sweep, free_layouts, searched_layouts, sweep
+from rooftop.plan.training.search import OnProgress, free_layouts, searched_layouts, sweep
 from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Numerics
 
@@ -143,6 +144,10 @@ class _Search:
         """True if the plan has a mesh that was asked for."""
         return _is_pinned(self.plan.problem)
 
+    @cached_property
+    def _asked_s(self) -> float:
+        return self.plan.expected_s
+
     def own_slice(self, problem: Problem) -> None:
         """Look at all batches near, the nearest first; a mesh that the problem has is kept."""
         own = problem.workload.batch_seqs
@@ -150,14 +155,14 @@ class _Search:
         layouts = searched_layouts(problem) if pinned else free_layouts(problem, OUTLINE_AXES)
         if pinned or problem != self.plan.problem:
             # Else the plan is what a search of this very problem has come to.
-            self._look(problem)
+            self._look(problem, hopeful=True)
         batches = _batches(layouts, own, smaller=not self.plan.fits)
         for batch in sorted(batches, key=lambda batch: (abs(log(batch / own)), batch)):
             if abs(log(batch / own)) >= self.distance:
                 break
             tokens = batch * problem.workload.seq_len
             sized = replace(problem, workload=replace(problem.workload, batch_tokens=tokens))
-            self._look(sized, within=layouts[batches[batch]])
+            self._look(sized, within=layouts[batches[batch]], hopeful=True)
 
     def other_slices(self, problem: Problem, sizes: Sequence[Slice], axes: Sequence[str]) -> None:
         """Look at meshes of ``axes`` on ``sizes``, the nearest first, with the batch or one that is easier to split."""
@@ -170,32 +175,50 @@ class _Search:
                 if self._look(replace(problem, slice=size, workload=workload), axes=axes):
                     break
 
-    def _look(self, problem: Problem, within: Layouts | None = None, axes: Sequence[str] = AXES) -> bool:
-        """Keep the nearest plan of a search, if it is nearer than the best; True if a plan runs and fits."""
+    def _look(
+        self, problem: Problem, within: Layouts | None = None, axes: Sequence[str] = AXES, *, hopeful: bool = False
+    ) -> bool:
+        """Keep the nearest plan of a search, if it is nearer than the best; True if a plan runs and fits.
+
+        ``hopeful``: only where bounds leave hope of a nearer one; False without it.
+        """
         if self.on_progress is not None:
             own, chips = problem.workload.batch_seqs, problem.slice.name
             self.on_progress(0, 1, f"the nearest plan that runs: {own:,} sequences on {chips}")
+
+        def worth(devices: Ints, seconds: Floats) -> bool:
+            bounds = zip(devices[np.isfinite(seconds)], seconds[np.isfinite(seconds)].tolist(), strict=True)
+            return any(self._distance(problem, shape, least_s) < self.distance for shape, least_s in bounds)
+
         try:
             # Of meshes that nobody asked for the fastest is the nearest.
-            searched = sweep(problem, executable=True, axes=axes, within=within, ranked=_MESHES if self.pinned else 1)
+            searched = sweep(
+                problem,
+                executable=True,
+                axes=axes,
+                within=within,
+                ranked=_MESHES if self.pinned else 1,
+                worth=worth if hopeful else None,
+            )
         except RooftopError:
             # More pinned microbatches than this batch has sequences, or more chunks than layers.
             return False
         if not searched.fits.any():
             return False
         for candidate in (searched.best, *searched.alternatives(_MESHES if self.pinned else 0)):
-            if (distance := self._distance(searched, candidate)) < self.distance:
+            devices, seconds = searched.strategies.layouts.devices[candidate[0]], searched.expected_s[candidate]
+            if (distance := self._distance(problem, devices, float(seconds))) < self.distance:
                 plan = searched.plan(candidate)
                 if plan.fits and not plan.obstacles:
                     self.best, self.distance = plan, distance
         return True
 
-    def _distance(self, searched: Sweep, candidate: tuple[int, int]) -> float:
-        asked, own = self.plan.problem, searched.problem
+    def _distance(self, own: Problem, devices: Ints, step_s: float) -> float:
+        """The distance of a plan of ``own`` on a mesh of ``devices`` along each axis, [A]."""
+        asked = self.plan.problem
         batches = own.workload.batch_tokens / asked.workload.batch_tokens
         chips = own.slice.chips / asked.slice.chips
-        seconds = float(searched.expected_s[candidate]) / self.plan.expected_s
-        devices = searched.strategies.layouts.devices[candidate[0]]
+        seconds = step_s / self._asked_s
         moved = _moved(self.plan.mesh.shape, devices) if self.pinned else 0.0
         return abs(log(batches)) + abs(log(chips)) + _MOVED * moved + max(0.0, log(seconds * chips / batches))
 

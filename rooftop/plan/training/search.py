@@ -127,12 +127,15 @@ def sweep(
     within: Layouts | None = None,
     ranked: int = RANKED,
     roomy: bool = True,
+    worth: Callable[[Ints, Floats], bool] | None = None,
     on_progress: OnProgress | None = None,
 ) -> Sweep:
     """Price candidates, best bound first, until the ``ranked`` best mesh shapes are known; all if ``exhaustive``.
 
     ``executable``: of each shape only what programs run is allowed; ``axes``: the mesh axes of a search; ``within``:
-    the layouts to price, in place of all; ``roomy``: leave the compiler room if a candidate does.
+    the layouts to price, in place of all; ``roomy``: leave the compiler room if a candidate does. ``worth``: called
+    with the devices of several shapes, [S, A], and lower bounds of their seconds, [S]; if it returns False, no
+    candidate is priced.
 
     Raises RooftopError if a given mesh or number of microbatches cannot be.
     """
@@ -146,8 +149,8 @@ def sweep(
         # There is nothing to leave out: a bound would cost as much as the answer.
         allowed = allowed_candidates(problem, whole)
         memory_bytes = np.broadcast_to(_memory(problem, whole[:1]), whole.shape)
-        priced_choices = np.any(_worth_pricing(allowed, memory_bytes, problem.capacity), axis=0)
-        seconds = _seconds(problem, whole, priced_choices | exhaustive)
+        priced = np.any(_worth_pricing(allowed, memory_bytes, problem.capacity), axis=0)
+        seconds = _seconds(problem, whole, None if exhaustive else priced)
         if executable:
             fitting = np.where(allowed & (memory_bytes <= problem.capacity), seconds, np.inf).min(axis=0)
             allowed = allowed & ~_refused(problem, shapes[0], options, fitting)
@@ -169,8 +172,19 @@ def sweep(
     searched = int(np.sum(allowed.sum(axis=1) * (ends - starts)))
     possible = np.flatnonzero(feasible.any(axis=1))
     optimistic = np.full(len(starts), np.inf)
-    bound_s = _seconds(problem, cheapest[possible], feasible[possible].any(axis=0))
+    bound_s = _seconds(problem, cheapest[possible], np.any(feasible[possible], axis=0))
     optimistic[possible] = np.where(feasible[possible], bound_s, np.inf).min(axis=1)
+    if worth is not None and not worth(shapes, optimistic):
+        none = np.zeros((0, len(options)))
+        return Sweep(
+            problem=problem,
+            strategies=whole[:0],
+            expected_s=none,
+            memory_bytes=none,
+            allowed=none > 0,
+            limit_bytes=limit,
+            searched=searched,
+        )
     in_order = np.argsort(optimistic, kind="stable")
     best: list[float] = []
     priced: list[tuple[Floats, Ints, Ints]] = []
@@ -190,7 +204,7 @@ def sweep(
                 continue
         members = np.concatenate([np.arange(starts[shape], ends[shape]) for shape in near])
         of_shape = np.repeat(near, ends[near] - starts[near])
-        seconds = _seconds(problem, whole[members], feasible[near].any(axis=0) | exhaustive)
+        seconds = _seconds(problem, whole[members], None if exhaustive else np.any(feasible[near], axis=0))
         fitting = np.where(feasible[of_shape], seconds, np.inf)
         for shape in near:
             by_choice = fitting[of_shape == shape].min(axis=0)
@@ -203,7 +217,7 @@ def sweep(
         priced.append((seconds, members, of_shape))
     if executable and limit < problem.capacity and not np.isfinite(best).any():
         # What leaves the compiler room is not run; what is run may still fit.
-        return sweep(problem, executable=True, axes=axes, within=within, ranked=ranked, roomy=False)
+        return sweep(problem, executable=True, axes=axes, within=within, ranked=ranked, roomy=False, worth=worth)
     seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*priced, strict=True))
     return Sweep(
         problem=problem,
@@ -250,9 +264,12 @@ def _refused(problem: Problem, devices: Ints, options: Sequence[Choice], seconds
     return refused
 
 
-def _seconds(problem: Problem, strategies: Strategies, priced: Mask) -> Floats:
-    """Expected step time of every candidate, [C, K], block by block; infinite for choices that are not ``priced``."""
-    chosen = strategies.choices_with(priced)
+def _seconds(problem: Problem, strategies: Strategies, priced: Mask | None) -> Floats:
+    """Expected step time of every candidate, [C, K], block by block.
+
+    It is infinite for choices that are not ``priced``, [K]; None prices all.
+    """
+    chosen = strategies.choices_with(np.ones(strategies.shape[1], np.bool_) if priced is None else priced)
     seconds = np.full(strategies.shape, np.inf)
     if not len(chosen):
         return seconds

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rooftop.arrays.mesh import Floats
+from rooftop.arrays.mesh import Floats, Ints
 from rooftop.arrays.rules import (
     BATCH_AXES,
     COLUMN_AXES,
@@ -253,16 +253,26 @@ class TrainingStep:
         if self.slice.chip.kind != "tpu":
             return 0.0
         parts, whole_tiles = self.strategies.devices(*GATHER_AXES), self.rates.overlap.whole_tiles
-        rows = np.broadcast_to(self.widths.stored(shape.k), parts.shape)
-        columns = np.broadcast_to(shape.n, parts.shape)
-        sizes, index = np.unique(np.stack([rows, columns, parts], axis=-1).reshape(-1, 3), axis=0, return_inverse=True)
+        if not np.any(parts > 1):
+            return 0.0
+        first, index = self._weight_splits
+        rows, columns, ways = (
+            np.broadcast_to(size, parts.shape)[first, 0].astype(np.int64).tolist()
+            for size in (self.widths.stored(shape.k), shape.n, parts)
+        )
         summed = [
-            float(summed_whole((k, n // head, head) if head else (k, n), ways, whole_tiles=whole_tiles))
-            if ways > 1
-            else 0.0
-            for k, n, ways in sizes.astype(np.int64).tolist()
+            float(n > 1 and summed_whole((k, c // head, head) if head else (k, c), n, whole_tiles=whole_tiles))
+            for k, c, n in zip(rows, columns, ways, strict=True)
         ]
-        return np.array(summed)[index].reshape(parts.shape)
+        return np.array(summed)[index][:, None]
+
+    @cached_property
+    def _weight_splits(self) -> tuple[Ints, Ints]:
+        """The first layout of each different split of weights, over fsdp and tensor, and which of them each has."""
+        _, first, index = np.unique(
+            self.strategies.devices(*GATHER_AXES) + 1j * self.tensor, return_index=True, return_inverse=True
+        )
+        return first, index.reshape(-1)
 
     @cached_property
     def copied_keys(self) -> Floats:
