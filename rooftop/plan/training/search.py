@@ -149,8 +149,8 @@ def sweep(
         # There is nothing to leave out: a bound would cost as much as the answer.
         allowed = allowed_candidates(problem, whole)
         memory_bytes = np.broadcast_to(_memory(problem, whole[:1]), whole.shape)
-        priced = np.any(_worth_pricing(allowed, memory_bytes, problem.capacity), axis=0)
-        seconds = _seconds(problem, whole, None if exhaustive else priced)
+        worth_it = np.any(_worth_pricing(allowed, memory_bytes, problem.capacity), axis=0)
+        seconds = _seconds(problem, whole, None if exhaustive else worth_it)
         if executable:
             fitting = np.where(allowed & (memory_bytes <= problem.capacity), seconds, np.inf).min(axis=0)
             allowed = allowed & ~_refused(problem, shapes[0], options, fitting)
