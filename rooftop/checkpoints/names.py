@@ -1,7 +1,7 @@
 """The map between tensors of published checkpoints, by their names in transformers, and our weights.
 
-``entries`` lists every tensor of a model. ``from_checkpoint`` and ``to_checkpoint`` apply the map in both directions,
-so that gradients can be compared by name too. NumPy only: callers read files and place arrays.
+``entries`` lists every tensor of a model; ``matrix``, ``tensor_shape`` and ``region`` say how ours lies in it. NumPy
+only: callers read files and place arrays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from rooftop.core.errors import RooftopError
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import segments
 from rooftop.programs.parameters import Layer, MoEWeights, Parameter, Transformer, describe
@@ -39,12 +38,6 @@ class Entry:
     part: int = 0
     parts: int = 1
     interleaved: bool = False
-
-    def cut(self, width: int) -> slice:
-        """The slice of this part in the ``width`` elements of the tensor's last dim."""
-        if self.interleaved:
-            return slice(self.part, None, self.parts)
-        return slice(self.part * width // self.parts, (self.part + 1) * width // self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,47 +178,6 @@ def _layer_entries(tensor: _Tensor, prefix: str, leaf: str, repeat: int, paramet
             parts=tensor.parts,
             interleaved=tensor.interleaved,
         )
-
-
-def from_checkpoint(model: ModelConfig, tensors: Mapping[str, Array]) -> Transformer[Array]:
-    """Our weights, in the dtypes of the checkpoint, from tensors by name; other tensors are ignored.
-
-    Raises RooftopError for a tensor that is missing or has another number of elements than the model's.
-    """
-    described = describe(model)
-    leaves = {jax.tree_util.keystr(path): np.empty(0) for path, _ in jax.tree_util.tree_leaves_with_path(described)}
-    shapes = {
-        jax.tree_util.keystr(path): parameter.shape
-        for path, parameter in jax.tree_util.tree_leaves_with_path(described)
-    }
-    for entry in entries(model):
-        if entry.name not in tensors:
-            raise RooftopError("checkpoint tensor", entry.name, f"a tensor: {model.family} has one of this name")
-        tensor = np.asarray(tensors[entry.name])
-        shape = shapes[entry.leaf][len(entry.index) :]
-        if tensor.size != entry.parts * np.prod(shape, dtype=int):
-            raise RooftopError(f"checkpoint tensor {entry.name}", tensor.shape, f"{shape}, whatever its layout")
-        if not leaves[entry.leaf].size:
-            leaves[entry.leaf] = np.empty(shapes[entry.leaf], tensor.dtype)
-        cut = tensor[..., entry.cut(tensor.shape[-1])]
-        leaves[entry.leaf][entry.index] = (cut.T if entry.transposed else cut).reshape(shape)
-    return jax.tree.unflatten(jax.tree.structure(described), leaves.values())
-
-
-def to_checkpoint(model: ModelConfig, weights: Transformer[Array]) -> dict[str, Array]:
-    """Tensors by name from our weights (or gradients): the inverse of ``from_checkpoint``."""
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(weights)}
-    sizes = {jax.tree_util.keystr(path): p for path, p in jax.tree_util.tree_leaves_with_path(describe(model))}
-    tensors = dict[str, Array]()
-    for entry in entries(model):
-        array = np.asarray(leaves[entry.leaf])[entry.index]
-        array = matrix(array, sizes[entry.leaf], entry)
-        if entry.parts == 1:
-            tensors[entry.name] = array
-            continue
-        whole = (*array.shape[:-1], array.shape[-1] * entry.parts)
-        tensors.setdefault(entry.name, np.empty(whole, array.dtype))[..., entry.cut(whole[-1])] = array
-    return tensors
 
 
 def matrix(array: Array, parameter: Parameter, entry: Entry) -> Array:

@@ -29,6 +29,7 @@ from rooftop.cli.options import (
     ttft_option,
 )
 from rooftop.cli.output import VerbGroup, progress_bar, show
+from rooftop.core.files import write_json
 
 
 @click.group(name="bench", cls=VerbGroup)
@@ -72,7 +73,6 @@ def collectives(*, output: Path | None, as_json: bool, **options: Unpack[_Collec
     A size is the payload of one device: the output of an all_gather, the input of a reduce_scatter, the operand of an
     all_reduce or all_to_all, what a permute sends to its neighbour. Groups along the other axes run at the same time.
     """
-    from rooftop.core.files import write_json
     from rooftop.library.benchmarks import bench_collectives
 
     with progress_bar(shown=not as_json) as on_progress:
@@ -136,7 +136,6 @@ def serve(*, output: Path | None, as_json: bool, **options: Unpack[_Serving]) ->
     The same requests are simulated: with the step times that a server of rooftop measured meanwhile (its /metrics), or
     with those of a --plan.
     """
-    from rooftop.core.files import write_json
     from rooftop.library.benchmarks import bench_serving
 
     with progress_bar(shown=not as_json) as on_progress:

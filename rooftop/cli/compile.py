@@ -32,6 +32,7 @@ from rooftop.cli.options import (
 )
 from rooftop.cli.output import emit_json, show
 from rooftop.core.errors import RooftopError
+from rooftop.core.files import write_json, write_text
 
 if TYPE_CHECKING:
     from rooftop.library.compiling import CompileResult, EmbedCompileResult
@@ -150,8 +151,6 @@ def command(
         raise RooftopError("program", program, "a plan.json written by rooftop plan, or module:function")
     data = result.to_json(top=sys.maxsize if isinstance(top, str) else top)
     if output is not None:
-        from rooftop.core.files import write_json
-
         write_json(output, data)
     if isinstance(result, CompileResult):
         _write_files(result, **files)
@@ -197,8 +196,6 @@ def _write_files(
     result: CompileResult, save: Path | None, perfetto: Path | None, xprof: Path | None, report: Path | None
 ) -> None:
     """Write the files that are asked for; of a program that does not fit, the page alone."""
-    from rooftop.core.files import write_text
-
     if report is not None:
         write_text(report, result.page())
     if result.refusal is not None:

@@ -35,6 +35,7 @@ from rooftop.cli.options import (
     workers_option,
 )
 from rooftop.cli.output import VerbGroup, emit_json, progress_bar, show_document
+from rooftop.runs.environment import keep_compilations, prepare_environment
 
 _TRAIN_EXAMPLES = (
     "rooftop embed train tables.toml day0.tsv runs/first --batch-samples 4096 --evaluate day1.tsv",
@@ -187,7 +188,6 @@ def train(*, check: str | None, as_json: bool, **options: Unpack[_Training]) -> 
     from rooftop.compiler.sparsecore import parse_checks
     from rooftop.embed.train.request import EmbeddingTrainRequest
     from rooftop.library.training import EMBEDDING_PACKAGES, train_embedding
-    from rooftop.runs.environment import keep_compilations, prepare_environment
 
     request = EmbeddingTrainRequest(checks=parse_checks(check), **options)
     prepare_environment(request.devices, packages=EMBEDDING_PACKAGES, extra="embed")

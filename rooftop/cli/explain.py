@@ -25,6 +25,7 @@ from rooftop.cli.options import (
 )
 from rooftop.cli.output import show
 from rooftop.core.errors import RooftopError
+from rooftop.core.files import write_text
 
 
 @click.command(
@@ -115,8 +116,6 @@ def _trace(
 
     result = explain(path, plan=plan, hlo=hlo, mesh=mesh, on=on, figures=figures)
     if report is not None:
-        from rooftop.core.files import write_text
-
         write_text(report, result.page())
     show(result.to_json(top=count), as_json=as_json, top=count)
 

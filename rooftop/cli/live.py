@@ -9,6 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from rooftop.cli.output import progress_bar
 from rooftop.core.quantities import format_count, format_seconds
@@ -16,8 +19,6 @@ from rooftop.train.metrics import StepRecord
 from rooftop.train.recording import Watch
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from rooftop.train.evaluate import Evaluation
 
 #: Seconds between lines without a terminal.
@@ -61,8 +62,6 @@ class LiveView(Watch):
     def on_message(self, line: str) -> None:
         """Write a line above the bar."""
         if self._bar is not None:
-            from rich.markup import escape
-
             self._bar[0].console.print(escape(line))
         elif not self._quiet:
             click.echo(line)
@@ -73,9 +72,6 @@ class LiveView(Watch):
         self._progress, self._steps = None, steps
         if not sys.stderr.isatty():
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
         bar = self._stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
         self._bar = bar, bar.add_task("compiling", total=steps, completed=step)
@@ -83,8 +79,6 @@ class LiveView(Watch):
     def on_step(self, record: StepRecord) -> None:
         """Move the bar, or write a line every few seconds."""
         if self._bar is not None:
-            from rich.markup import escape
-
             self._smooth = record if self._smooth is None else _mixed(self._smooth, record)
             bar, task = self._bar
             bar.update(task, completed=record.step, description=escape(describe_step(self._smooth)))

@@ -61,6 +61,7 @@ from rooftop.cli.options import (
 )
 from rooftop.cli.output import VerbGroup, emit_json, no_answer, progress_bar, show
 from rooftop.core.errors import RooftopError
+from rooftop.core.files import write_json, write_text
 
 if TYPE_CHECKING:
     from rooftop.library.serving import ServingFrontResult, ServingPlanResult
@@ -148,7 +149,6 @@ def train(
     **options: Unpack[_Training],
 ) -> int:
     """Plan a training run of MODEL, a preset or the path of a Hugging Face config.json."""
-    from rooftop.core.files import write_text
     from rooftop.library.planning import plan_training
 
     with no_answer(as_json=as_json), progress_bar(shown=not as_json, after_s=1.0) as on_progress:
@@ -283,7 +283,6 @@ def serve(
     **options: Unpack[_Serving],
 ) -> int:
     """Plan serving MODEL (a preset or a path to a Hugging Face config.json): chapter 8's LLaMA-3 70B by default."""
-    from rooftop.core.files import write_json, write_text
     from rooftop.library.serving import ServingFrontResult, plan_serving, serving_front
 
     result: ServingPlanResult | ServingFrontResult

@@ -32,6 +32,7 @@ from rooftop.cli.options import (
     ttft_option,
 )
 from rooftop.cli.output import progress_bar, show
+from rooftop.core.files import write_json
 
 _EXAMPLES = (
     "rooftop simulate plan.json --requests-per-second 2 --duration 1h",
@@ -104,7 +105,6 @@ def command(
     **options: Unpack[_Simulation],
 ) -> int:
     """Simulate requests to the servers of PLAN, a plan.json of `rooftop plan serve`: the latencies that users feel."""
-    from rooftop.core.files import write_json
     from rooftop.library.simulation import simulate
 
     with progress_bar(shown=not as_json) as on_progress:

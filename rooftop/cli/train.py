@@ -53,7 +53,9 @@ from rooftop.cli.options import (
 )
 from rooftop.cli.output import emit_json
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.runs.environment import join_processes
+from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment
+from rooftop.runs.folder import RunFolder
+from rooftop.runs.supervise import follow_supervisor, is_worker, keep_stdout, supervise
 
 if TYPE_CHECKING:
     from rooftop.train.request import TrainRequest
@@ -183,7 +185,6 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
     if coordinator is None:
         return train()
     from rooftop.library.training import PACKAGES
-    from rooftop.runs.environment import prepare_environment
 
     prepare_environment(request.devices, packages=PACKAGES, extra="train")
     processes, process = ctx.params["processes"], ctx.params["process"]
@@ -192,7 +193,6 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
 
 def _request(options: Mapping[str, object]) -> TrainRequest:
     """Build the request of these options; a run that has begun keeps its own for all others. Raises RooftopError."""
-    from rooftop.runs.folder import RunFolder
     from rooftop.train.request import TrainRequest
 
     fields = {name: value for name, value in options.items() if name not in (*_PROCESSES, "resume", "as_json")}
@@ -224,7 +224,6 @@ def _plain(value: object) -> object:
 
 def _train(request: TrainRequest, as_json: bool) -> int:
     from rooftop.library.training import PACKAGES, train
-    from rooftop.runs.environment import keep_compilations, prepare_environment
 
     prepare_environment(request.devices, packages=PACKAGES, extra="train")
     keep_compilations()
@@ -260,8 +259,6 @@ def train_together(
 
     An error ends the process at once, because Python's usual exit waits for the other processes.
     """
-    from rooftop.runs.supervise import follow_supervisor, is_worker, keep_stdout, supervise
-
     how_to_resume = f"to resume: rooftop train --resume {shlex.quote(str(run))}"
     if not is_worker():
         return supervise(sys.argv[1:], how_to_resume)

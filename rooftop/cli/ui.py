@@ -8,6 +8,7 @@ import click
 
 from rooftop.cli.options import OUTPUT, PATH, SERVER, VerbCommand, json_option, option
 from rooftop.cli.output import emit_json, show_document
+from rooftop.core.errors import RooftopError
 
 
 @click.command(
@@ -28,7 +29,6 @@ def command(*, files: tuple[Path, ...], host: str, port: int, no_open: bool, lis
     FILES open in it too: plans, reports of 'rooftop compile --json' and 'rooftop explain --json', folders of runs. The
     page loads nothing from other machines. Ctrl-C ends it.
     """
-    from rooftop.core.errors import RooftopError
     from rooftop.present.documents.catalogue import explorers
     from rooftop.ui.explorers import EXPLORERS, explorer
 

@@ -27,7 +27,7 @@ class Record:
 
     closed: ClassVar[bool] = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The fields and derived properties as plain JSON values."""
         return _plain_fields(self)
 

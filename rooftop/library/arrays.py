@@ -16,9 +16,11 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype
 from rooftop.core.records import Record
 from rooftop.explain.compiled.checks import EinsumCheck
+from rooftop.explain.compiled.einsum import check
 from rooftop.hardware import Slice
 from rooftop.library.inputs import AxesLike, CountLike, SliceLike, axes_of, chip_of, mesh_on, slice_of
 from rooftop.library.results import Result, flat
+from rooftop.runs.environment import prefer_cpus, uninterrupted
 from rooftop.simulate.expressions import (
     ArrayFacts,
     ExpressionKind,
@@ -155,12 +157,8 @@ def matmul(
         backward={name: record(strategy) for name, strategy in answer.backward.items()},
     )
     if compile:
-        from rooftop.explain.compiled.einsum import check
-
         result = replace(result, compiled=check(asked, prices))
     if measure:
-        from rooftop.runs.environment import prefer_cpus, uninterrupted
-
         prefer_cpus()
         with uninterrupted():
             from rooftop.profile.microbench.strategies import measure as run_and_time

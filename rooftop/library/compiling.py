@@ -8,21 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rooftop.compiler.compiling import require_compiler
+from rooftop.compiler.machine.lanes import compiled_lanes
+from rooftop.compiler.sparsecore import parse_checks
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_bytes, write_text
 from rooftop.core.ledger import Ledger
 from rooftop.core.timelines import perfetto, xprof
+from rooftop.explain.compiled.report import CompiledReport
+from rooftop.explain.embedding.compiled import EmbedRefusal, EmbedReport, compile_embed_plan
+from rooftop.explain.embedding.programs import Compilation
+from rooftop.explain.measured.modules import hlo_proto
 from rooftop.library.inputs import AxesLike, PlanLike, SliceLike, TimeLike, mesh_on, plan_of, seconds_of, slice_of
 from rooftop.library.results import Result, flat, ledger_rows
+from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.present.documents import document
+from rooftop.roofline.rates import device_stats
 from rooftop.runs.environment import uninterrupted
+from rooftop.simulate.expressions import parse_sizes
 
 if TYPE_CHECKING:
     from rooftop.arrays import Mesh
-    from rooftop.explain.compiled.report import CompiledReport
     from rooftop.explain.compiled.rooflines import OperationRoofline
     from rooftop.explain.compiled.training import Refusal
-    from rooftop.explain.embedding.compiled import EmbedRefusal, EmbedReport
-    from rooftop.plan.embedding.plan import EmbedPlan
     from rooftop.present.document import Document
 
 #: Callback of a compilation: the phase, and the seconds since it began.
@@ -64,9 +72,7 @@ class CompileResult(Result):
     @property
     def refusal(self) -> Refusal | None:
         """The refusal of a program that does not fit; None for one that does."""
-        from rooftop.explain.compiled.training import Refusal
-
-        return self.report if isinstance(self.report, Refusal) else None
+        return None if isinstance(self.report, CompiledReport) else self.report
 
     @property
     def cached(self) -> bool:
@@ -84,8 +90,6 @@ class CompileResult(Result):
 
     @property
     def _program(self) -> CompiledReport:
-        from rooftop.explain.compiled.report import CompiledReport
-
         self.raise_if_infeasible()
         assert isinstance(self.report, CompiledReport)
         return self.report
@@ -103,18 +107,12 @@ class CompileResult(Result):
 
     def write_perfetto(self, path: Path | str) -> None:
         """Write the compiled timeline for ui.perfetto.dev."""
-        from rooftop.compiler.machine.lanes import compiled_lanes
-
         report = self._program
         lanes = compiled_lanes(report.compiled.module, report.timeline, title=report.compiled.module.name)
         write_text(Path(path), json.dumps(perfetto.trace(lanes), allow_nan=False))
 
     def write_xprof(self, folder: Path | str) -> None:
         """Write the compiled timeline as a profile for XProf and TensorBoard."""
-        from rooftop.compiler.machine.lanes import compiled_lanes
-        from rooftop.explain.measured.modules import hlo_proto
-        from rooftop.roofline.rates import device_stats
-
         compiled = self._program.compiled
         lanes = compiled_lanes(compiled.module, self._program.timeline, every_trip=True)
         space = xprof.xspace(
@@ -145,8 +143,6 @@ class EmbedCompileResult(Result):
     @property
     def document(self) -> Document:
         """Planned and compiled memory of each stack."""
-        from rooftop.present.documents import document
-
         return document(self.to_json(), plan=self.report.plan.to_json())
 
     @property
@@ -156,8 +152,6 @@ class EmbedCompileResult(Result):
 
     def raise_if_infeasible(self) -> None:
         """Raise Infeasible, with the largest limits that compile, if a part does not fit."""
-        from rooftop.explain.embedding.compiled import EmbedRefusal
-
         if isinstance(self.report, EmbedRefusal):
             raise self.report.infeasible
 
@@ -184,8 +178,6 @@ def compile(
     A program that does not fit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises RooftopError for a
     plan that no program can run, and for what the compiler refuses.
     """
-    from rooftop.plan.embedding.plan import EmbedPlan
-
     to_compile, timeout_s = plan_of(plan), None if timeout is None else seconds_of(timeout, "timeout")
     if isinstance(to_compile, EmbedPlan):
         if save:
@@ -193,8 +185,9 @@ def compile(
         return _compile_embeddings(to_compile, check, timeout_s, cache, on_progress)
     if check is not None:
         raise RooftopError("check", check, "nothing but with a plan of embeddings: its programs run on SparseCores")
-    _require_compiler()
-    from rooftop.explain.compiled.training import compile_plan
+    require_compiler()
+    with uninterrupted():
+        from rooftop.explain.compiled.training import compile_plan
 
     report = compile_plan(to_compile, timeout_s=timeout_s, cache=cache, save=save, on_progress=on_progress)
     return CompileResult(report=report)
@@ -230,11 +223,10 @@ def inspect(
 
     Raises OutOfMemory, an Infeasible, for a program that does not fit in HBM, and RooftopError for a wrong argument.
     """
-    from rooftop.simulate.expressions import parse_sizes
-
     where = slice_of(on)
-    _require_compiler()
-    from rooftop.explain.compiled import function as functions
+    require_compiler()
+    with uninterrupted():
+        from rooftop.explain.compiled import function as functions
 
     report = functions.inspect(
         function,
@@ -254,19 +246,6 @@ def inspect(
 def _compile_embeddings(
     plan: EmbedPlan, check: str | None, timeout_s: float | None, cache: bool, on_progress: _Progress | None
 ) -> EmbedCompileResult:
-    _require_compiler()
-    from rooftop.compiler.sparsecore import parse_checks
-    from rooftop.explain.embedding.compiled import compile_embed_plan
-    from rooftop.explain.embedding.programs import Compilation
-
+    require_compiler()
     how = Compilation(checks=parse_checks(check), timeout_s=timeout_s, cache=cache, on_progress=on_progress)
     return EmbedCompileResult(report=compile_embed_plan(plan, how))
-
-
-def _require_compiler() -> None:
-    """Raise RooftopError if JAX or libtpu is not installed."""
-    # Interrupted while it is imported, JAX aborts the process.
-    with uninterrupted():
-        from rooftop.compiler.compiling import require_compiler
-
-    require_compiler()

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.explain.measured.modules import read_module
+from rooftop.explain.operations import Inferred, Operation, OperationRecord, OperationsRecord, infer, read_operation
 from rooftop.library.inputs import AxesLike, ChipLike, PlanLike, axes_of, chip_of, training_plan_of
 from rooftop.library.results import Result, flat
+from rooftop.present.documents import document
 
 if TYPE_CHECKING:
     from rooftop.explain.measured.difference import Difference, Side
     from rooftop.explain.measured.report import Explained
-    from rooftop.explain.operations import Inferred, Operation
     from rooftop.hardware import Chip
     from rooftop.present.document import Document
     from rooftop.validation import AccuracyReport, PublishedRuns
@@ -60,8 +62,6 @@ class OperationsResult(Result):
 
     def to_json(self) -> dict[str, object]:
         """Each instruction with its layouts and work, and its times on the chip."""
-        from rooftop.explain.operations import OperationRecord, OperationsRecord
-
         return OperationsRecord(
             kind="operations",
             schema=1,
@@ -72,15 +72,11 @@ class OperationsResult(Result):
     @property
     def rows(self) -> list[dict[str, object]]:
         """An instruction a row."""
-        from rooftop.explain.operations import OperationRecord
-
         return [flat(OperationRecord.of(operation, self.chip).to_json()) for operation in self.operations]
 
     @property
     def document(self) -> Document:
         """The operations, made readable."""
-        from rooftop.present.documents import document
-
         return document(self.to_json())
 
     @property
@@ -107,8 +103,6 @@ class DiffResult(Result):
     @property
     def document(self) -> Document:
         """The rows that differ."""
-        from rooftop.present.documents import document
-
         return document(self.to_json())
 
     @property
@@ -163,8 +157,6 @@ class ValidationResult(Result):
     @property
     def document(self) -> Document:
         """Errors by group, and the worst runs."""
-        from rooftop.present.documents import document
-
         return document(self.to_json(), kind="validation")
 
     @property
@@ -200,7 +192,6 @@ def explain(
     Raises RooftopError for a path that is neither a run nor a trace, and for a trace in which nothing ran.
     """
     from rooftop.explain.measured import report
-    from rooftop.explain.measured.modules import read_module
 
     return ExplainResult(
         explained=report.explain(
@@ -225,8 +216,6 @@ def explain_operations(
 
     Raises RooftopError for a line that is no instruction.
     """
-    from rooftop.explain.operations import infer, read_operation
-
     # An empty text is refused like any other that is no instruction.
     texts = [line for text in lines for line in text.splitlines() if line.strip()] or [""]
     operations = tuple(read_operation(text) for text in texts)

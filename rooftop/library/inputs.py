@@ -11,10 +11,10 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.files import read_json_object
 from rooftop.core.quantities import LARGEST_QUANTITY, parse_quantity, parse_seconds
 from rooftop.hardware import Chip, Slice, chip
+from rooftop.models import ModelConfig, load_model
 
 if TYPE_CHECKING:
     from rooftop.arrays import Mesh
-    from rooftop.models import ModelConfig
     from rooftop.plan.embedding.plan import EmbedPlan
     from rooftop.plan.training.plan import TrainingPlan
 
@@ -88,8 +88,6 @@ def chip_of(on: ChipLike, figures: Mapping[str, float | str] | None = None) -> C
 
 def model_of(model: ModelLike) -> ModelConfig:
     """The model that is meant. Raises RooftopError."""
-    from rooftop.models import ModelConfig, load_model
-
     if isinstance(model, (str, Path)):
         return load_model(str(model))
     return model if isinstance(model, ModelConfig) else model.config

@@ -36,6 +36,7 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import OnProgress
 from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.present.documents import document
 from rooftop.roofline.rates import device_stats
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES
 from rooftop.simulate.pipeline import of_plan
@@ -105,8 +106,6 @@ class TrainingPlanResult(Result):
     @property
     def document(self) -> Document:
         """The plan, its reasons and alternatives, and the planned timeline."""
-        from rooftop.present.documents import document
-
         return document(self._data, lanes=[planned_lanes(self.plan)])
 
     def write_plan(self, path: Path | str) -> None:

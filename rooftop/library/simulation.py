@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.files import read_json_object, write_text
@@ -28,9 +28,6 @@ from rooftop.simulate.serving.metrics import ServingMetrics, SimulationReport, T
 from rooftop.simulate.serving.records import Deployment
 from rooftop.simulate.serving.timeline import timeline
 from rooftop.simulate.serving.traces import Lengths, RequestTrace, draw_trace, read_trace
-
-if TYPE_CHECKING:
-    pass
 
 #: Tokens of a request: a number, or LOW:HIGH to draw from.
 LengthsLike: TypeAlias = Lengths | CountLike

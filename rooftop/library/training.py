@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, TypeVar, o
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_text
 from rooftop.core.quantities import format_bytes, format_count, parse_dtype
+from rooftop.embed.criteo import require_batches, require_labels
+from rooftop.embed.export import export
 from rooftop.embed.train.request import EmbeddingTrainRequest
 from rooftop.library.results import Result, flat
 from rooftop.models import count_params
 from rooftop.models.embedding_tables.files import load_tables
 from rooftop.models.embedding_tables.tables import Tables
+from rooftop.present.documents.embedding import embedding_export
 from rooftop.runs.environment import prepare_environment, uninterrupted
+from rooftop.runs.folder import RunFolder
 from rooftop.train.request import TrainRequest
 
 if TYPE_CHECKING:
@@ -191,8 +195,6 @@ class EmbeddingExportResult(Result):
     @property
     def document(self) -> Document:
         """The figures of each table."""
-        from rooftop.present.documents.embedding import embedding_export
-
         return embedding_export(self.report, summary=self.summary)
 
     @property
@@ -306,8 +308,6 @@ def train_embedding(request: EmbeddingTrainRequest, watch: OnBatch | None = None
     the tables exceed the memory or hold NaN.
     """
     prepare_environment(request.devices, packages=EMBEDDING_PACKAGES, extra="embed")
-    from rooftop.embed.criteo import require_batches, require_labels
-
     require_batches(Path(request.data), request.batch_samples)
     if request.evaluate is not None:
         require_labels(Path(request.evaluate), request.batch_samples)
@@ -351,7 +351,6 @@ def export_embedding(
     prepare_environment(None, packages=EMBEDDING_PACKAGES, extra="embed")
     with uninterrupted():
         from rooftop.embed.train.checkpoint import newest_tables
-    from rooftop.embed.export import export
 
     config = tables if isinstance(tables, Tables) else load_tables(Path(tables))
     saved = newest_tables(Path(run))
@@ -360,7 +359,6 @@ def export_embedding(
 
 
 def _records(run: Path) -> list[dict[str, object]]:
-    from rooftop.runs.folder import RunFolder
     from rooftop.runs.records import read_records
 
     return list(read_records(RunFolder(path=run).metrics))

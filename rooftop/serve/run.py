@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import Record
 from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment
+from rooftop.runs.supervise import keep_stdout
 from rooftop.serve.engine.configuration import Configuration, configuration_of
 from rooftop.serve.hosts.parts import EnginePart, Lead, choose_part, end_process, follow, replicas_of
 from rooftop.serve.request import ServeRequest, named_as_options, shrunk
@@ -121,8 +122,6 @@ def run(
     if request.coordinator is None:
         _run(request, on_ready, on_progress)
         return
-    from rooftop.runs.supervise import keep_stdout
-
     keep_stdout()
     try:
         join_processes(request.coordinator, request.processes, request.process)

@@ -8,11 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import cache_folder, read_json_object
 from rooftop.core.quantities import parse_count
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.models.sizing import PREFIX, small_llama
+from rooftop.plan.serving.plan import ServingPlan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,8 +59,6 @@ def read_source(checkpoint: Path, weights_of: Path | None) -> ServeSource:
             raise RooftopError("weights-of", str(weights_of), "this with a plan only")
         return ServeSource(folder=checkpoint, model=from_huggingface(checkpoint / "config.json"), plan=None)
     data = read_json_object(checkpoint, field="checkpoint", accepted=_CHECKPOINT)
-    from rooftop.plan.serving.plan import ServingPlan
-
     plan = ServingPlan.from_json(data)
     if weights_of is None:
         accepted = f"--weights-of DIR: the folder of a checkpoint of {plan.problem.model.name}"
@@ -79,10 +81,8 @@ def make_example(checkpoint: Path) -> Path:
     The weights are the same every time. Starts JAX. Raises RooftopError for a size that no such model has.
     """
     import jax
-    import numpy as np
 
     from rooftop.checkpoints.huggingface import save_weights
-    from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
     from rooftop.programs.parameters import describe
 
     trained = train_bpe([_TEXT], _VOCAB)

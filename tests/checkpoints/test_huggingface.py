@@ -23,12 +23,13 @@ from jax.sharding import AxisType, Mesh
 from rooftop.arrays import AXES
 from rooftop.arrays.rules import Rules
 from rooftop.checkpoints.huggingface import load_weights, save_weights, to_huggingface
-from rooftop.checkpoints.names import entries, from_checkpoint, region, tensor_shape
+from rooftop.checkpoints.names import entries, region, tensor_shape
 from rooftop.core.errors import RooftopError
 from rooftop.models import ModelConfig, from_huggingface, load_model, presets
 from rooftop.programs.parameters import Transformer, abstract, describe
 from rooftop.programs.sharding import Specs
 from tests.runs.test_checkpoints import together
+from tests.support.checkpoint_tensors import from_checkpoint
 
 ORACLES = Path(__file__).parents[1] / "oracles"
 NAMES = sorted(json.loads((ORACLES / "tiny_models.json").read_text()))

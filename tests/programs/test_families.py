@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from rooftop.arrays.rules import Rules
-from rooftop.checkpoints.names import entries, from_checkpoint, to_checkpoint
+from rooftop.checkpoints.names import entries
 from rooftop.models import count_params, load_model, presets
 from rooftop.models.segments import segments
 from rooftop.programs.attention.context import sequence_order
@@ -22,6 +22,7 @@ from rooftop.programs.parameters import Batch, Transformer, describe
 from rooftop.programs.sharding import Specs
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import abstract_batch, train_step
+from tests.support.checkpoint_tensors import from_checkpoint, to_checkpoint
 from tests.support.curves import initial_state, mesh_of, program_of
 from tests.support.quickly import QUICKLY
 from tests.support.tiny_models import NAMES, TINY, case

@@ -13,13 +13,13 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
-from rooftop.checkpoints.names import from_checkpoint
 from rooftop.core.errors import RooftopError
 from rooftop.programs.serving.formats import FORMATS
 from rooftop.programs.serving.sampling import Adjustments, SampledChoice, choose, filtered
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.requests import Constraint, Sampling, Token
+from tests.support.checkpoint_tensors import from_checkpoint
 from tests.support.engines import CONFIGURATION, GREEDY, again, answers, checkpoint, engine
 from tests.support.tiny_models import case
 

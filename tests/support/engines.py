@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.checkpoints.huggingface import save_weights
-from rooftop.checkpoints.names import from_checkpoint
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.configuration import Configuration, Shapes
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.loading import load
 from rooftop.serve.engine.requests import GenerationRequest, Sampling, Token
+from tests.support.checkpoint_tensors import from_checkpoint
 from tests.support.quickly import QUICKLY
 from tests.support.tiny_models import ORACLES, case
 

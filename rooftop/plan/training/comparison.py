@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Literal, get_args
+from typing import Literal
 
 from rooftop.arrays.rules import AXES
 from rooftop.core.errors import Infeasible, RooftopError
@@ -35,7 +35,6 @@ from rooftop.roofline.rates import Rates
 
 #: The aim of a comparison among slices that meet all limits: fewest dollars, days or chips.
 Aim = Literal["cost", "time", "chips"]
-AIMS: tuple[Aim, ...] = get_args(Aim)
 #: Sizes in a row that are too dear, or no faster, before larger ones are left out: one may be slow for its shape alone.
 _IN_A_ROW = 4
 #: The largest slice of a chip that is looked at, in chips.

@@ -51,12 +51,6 @@ class DlrmConfig:
             "top": (self.width + vectors * (vectors - 1) // 2, *self.top, 1),
         }
 
-    @property
-    def flops_per_sample(self) -> int:
-        """Matmul FLOPs of a sample, forward: two for each weight and for each product of two vectors' floats."""
-        weights = sum(a * b for sizes in self.layers.values() for a, b in pairwise(sizes))
-        return 2 * (weights + (len(self.features) + 1) ** 2 * self.width)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -133,26 +127,12 @@ class Dlrm:
         Each device has a part of the samples. Gradients of the weights, which all devices have, are summed over
         devices.
         """
-        mesh = jax.sharding.get_abstract_mesh()
-        axes, devices = mesh.axis_names, mesh.size
 
-        def local(
-            weights: Any, activations: dict[str, jax.Array], batch: DlrmBatch[jax.Array]
-        ) -> tuple[Any, dict[str, jax.Array], jax.Array]:
-            def loss(weights: Any, activations: dict[str, jax.Array]) -> jax.Array:
-                with named_scope("loss"):
-                    logits = self.logits(weights, activations, batch.dense)
-                    losses = optax.sigmoid_binary_cross_entropy(logits, batch.label)
-                    return jnp.sum(losses) / (len(losses) * devices)
+        def loss(weights: Any, activations: dict[str, jax.Array], batch: DlrmBatch[jax.Array]) -> jax.Array:
+            logits = self.logits(weights, activations, batch.dense)
+            return jnp.sum(optax.sigmoid_binary_cross_entropy(logits, batch.label)) / len(logits)
 
-            value, (of_weights, of_activations) = jax.value_and_grad(loss, argnums=(0, 1))(weights, activations)
-            with named_scope("gradients"):
-                return jax.lax.psum(of_weights, axes), of_activations, jax.lax.psum(value, axes)
-
-        split = P(axes)
-        gradients, of_activations, value = jax.shard_map(
-            local, in_specs=(P(), split, split), out_specs=(P(), split, P()), check_vma=False
-        )(dense.weights, activations, batch)
+        gradients, of_activations, value = loss_gradients(loss, dense.weights, activations, batch)
         with named_scope("optimizer"):
             changes, optimizer = self._optimizer.update(gradients, dense.optimizer, dense.weights)
             if self.share_of is not None:
@@ -160,6 +140,34 @@ class Dlrm:
                 changes = jax.tree.map(lambda change: share * change, changes)
             weights = optax.apply_updates(dense.weights, changes)
         return dataclasses.replace(dense, weights=weights, optimizer=optimizer), of_activations, value
+
+
+def loss_gradients(
+    loss: Callable[[Any, dict[str, jax.Array], Any], jax.Array],
+    weights: Any,
+    activations: dict[str, jax.Array],
+    batch: Any,
+) -> tuple[Any, dict[str, jax.Array], jax.Array]:
+    """Gradients of the weights and of the activations, and the mean loss, of the devices of the mesh in context.
+
+    Each device has a part of the samples, of which ``loss`` is the mean, and all have the weights.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes, split = mesh.axis_names, P(mesh.axis_names)
+
+    def local(
+        weights: Any, activations: dict[str, jax.Array], batch: Any
+    ) -> tuple[Any, dict[str, jax.Array], jax.Array]:
+        def share(weights: Any, activations: dict[str, jax.Array]) -> jax.Array:
+            with named_scope("loss"):
+                return loss(weights, activations, batch) / mesh.size
+
+        value, (of_weights, of_activations) = jax.value_and_grad(share, argnums=(0, 1))(weights, activations)
+        with named_scope("gradients"):
+            return jax.lax.psum(of_weights, axes), of_activations, jax.lax.psum(value, axes)
+
+    in_specs, out_specs = (P(), split, split), (P(), split, P())
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)(weights, activations, batch)
 
 
 def _mlp(layers: Sequence[tuple[jax.Array, jax.Array]], x: Float[Array, "B inputs"]) -> Float[Array, "B outputs"]:

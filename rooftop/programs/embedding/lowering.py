@@ -19,7 +19,7 @@ from rooftop.models.embedding_tables.files import tables_from_json
 from rooftop.models.embedding_tables.limits import StackLimits, pointers_of_device
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables
 from rooftop.programs.embedding.buffers import LookupInputs, StackInputs
-from rooftop.programs.embedding.dlrm import Dlrm, DlrmBatch, DlrmConfig
+from rooftop.programs.embedding.dlrm import Dlrm, DlrmBatch, DlrmConfig, loss_gradients
 from rooftop.programs.embedding.lookup import EmbeddingProgram, lookup, update
 from rooftop.programs.embedding.pipeline import (
     DenseStep,
@@ -227,25 +227,14 @@ class Tower:
         self, dense: list[jax.Array], activations: dict[str, jax.Array], batch: Float32[Array, " B"]
     ) -> tuple[list[jax.Array], dict[str, jax.Array], jax.Array]:
         """New weights, the activations' gradients, and the loss; weights are on every device, samples split."""
-        mesh = jax.sharding.get_abstract_mesh()
-        axes, devices = mesh.axis_names, mesh.size
 
-        def local(weights: Any, activations: dict[str, jax.Array], batch: jax.Array) -> Any:
-            def loss(weights: list[jax.Array], activations: dict[str, jax.Array]) -> jax.Array:
-                with named_scope("loss"):
-                    pooled = [activations[name] for name, _ in self.features]
-                    x = jnp.concatenate([y.mean(1) if y.ndim == 3 else y for y in pooled], axis=1)
-                    for weight in weights[:-1]:
-                        x = jax.nn.relu(x @ weight)
-                    return jnp.mean(((x @ weights[-1])[:, 0] - batch) ** 2) / devices
+        def loss(weights: list[jax.Array], activations: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+            pooled = [activations[name] for name, _ in self.features]
+            x = jnp.concatenate([y.mean(1) if y.ndim == 3 else y for y in pooled], axis=1)
+            for weight in weights[:-1]:
+                x = jax.nn.relu(x @ weight)
+            return jnp.mean(((x @ weights[-1])[:, 0] - batch) ** 2)
 
-            value, (of_weights, of_activations) = jax.value_and_grad(loss, argnums=(0, 1))(weights, activations)
-            with named_scope("gradients"):
-                return jax.lax.psum(of_weights, axes), of_activations, jax.lax.psum(value, axes)
-
-        split = P(axes)
-        gradients, of_activations, value = jax.shard_map(
-            local, in_specs=(P(), split, split), out_specs=(P(), split, P()), check_vma=False
-        )(dense, activations, batch)
+        gradients, of_activations, value = loss_gradients(loss, dense, activations, batch)
         with named_scope("optimizer"):
             return [weight - 1e-3 * own for weight, own in zip(dense, gradients, strict=True)], of_activations, value

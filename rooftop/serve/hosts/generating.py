@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.records import plain
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.counters import Counters, stats_of
 from rooftop.serve.engine.loading import parts
@@ -179,7 +180,7 @@ class Generator:
         busy, reported_s = False, time.monotonic()
         while True:
             if not busy or time.monotonic() - reported_s > _REPORT_S:
-                self._link.send("report", number=0, **self._report().to_json())
+                self._link.send("report", number=0, **plain(self._report()))
                 reported_s = time.monotonic()
             wait = not busy
             while True:
@@ -214,7 +215,7 @@ class Generator:
             if running_ is not None:
                 self._end(running_)
         elif message.kind == "check":
-            self._link.send("report", number=fields["number"], **self._report(checked=True).to_json())
+            self._link.send("report", number=fields["number"], **plain(self._report(checked=True)))
 
     def _advance(self) -> bool:
         """Run one step. Return False if there was nothing to do."""

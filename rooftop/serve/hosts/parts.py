@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.serve.engine.configuration import Configuration
+from rooftop.serve.hosts.processes import Child, Other, Remote
 from rooftop.serve.request import ServeRequest
 from rooftop.serve.sockets import parse_address
 
@@ -70,7 +71,6 @@ class EnginePart:
         """
         from rooftop.serve.engine.loading import load
         from rooftop.serve.hosts.prefilling import load_prefill
-        from rooftop.serve.hosts.processes import Child, Other, Remote
 
         replica = replicas_of(lead, checkpoint, configuration)
         if self.role == "both":

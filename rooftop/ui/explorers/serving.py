@@ -11,6 +11,7 @@ import numpy as np
 from rooftop.arrays import parse_axes
 from rooftop.core.errors import RooftopError, one_of
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.core.records import field_values
 from rooftop.hardware import Slice
 from rooftop.models import load_model, presets
 from rooftop.plan.pricing import BOUNDS
@@ -40,7 +41,7 @@ def answer(state: State) -> Document:
     prefill_on, _ = best_prefill(sized, prefills)
     plan = ServingPlan(problem=sized, generate_on=placement, prefill_on=prefill_on, batch=batch)
     fronts = {item: _points(kind, at, item) for item in sorted({*_CONTEXTS, context})}
-    memory = plan.memory_of_slice.per_device.to_json()
+    memory = field_values(plan.memory_of_slice.per_device)
     work = sized.workload
     rate = plan.tokens_per_s / sized.slice.chips
     return Document(
@@ -113,7 +114,7 @@ def _verdict(plan: ServingPlan, rate: float) -> str:
         most = plan.max_batch
         room = f"at most {most} sequences do" if most else "not one sequence does"
         return f"A batch of {plan.batch} at this context does not fit {plan.problem.slice.name}: {room}."
-    busy = plan.breakdown.to_json()
+    busy: dict[str, float] = field_values(plan.breakdown)
     most_of = max(busy, key=lambda name: busy[name])
     why = {"weights_s": "reading weights", "kv_s": "reading the KV cache", "flops_s": "FLOPs", "ici_s": "the network"}
     return (
@@ -234,7 +235,7 @@ def _step(plan: ServingPlan) -> Bars:
         title="What a step needs",
         about="Seconds at peak rates, each alone; the expected step is the line.",
         unit="s",
-        bars=tuple(Bar(names[name], (("at peak", value),)) for name, value in plan.breakdown.to_json().items()),
+        bars=tuple(Bar(names[name], (("at peak", value),)) for name, value in field_values(plan.breakdown).items()),
         limit=(plan.step_s, "step"),
     )
 
