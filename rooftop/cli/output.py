@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rooftop.present.document import Document
 
 
-def emit_json(data: Any) -> None:
+def emit_json(data: object) -> None:
     """Write one JSON object on stdout. NaN and infinities are refused: JSON has none."""
     click.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
 
@@ -42,7 +42,7 @@ def console() -> Console:
 
 
 def show(
-    data: Mapping[str, Any], written: Mapping[str, object] | None = None, *, as_json: bool = False, **context: Any
+    data: Mapping[str, object], written: Mapping[str, object] | None = None, *, as_json: bool = False, **context: Any
 ) -> None:
     """Print an answer: its JSON, or its document and the files ``written`` by what they hold (None: not written)."""
     if as_json:
