@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Of the terminal that commands print to.
+TERMINAL = {"COLUMNS": "110", "NO_COLOR": "1"}
 _BLOCK = re.compile(r"```\n\$ (?P<command>.+)\n(?P<printed>(?:.*\n)*?)```\n")
 
 
@@ -29,7 +31,7 @@ def commands(page: Path) -> list[tuple[str, str]]:
 def run(command: str) -> str:
     """Output of a command, stderr included, trailing blanks removed."""
     here = str(Path(sys.executable).parent)
-    environment = os.environ | {"PATH": f"{here}:{os.environ['PATH']}", "COLUMNS": "110", "NO_COLOR": "1"}
+    environment = os.environ | TERMINAL | {"PATH": f"{here}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=ROOT,
@@ -40,7 +42,12 @@ def run(command: str) -> str:
         text=True,
         check=False,
     )
-    return re.sub(r"[ \t]+$", "", done.stdout, flags=re.MULTILINE).strip("\n") + "\n"
+    return tidy(done.stdout)
+
+
+def tidy(output: str) -> str:
+    """The output without blanks at the ends of lines, and one newline at the end."""
+    return re.sub(r"[ \t]+$", "", output, flags=re.MULTILINE).strip("\n") + "\n"
 
 
 def main() -> None:

@@ -106,7 +106,13 @@ def eight(model: ModelConfig) -> dict[str, int]:
     return {"data": 2, "fsdp": 2, "tensor": 2} if model.kv_heads % 2 == 0 else {"data": 2, "fsdp": 4}
 
 
-@pytest.mark.parametrize("name", NAMES)
+#: One of each way to name and lay out tensors: plain, joined and transposed, experts apart and joined, latents.
+QUICK = {"llama", "gpt2", "gemma3", "mixtral", "gpt_oss", "deepseek_v3"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
+)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     """From several files through eight devices to several files; each weight is where ``from_checkpoint`` puts it."""
     source = publish(name, tmp_path / "in", files=3)

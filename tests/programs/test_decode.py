@@ -88,14 +88,24 @@ def run(
     return np.asarray(o, np.float64), expected, there
 
 
-@pytest.mark.parametrize(("reader", "block"), [("gather", 4), ("gather", 12), ("gather", 1024), ("blocked", 4)])
+#: Attention scores and whether there are sinks, and what reads the cache, by how many tokens at a time.
+SCORES = [
+    (Scores(scale=0.3), False),
+    (Scores(scale=0.3, window=5), False),
+    (Scores(scale=0.3, softcap=1.5), True),
+    (Scores(scale=0.3, window=9), True),
+]
+READERS = [("gather", 4), ("gather", 12), ("gather", 1024), ("blocked", 4)]
+
+
 @pytest.mark.parametrize(
-    ("scores", "sinks"),
+    ("scores", "sinks", "reader", "block"),
     [
-        (Scores(scale=0.3), False),
-        (Scores(scale=0.3, window=5), False),
-        (Scores(scale=0.3, softcap=1.5), True),
-        (Scores(scale=0.3, window=9), True),
+        # Quick: all scores in small blocks, by one reader or the other; other blocks with a window and sinks.
+        pytest.param(*scores, *reader, marks=() if quick else pytest.mark.slow)
+        for index, scores in enumerate(SCORES)
+        for reader in READERS
+        for quick in [index == 3 or reader == READERS[0 if index == 1 else 3]]
     ],
 )
 def test_pages_are_read_as_the_sequence_they_hold(

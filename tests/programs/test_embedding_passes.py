@@ -106,7 +106,17 @@ def stacked(kind: str, clip: float | None = None, devices: int = 4) -> tuple[Sta
     return stacking, limits_for(stacking, [inputs_of(tables, batch_of(tables, seed)) for seed in range(2)], PASSES)
 
 
-@pytest.mark.parametrize(("kind", "clip", "devices"), [(kind, None, 4) for kind in ELEMENTWISE] + [("sgd", 0.5, 1)])
+@pytest.mark.parametrize(
+    ("kind", "clip", "devices"),
+    [
+        # Quick: an update that adds, one that clips, one with two slots.
+        *(
+            pytest.param(kind, None, 4, marks=() if kind in ("sgd", "adam") else pytest.mark.slow)
+            for kind in ELEMENTWISE
+        ),
+        ("sgd", 0.5, 1),
+    ],
+)
 def test_sparsecores_update_a_row_of_several_passes_once(
     kind: str, clip: float | None, devices: int, operation: None
 ) -> None:

@@ -68,9 +68,9 @@ class Literal:
     ("pipelined", "kind", "combiner", "devices"),
     [
         (False, "adagrad", "sum", 4),
-        (True, "adagrad", "sum", 4),
         (True, "adam", "mean", 8),
-        (True, "ftrl", "sqrtn", 1),
+        pytest.param(True, "adagrad", "sum", 4, marks=pytest.mark.slow),
+        pytest.param(True, "ftrl", "sqrtn", 1, marks=pytest.mark.slow),
     ],
 )
 def test_each_lookup_sees_exactly_the_updates_that_the_rule_says(

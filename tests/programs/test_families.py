@@ -37,8 +37,15 @@ def test_checkpoint_names_there_and_back(name: str) -> None:
     assert all((back[tensor] == array).all() and back[tensor].shape == array.shape for tensor, array in weights.items())
 
 
+#: Every kind of layer: scaled rotations, windows, soft caps, biases, norms of heads, sinks, latents, kinds of routers,
+#: learned positions. The other models combine these.
+QUICK = {"llama", "qwen2", "qwen3_moe", "gemma2", "gemma3", "gpt_oss", "deepseek_v2", "deepseek_v3", "gpt2"}
+
+
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
+)
 def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
     model, facts, tensors, golden = case(name)
     weights = jax.tree.map(jnp.asarray, from_checkpoint(model, tensors))

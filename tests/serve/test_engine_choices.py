@@ -263,7 +263,7 @@ def test_what_cannot_be_is_named(field: str, value: object) -> None:
     [
         ("int8", "int8", (), 0.05),
         pytest.param("f8_e4m3", "plain", (), 0.1, marks=pytest.mark.slow),
-        ("int4-32", "plain", (("tensor", 2),), 0.5),
+        pytest.param("int4-32", "plain", (("tensor", 2),), 0.5, marks=pytest.mark.slow),
     ],
 )
 def test_weights_and_cache_in_fewer_bits_change_little(
@@ -274,8 +274,6 @@ def test_weights_and_cache_in_fewer_bits_change_little(
     folder = checkpoint("llama", tmp_path)
     configuration = replace(paged_engine.configuration, weights_dtype=weights, kv_dtype=cache, mesh=mesh)
     if weights == "int4-32":
-        with pytest.raises(RooftopError, match="weights: got 'int4-32'; accepted: groups that divide"):
-            engine(folder, configuration)
         monkeypatch.setitem(FORMATS, weights, replace(FORMATS[weights], group=8))
     small = engine(folder, configuration)
     small.start()
@@ -288,6 +286,12 @@ def test_weights_and_cache_in_fewer_bits_change_little(
         differences += [abs(value - scores[token]) for token, value in one.top if token in scores]
     assert len(differences) > 15 * len(prompts)
     assert 1e-5 < np.mean(differences) < most
+
+
+def test_groups_that_divide_no_dim_are_refused(paged_engine: PagedEngine, tmp_path: Path) -> None:
+    configuration = replace(paged_engine.configuration, weights_dtype="int4-32", mesh=(("tensor", 2),))
+    with pytest.raises(RooftopError, match="weights: got 'int4-32'; accepted: groups that divide"):
+        engine(checkpoint("llama", tmp_path), configuration)
 
 
 @pytest.fixture(scope="module")

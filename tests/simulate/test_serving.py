@@ -131,14 +131,14 @@ def test_equal_requests_wait_as_lindley_says(mode: dict[str, Any]) -> None:
     assert waited_s == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("load", [0.5, 0.8])
+@pytest.mark.parametrize("load", [pytest.param(0.5, marks=pytest.mark.slow), 0.8])
 def test_one_server_with_equal_requests_is_m_d_1(load: float) -> None:
     """Pollaczek-Khinchine for a deterministic service time D: a mean wait of load D / (2 (1 - load))."""
     _, service_s, waited_s = queue({"batching": "interleaved"}, load, 200_000)
     assert waited_s.mean() == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.02)
 
 
-@pytest.mark.parametrize(("batch", "load"), [(4, 0.6), (8, 0.9)])
+@pytest.mark.parametrize(("batch", "load"), [(4, 0.6), pytest.param(8, 0.9, marks=pytest.mark.slow)])
 def test_static_batches_are_bulk_service(batch: int, load: float) -> None:
     """M/D[1,B]/1: a server that is free takes up to B of those that wait, and waits for one if there are none.
 

@@ -11,6 +11,8 @@ from rooftop.models.embedding_tables.tables import EmbeddingTable, Feature, Tabl
 
 FEATURES = 4
 BATCH = 64
+#: Of the dense part, in runs that are to learn.
+LEARNING_RATE = 1e-2
 
 
 def tables() -> Tables:
@@ -48,8 +50,9 @@ def main(data: Path, run: Path, devices: int, pipelined: bool) -> None:
     from rooftop.embed.train.trainer import Trainer
 
     options = EmbeddingTrainRequest(
-        tables=tables(), data=data, run=run, batch_samples=BATCH, devices=devices, pipelined=pipelined, save_every=4
-    )
+        tables=tables(), data=data, run=run, batch_samples=BATCH, devices=devices, pipelined=pipelined, save_every=4,
+        learning_rate=LEARNING_RATE,
+    )  # fmt: skip
     Trainer(options).train()
 
 
