@@ -286,11 +286,11 @@ def serve(
     from rooftop.library.serving import ServingFrontResult, plan_serving, serving_front
 
     result: ServingPlanResult | ServingFrontResult
-    with no_answer(as_json=as_json):
+    with no_answer(as_json=as_json), progress_bar(shown=not as_json, after_s=1.0) as on_progress:
         if objective == "pareto":
-            result = serving_front(**_of_front(options))
+            result = serving_front(**_of_front(options), on_progress=on_progress)
         else:
-            result = plan_serving(**options, objective=objective)
+            result = plan_serving(**options, objective=objective, on_progress=on_progress)
     data = result.to_json()
     if plot is not None:
         from rooftop.present.documents.parts import front_chart

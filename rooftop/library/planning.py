@@ -19,7 +19,7 @@ from rooftop.core.timelines import perfetto, xprof
 from rooftop.hardware import Chip, Slice, slice_sizes
 from rooftop.library.inputs import AxesLike, CountLike, ModelLike, SliceLike, axes_of, chip_of, model_of, slice_of
 from rooftop.library.results import Result, ledger_rows
-from rooftop.plan.pricing import BOUNDS
+from rooftop.plan.pricing import BOUNDS, OnProgress
 from rooftop.plan.training import answer as training
 from rooftop.plan.training.answer import TrainingAnswer
 from rooftop.plan.training.assumptions import Assumptions
@@ -34,7 +34,6 @@ from rooftop.plan.training.comparison import (
 )
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.search import OnProgress
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.present.documents import document
 from rooftop.roofline.rates import device_stats

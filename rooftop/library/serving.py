@@ -205,6 +205,7 @@ def plan_serving(
     price: float | str | None = None,
     objective: str = "cost",
     contexts: Sequence[CountLike] | str | None = None,
+    on_progress: Progress | None = None,
 ) -> ServingPlanResult:
     """Plan serving on one slice, or recommend a fleet for a rate of requests or over several chips.
 
@@ -241,6 +242,7 @@ def plan_serving(
         price: Dollars per chip-hour, instead of the list price.
         objective: Minimize 'cost' or 'chips' in a search.
         contexts: Contexts of the front; by default the workload's.
+        on_progress: Called with kinds of servers priced, their number, and a label, while chips are searched.
 
     A plan that does not fit or misses a target is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises
     Infeasible if a search finds no servers that do, and RooftopError naming the argument that is wrong.
@@ -259,7 +261,7 @@ def plan_serving(
     problem = question.problem
     if not question.searching and problem.workload.requests_per_second is None:
         return ServingPlanResult(answer=serving.plan_serving(problem, contexts=sizes))
-    best = recommend(problem, question.where, question.numerics, question.modes, objective)
+    best = recommend(problem, question.where, question.numerics, question.modes, objective, on_progress)
     plan = best.best.plan
     answer = ServingAnswer(
         plan=plan,
@@ -294,6 +296,7 @@ def serving_front(
     assume: str | None = None,
     bounds: str = "usable",
     price: float | str | None = None,
+    on_progress: Progress | None = None,
 ) -> ServingFrontResult:
     """The fastest and cheapest ways to generate over slices, number formats and batches; see ``plan_serving``.
 
@@ -305,7 +308,7 @@ def serving_front(
         kv_dtype=kv_dtype, matmul_dtype=matmul_dtype, embeddings_dtype=embeddings_dtype, weight_group=weight_group,
         kv_sharing=kv_sharing, assume=assume, bounds=bounds, price=price,
     )  # fmt: skip
-    points = front(question.problem, question.where, question.numerics)
+    points = front(question.problem, question.where, question.numerics, on_progress)
     return ServingFrontResult(model=question.problem.model.name, points=points)
 
 

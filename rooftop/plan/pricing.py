@@ -7,9 +7,9 @@ and rows do not, and are made here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from rooftop.core.scopes import Phase
 from rooftop.roofline.collectives import Price
 from rooftop.roofline.rates import Rates
 
+#: Progress of a search: (done, in all, a label).
+OnProgress: TypeAlias = Callable[[int, int, str], None]
 #: A collective, or a full rotation round a ring.
 TransferKind = CollectiveKind | Literal["permute_ring"]
 #: The assumption that says how much of a transfer hides. In training plans the share is settable by this name; in

@@ -14,7 +14,7 @@ The book (chapter 3) counts whole shards on even rings, V/W for W the bytes/s bo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -80,6 +80,29 @@ class Price:
             fixed_s = fixed_s + np.where(rate > 0, start_s + passes * self.latency_s[resource], 0.0)
             seconds_per_byte = seconds_per_byte + rate / efficiency[resource]
         return fixed_s, seconds_per_byte
+
+
+def joined_price(prices: Sequence[Price]) -> Price:
+    """Prices of one kind over groups of different networks, one after another; a network that one lacks costs it 0."""
+
+    def joined(tables: Sequence[dict[str, Floats]]) -> dict[str, Floats]:
+        names = dict.fromkeys(name for table in tables for name in table)
+        return {
+            name: np.concatenate(
+                [
+                    table.get(name, np.zeros_like(price.wire_per_byte))
+                    for table, price in zip(tables, prices, strict=True)
+                ]
+            )
+            for name in names
+        }
+
+    return Price(
+        kind=prices[0].kind,
+        seconds_per_byte=joined([price.seconds_per_byte for price in prices]),
+        latency_s=joined([price.latency_s for price in prices]),
+        wire_per_byte=np.concatenate([price.wire_per_byte for price in prices]),
+    )
 
 
 def price(kind: str, group: AxisSpan, form: str = "exact") -> Price:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
@@ -24,7 +24,7 @@ class Rates:
     @classmethod
     def of(cls, chip: Chip) -> Rates:
         """The rates of one device of ``chip``."""
-        return cls(chip=chip, fractions=fractions(chip.name), overlap=overlap(chip.name))
+        return _rates(chip)
 
     @cached_property
     def flops_per_s(self) -> dict[str, float]:
@@ -79,6 +79,11 @@ class Rates:
         """
         matrix_s, waiting_s = attention_seconds(self.chip, scores, d_qk, d_v, backward=backward)
         return matrix_s + waiting_s
+
+
+@lru_cache(maxsize=64)
+def _rates(chip: Chip) -> Rates:
+    return Rates(chip=chip, fractions=fractions(chip.name), overlap=overlap(chip.name))
 
 
 def device_stats(chip: Chip) -> Mapping[str, str | float]:

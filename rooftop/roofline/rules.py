@@ -48,7 +48,9 @@ def critical_moe_tokens(critical_tokens: float, experts: int, active: int) -> fl
 
 def distinct_experts(experts: int, active: int, tokens: Number) -> Number:
     """Expected number of experts that at least one of ``tokens`` tokens uses: E (1 - (1 - k/E)^B)."""
-    return experts * (1.0 - (1.0 - active / experts) ** tokens)
+    # NumPy's power, which rounds other than Python's: one result for a number and for arrays.
+    unused: Number = np.power(1.0 - active / experts, tokens)
+    return experts * (1.0 - unused)
 
 
 def effective_d_ff(d_ff: float, heads: int, kv_heads: int, d_head: int, mlp_matrices: int) -> float:

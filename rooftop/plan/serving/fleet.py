@@ -10,31 +10,34 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
 from itertools import product
 from math import ceil, inf
 from typing import Literal, get_args
 
 import numpy as np
 
+from rooftop.arrays.mesh import Floats
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_seconds
 from rooftop.core.records import Record
 from rooftop.hardware import Slice
+from rooftop.plan.pricing import OnProgress
 from rooftop.plan.serving.answer import ServingAnswerDocument
 from rooftop.plan.serving.nearest import nearest_plans
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import Mode, ServingProblem
 from rooftop.plan.serving.search import (
+    BatchChoice,
     FrontPoint,
     PrefillSweep,
     batch_grid,
+    choices_of,
     most_of_each,
     pareto,
     price_prompts,
     slices_of,
-    sweep_generate,
+    sweep_slices,
 )
 from rooftop.plan.serving.workload import ServingNumerics
 from rooftop.roofline.achievable import NO_MEASUREMENT
@@ -234,6 +237,7 @@ def recommend(
     numerics: Sequence[ServingNumerics],
     modes: Sequence[Mode],
     objective: Objective = "cost",
+    on_progress: OnProgress | None = None,
 ) -> Recommendation:
     """The cheapest fleet (or that of fewest chips) for the workload's rate and targets.
 
@@ -241,18 +245,22 @@ def recommend(
     Raises Infeasible with the nearest that can be reached.
     """
     best_of_kinds: list[Fleet] = []
-    searched = 0
+    searched, kinds_done, kinds_in_all = 0, 0, len(where) * len(modes) * len(numerics)
     for slices, mode in product(where.values(), modes):
-        placements = lru_cache(None)(partial(_placements, problem, mode=mode))
+        # Smallest first: a fleet has a whole server at least.
+        ordered = sorted(slices, key=lambda slice_: slice_.chips)
+        sized = [replace(problem, slice=slice_, mode=mode) for slice_ in ordered]
+        placements = [_placements(on_slice) for on_slice in sized]
         for kinds in numerics:
+            if on_progress is not None:
+                on_progress(kinds_done, kinds_in_all, f"{mode} servers of {ordered[0].chip.name}")
+            kinds_done += 1
             fleets_of = _interleaved if mode == "interleaved" else _Disaggregated()
             best: Fleet | None = None
-            # Smallest first: a fleet has a whole server at least.
-            for slice_ in sorted(slices, key=lambda slice_: slice_.chips):
-                if best is not None and _is_settled(best, slice_):
+            for servers in _priced_servers([replace(on_slice, numerics=kinds) for on_slice in sized], placements):
+                if best is not None and _is_settled(best, servers.problem.slice):
                     break
-                sized = replace(problem, slice=slice_, numerics=kinds, mode=mode)
-                for fleet in fleets_of(sized, *placements(slice_)):
+                for fleet in fleets_of(servers):
                     searched += 1
                     if best is None or _order(fleet, objective) < _order(best, objective):
                         best = fleet
@@ -286,12 +294,11 @@ def _smallest_server(problem: ServingProblem, slices: Sequence[Slice]) -> str | 
     return f"batch {plan.batch} on {plan.problem.slice.name}"
 
 
-def _placements(problem: ServingProblem, slice_: Slice, *, mode: Mode) -> tuple[list[Placement], list[Placement]]:
-    """Placements of generation on this slice and, on a server of its own, of prefill: those of engines."""
-    sized = replace(problem, slice=slice_, mode=mode)
-    generate = sized.generate_placements()
-    return sized.nearest_engines(generate) if generate else [], (
-        sized.engine_prefills() if mode == "disaggregated" else []
+def _placements(problem: ServingProblem) -> tuple[list[Placement], list[Placement]]:
+    """Placements of generation on a slice and, on a server of its own, of prefill: those of engines."""
+    generate = problem.generate_placements()
+    return problem.nearest_engines(generate) if generate else [], (
+        problem.engine_prefills() if problem.mode == "disaggregated" else []
     )
 
 
@@ -344,7 +351,10 @@ class FleetPoint(FrontPoint):
 
 
 def front(
-    problem: ServingProblem, where: Mapping[str, Sequence[Slice]], numerics: Sequence[ServingNumerics]
+    problem: ServingProblem,
+    where: Mapping[str, Sequence[Slice]],
+    numerics: Sequence[ServingNumerics],
+    on_progress: OnProgress | None = None,
 ) -> list[FleetPoint]:
     """Slices, number formats and batches at which no other generates both faster and at less cost, fastest first.
 
@@ -352,7 +362,10 @@ def front(
     """
     priced = all(slices[0].price_usd_per_hour is not None for slices in where.values())
     points = []
-    for slice_, kinds in product([slice_ for slices in where.values() for slice_ in slices], numerics):
+    kinds_of_servers = list(product([slice_ for slices in where.values() for slice_ in slices], numerics))
+    for done, (slice_, kinds) in enumerate(kinds_of_servers):
+        if on_progress is not None:
+            on_progress(done, len(kinds_of_servers), f"servers on {slice_.name}")
         sized = replace(problem, slice=slice_, numerics=kinds)
         points += [
             FleetPoint(**vars(point), slice=slice_.name, weights=kinds.weights, kv=kinds.kv)
@@ -379,25 +392,25 @@ class _Disaggregated:
     prefills: defaultdict[int, list[_FleetServer]] = field(default_factory=lambda: defaultdict(list))
     generates: defaultdict[int, list[_FleetServer]] = field(default_factory=lambda: defaultdict(list))
 
-    def __call__(
-        self, problem: ServingProblem, generate: Sequence[Placement], prefill: Sequence[Placement]
-    ) -> Iterator[Fleet]:
-        """Yield fleets with servers on the problem's slice, and on those of earlier calls."""
+    def __call__(self, servers: _Servers) -> Iterator[Fleet]:
+        """Yield fleets with these servers, and those of earlier calls."""
+        problem = servers.problem
         work = problem.workload
         changed = set[int]()
-        for server in _prefill_servers(problem, prefill):
+        for server in _prefill_servers(servers.prefills):
             heads = problem.cache_heads(server.placement)
             self.prefills[heads].append(server)
             changed.add(heads)
         rate = work.requests_per_second
-        for placement, batch, seconds in _steps(problem, generate):
-            heads = problem.cache_heads(placement)
-            count = _whole((rate or 1.0) * work.generate * seconds / (LOAD * batch), rate)
+        for step in servers.steps:
+            heads = problem.cache_heads(step.placement)
+            count = _whole((rate or 1.0) * work.generate * step.seconds / (LOAD * step.batch), rate)
             self.generates[heads].append(
                 _FleetServer(
-                    problem=problem, placement=placement, batch=batch, count=count, seconds=seconds, latency_s=seconds
+                    problem=problem, placement=step.placement, batch=step.batch, count=count, seconds=step.seconds,
+                    latency_s=step.seconds,
                 )
-            )
+            )  # fmt: skip
             changed.add(heads)
         for heads in changed:
             if not (self.prefills[heads] and self.generates[heads]):
@@ -413,57 +426,100 @@ class _Disaggregated:
                     prefill_servers=first.count,
                     generate_servers=second.count,
                     ttft_s=first.latency_s,
-                    tpot_s=plan.tpot_s,
+                    tpot_s=plan.tpot_at(second.seconds),
                 )
 
 
-def _prefill_servers(problem: ServingProblem, placements: Sequence[Placement]) -> Iterator[_FleetServer]:
+@dataclass(frozen=True, kw_only=True)
+class _Servers:
+    """Servers of one kind on the problem's slice: a step of each batch, and prefills that are apart, or shared."""
+
+    problem: ServingProblem
+    steps: Sequence[BatchChoice]
+    prefills: PrefillSweep
+    shared: Sequence[tuple[Placement, float]]
+    """For each step the prefill on the same server, where both phases share one, and the seconds of a prompt."""
+
+
+def _priced_servers(
+    problems: Sequence[ServingProblem], placements: Sequence[tuple[list[Placement], list[Placement]]]
+) -> Iterator[_Servers]:
+    """Price the servers of one kind on several slices of a chip."""
+    first = problems[0]
+    if (first.book or first.assumptions.mfu is not None) and len(problems) > 1:
+        # The book's arithmetic knows devices, and not how they are laid out.
+        for problem, some in zip(problems, placements, strict=True):
+            yield from _priced_servers([problem], [some])
+        return
+    steps = _steps(problems, [generate for generate, _ in placements])
+    prefills = PrefillSweep.of_slices(problems, [prefill for _, prefill in placements])
+    shared: list[list[Placement]] = [[] for _ in problems]
+    if first.mode == "interleaved":
+        shared = [[first.shared_prefill(step.placement) for step in some] for some in steps]
+    different = list({id(on): on for some in shared for on in some}.values())
+    seconds = price_prompts(first, different).tolist() if different else []
+    seconds_of = dict(zip(map(id, different), seconds, strict=True))
+    for problem, chosen, apart, joined in zip(problems, steps, prefills, shared, strict=True):
+        yield _Servers(
+            problem=problem, steps=chosen, prefills=apart, shared=[(on, seconds_of[id(on)]) for on in joined]
+        )  # fmt: skip
+
+
+def _prefill_servers(swept: PrefillSweep) -> Iterator[_FleetServer]:
     """The fastest prefill servers that fit, one for each number of key/value heads."""
+    problem = swept.problem
     work = problem.workload
-    swept = PrefillSweep.of(problem, placements)
-    for heads in {problem.cache_heads(placement) for placement in placements}:
+    memory_of = dict(zip(map(id, swept.placements), swept.memory_bytes.tolist(), strict=True))
+    for heads in {problem.cache_heads(placement) for placement in swept.placements}:
         best = swept.best(heads)
         assert best is not None
         placement, seconds = best
-        memory = problem.memory(placement, 1.0, prefilling=True, generating=False)
-        if float(memory.total) <= problem.capacity:
+        if memory_of[id(placement)] <= problem.capacity:
             count, wait = _prefill_count(seconds, work.requests_per_second, work.ttft_s)
             yield _FleetServer(
                 problem=problem, placement=placement, batch=1, count=count, seconds=seconds, latency_s=seconds + wait
             )
 
 
-def _interleaved(problem: ServingProblem, generate: Sequence[Placement], _: Sequence[Placement]) -> Iterator[Fleet]:
-    """Yield fleets of one kind of server on the problem's slice."""
+def _interleaved(servers: _Servers) -> Iterator[Fleet]:
+    """Yield fleets of one kind of server."""
+    problem = servers.problem
     work = problem.workload
-    steps = list(_steps(problem, generate))
-    prefills = [problem.shared_prefill(place) for place, _, _ in steps]
-    different = list({id(on): on for on in prefills}.values())
-    seconds_of = dict(zip(map(id, different), price_prompts(problem, different).tolist(), strict=True))
-    for (place, batch, seconds), on in zip(steps, prefills, strict=True):
-        prefill = seconds_of[id(on)]
-        between = interleaved_token_s(seconds, prefill, batch, work.generate)
-        served = LOAD * batch / (work.generate * between)
-        wait = queue_wait_s(prefill, min(served * prefill, 0.99)) + seconds / 2
-        plan = ServingPlan(problem=problem, generate_on=place, prefill_on=on, batch=batch)
+    for step, (on, prefill) in zip(servers.steps, servers.shared, strict=True):
+        between = interleaved_token_s(step.seconds, prefill, step.batch, work.generate)
+        served = LOAD * step.batch / (work.generate * between)
+        wait = queue_wait_s(prefill, min(served * prefill, 0.99)) + step.seconds / 2
+        plan = ServingPlan(problem=problem, generate_on=step.placement, prefill_on=on, batch=step.batch)
         count = _whole((work.requests_per_second or 1.0) / served, work.requests_per_second)
         yield Fleet(plan=plan, prefill_servers=0, generate_servers=count, ttft_s=prefill + wait, tpot_s=between)
 
 
-def _steps(problem: ServingProblem, placements: Sequence[Placement]) -> Iterator[tuple[Placement, int, float]]:
-    """The fastest placement of every batch that fits, with the seconds between two tokens."""
-    most = max(most_of_each(problem, placements), default=0)
-    if not most:
-        return
-    batch_seqs = problem.workload.batch_seqs
-    batches = batch_grid(most)
-    # A third of the grid: steps of a quarter in the batch are fine enough to compare fleets.
-    chosen = batches[sorted({*range(0, len(batches), 3), len(batches) - 1})]
-    swept = sweep_generate(problem, placements, chosen if batch_seqs is None else np.array([float(batch_seqs)]))
+def _steps(problems: Sequence[ServingProblem], placements: Sequence[Sequence[Placement]]) -> list[list[BatchChoice]]:
+    """For each slice the fastest placement of every batch that fits, with the seconds between two tokens."""
+    batch_seqs = problems[0].workload.batch_seqs
+    most = iter(most_of_each(problems[0], [placement for some in placements for placement in some]))
+    largest = [max((next(most) for _ in some), default=0) for some in placements]
+    fitting = [at for at, size in enumerate(largest) if size]
+    batches = [
+        # A third of the grid: steps of a quarter in the batch are fine enough to compare fleets.
+        _third(batch_grid(largest[at])) if batch_seqs is None else np.array([float(batch_seqs)])
+        for at in fitting
+    ]
+    sweeps = sweep_slices([problems[at] for at in fitting], [placements[at] for at in fitting], batches)
+    steps: list[list[BatchChoice]] = [[] for _ in problems]
     if batch_seqs is None:
-        yield from ((choice.placement, choice.batch, choice.seconds) for choice in swept.choices())
-    elif np.isfinite(swept.fastest_s[0]):
-        yield swept.best(0), batch_seqs, float(swept.fastest_s[0])
+        for at, choices in zip(fitting, choices_of(sweeps), strict=True):
+            steps[at] = choices
+        return steps
+    for at, swept in zip(fitting, sweeps, strict=True):
+        if np.isfinite(swept.fastest_s[0]):
+            steps[at] = [BatchChoice(placement=swept.best(0), batch=batch_seqs, seconds=float(swept.fastest_s[0]))]
+    return steps
+
+
+def _third(batches: Floats) -> Floats:
+    """Every third batch, and the last one."""
+    return batches[sorted({*range(0, len(batches), 3), len(batches) - 1})]
 
 
 def _prefill_count(seconds: float, rate: float | None, target_s: float | None) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from math import prod
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from rooftop.capabilities import KV_SPLITS, KvSplit
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import Number
 from rooftop.hardware import Slice
-from rooftop.roofline.collectives import Price, price
+from rooftop.roofline.collectives import Price, joined_price, price
 
 
 class Placed(Protocol):
@@ -30,6 +31,11 @@ class Placed(Protocol):
     @property
     def slice(self) -> Slice:
         """The slice under the mesh."""
+        ...
+
+    @property
+    def chips(self) -> Number:
+        """Chips of the slice."""
         ...
 
     @property
@@ -69,6 +75,11 @@ class Placement:
     def slice(self) -> Slice:
         """The slice under the mesh."""
         return self.mesh.slice
+
+    @property
+    def chips(self) -> int:
+        """See ``Placed``."""
+        return self.slice.chips
 
     @property
     def engine_mesh(self) -> Mesh:
@@ -115,6 +126,11 @@ class Placement:
         return Placement(mesh=_joined(self.mesh), joined_of=self.engine_mesh)
 
     @cached_property
+    def homes(self) -> list[tuple[Placements, int]]:
+        """The first group that this placement was in, and its row there: prices of other groups are taken from it."""
+        return []
+
+    @cached_property
     def groups(self) -> dict[tuple[int, ...], Placements]:
         """Groups that begin with this placement, by the identities of their members: prices are computed once."""
         return {}
@@ -122,22 +138,50 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Placements:
-    """Several meshes [P] of one slice that are priced together: rows have the same structure, figures are [P, 1].
+    """Several meshes [P] on slices of one chip, priced together: rows have the same structure, figures are [P, 1].
 
-    All or none of them split D over ``fsdp``, and all or none have an ``expert`` axis.
+    All or none of them split D over ``fsdp``, and all or none have an ``expert`` axis. Those on one slice are next to
+    each other.
     """
 
     members: Sequence[Placement]
 
+    def __post_init__(self) -> None:
+        for row, placement in enumerate(self.members):
+            if not placement.homes:
+                placement.homes.append((self, row))
+
     @property
     def slice(self) -> Slice:
-        """The slice under the meshes."""
+        """The slice under the first mesh."""
         return self.members[0].slice
+
+    @cached_property
+    def chips(self) -> Floats:
+        """See ``Placed``; [P, 1]."""
+        return np.array([[float(placement.chips)] for placement in self.members])
 
     @property
     def kv_split(self) -> KvSplit:
         """The part of the cache that ``context`` splits, in all of them."""
         return self.members[0].kv_split
+
+    @cached_property
+    def _home(self) -> tuple[Placements, Ints] | None:
+        """An earlier group that has all the members, and their rows there; None if there is none."""
+        home = self.members[0].homes[0][0]
+        if home is self or any(placement.homes[0][0] is not home for placement in self.members):
+            return None
+        return home, np.array([placement.homes[0][1] for placement in self.members])
+
+    @cached_property
+    def _by_slice(self) -> list[Placements]:
+        """The meshes on each slice."""
+        if len({placement.slice.name for placement in self.members}) == 1:
+            return [self]
+        return [
+            Placements(members=list(some)) for _, some in groupby(self.members, key=lambda member: member.slice.name)
+        ]
 
     @cached_property
     def _pieces(self) -> dict[str, tuple[Ints, Ints]]:
@@ -178,15 +222,28 @@ class Placements:
     def ways(self, axes: tuple[str, ...]) -> Floats:
         """See ``Placed``; [P, 1]."""
         if axes not in self._ways:
-            sizes = [np.prod(self._pieces[axis][0], axis=-1) for axis in axes if axis in self._pieces]
-            self._ways[axes] = prod(sizes, start=np.ones(len(self.members)))[:, None]
+            if self._home is None:
+                self._ways[axes] = np.concatenate([part._own_ways(axes) for part in self._by_slice])
+            else:
+                home, rows = self._home
+                self._ways[axes] = home.ways(axes)[rows]
         return self._ways[axes]
+
+    def _own_ways(self, axes: tuple[str, ...]) -> Floats:
+        """``ways`` of meshes on one slice."""
+        sizes = [np.prod(self._pieces[axis][0], axis=-1) for axis in axes if axis in self._pieces]
+        return prod(sizes, start=np.ones(len(self.members)))[:, None]
 
     def price(self, kind: str, axes: tuple[str, ...]) -> Price:
         """See ``Placed``; arrays [P, 1]."""
         key = _priced_as(kind), axes
         if key not in self._prices:
-            self._prices[key] = price(key[0], self.span(axes)).map(lambda value: value[:, None])
+            if self._home is None:
+                own = [price(key[0], part.span(axes)) for part in self._by_slice]
+                self._prices[key] = joined_price(own).map(lambda value: value[:, None])
+            else:
+                home, rows = self._home
+                self._prices[key] = home.price(*key).map(lambda value: value[rows])
         return self._prices[key]
 
     def joined(self) -> Placements:
@@ -199,7 +256,7 @@ class Placements:
 
 
 def together(placements: Sequence[Placement]) -> Iterator[tuple[list[int], Placed]]:
-    """Group placements of one slice that can be priced together: indices and the group."""
+    """Group placements on slices of one chip that can be priced together: indices and the group."""
     alike: dict[tuple[bool, bool], dict[KvSplit, list[int]]] = {}
     for at, placement in enumerate(placements):
         kind = placement.ways(GATHER_AXES) > 1, placement.ways(EXPERT_AXES) > 1

@@ -273,16 +273,20 @@ class ServingPlan:
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token (see DEFINITIONS).
+        """Time per output token (see DEFINITIONS)."""
+        return self.tpot_at(self.token_s)
+
+    def tpot_at(self, token_s: float) -> float:
+        """Time per output token if, with nothing else to do, ``token_s`` pass between two tokens of a sequence.
 
         Interleaved, the prefills of the other sequences of the batch come between two tokens: (B - 1)/G of them each.
         Disaggregated, the KV's transfer comes between the first and the second token.
         """
         out = self.problem.workload.generate
         if self.problem.mode == "interleaved":
-            return rules.interleaved_token_s(self.token_s, self.prefill_s, self.batch, out)
+            return rules.interleaved_token_s(token_s, self.prefill_s, self.batch, out)
         moved = 0.0 if self.problem.book or out == 1 else self.transfer_s / (out - 1)
-        return self.token_s + moved
+        return token_s + moved
 
     @property
     def tokens_per_s(self) -> float:
@@ -519,7 +523,7 @@ class ServingPlan:
         return PlannedPrefixCache(
             hit_rate=problem.workload.hit_rate,
             prefill_without_s=cold,
-            read_s=problem.prefix_read_s,
+            read_s=float(problem.prefix_read_s(self.prefill_on)),
             speedup=cold / self.prefill_s,
             host_bytes=memory,
             prompts_held=None if memory is None else int(memory / problem.prompt_kv_bytes),

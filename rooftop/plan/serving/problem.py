@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal, get_args
 
@@ -198,7 +198,9 @@ class ServingProblem:
         new = float(self.workload.new_prompt_tokens)
         before = self.workload.prompt - new
         models = [self.model] if self.draft is None else [self.model, self.draft.model]
-        return sum((self._prefill_s(placement, new, before, model) for model in models), 0.0) + self.prefix_read_s
+        return sum((self._prefill_s(placement, new, before, model) for model in models), 0.0) + self.prefix_read_s(
+            placement
+        )
 
     def _prefill_s(self, placement: Placed, tokens: float, before: float, model: ModelConfig) -> Number:
         """Expected seconds of a prefill, without its rows."""
@@ -213,10 +215,9 @@ class ServingProblem:
         models = [self.model] if self.draft is None else [self.model, self.draft.model]
         return sum(float(cached_bytes(model, self.numerics, self.workload.prompt, stored=True)) for model in models)
 
-    @property
-    def prefix_read_s(self) -> float:
+    def prefix_read_s(self, placement: Placed) -> Number:
         """Seconds in which the part of a prompt's KV that the prefix cache has comes from host memory over PCIe."""
-        rate = self.prefill_server.chips * self.slice.chip.pcie_bytes_per_s
+        rate = placement.chips * self.slice.chip.pcie_bytes_per_s
         return self.workload.hit_rate * self.prompt_kv_bytes / rate
 
     def memory(self, placement: Placed, batch: Number, *, prefilling: bool, generating: bool) -> ServingMemory:
@@ -287,8 +288,7 @@ class ServingProblem:
         for sizes in self._sizes(self.slice, self.axes, _SPLIT_AXES, self._divides_generate):
             whole = ways(sizes, *SEQUENCE_AXES) == 1
             splits = [self.kv_split or "batch"] if whole or self.kv_split else list(KV_SPLITS)
-            mesh = _lay(self.slice, sizes)
-            placements += [Placement(mesh=mesh, kv_split=split) for split in splits]
+            placements += [_placement(self.slice, tuple(sizes.items()), split) for split in splits]
         return placements
 
     def prefill_placements(self) -> list[Placement]:
@@ -297,7 +297,7 @@ class ServingProblem:
             return [Placement(mesh=_alone(self.prefill_server))]
         axes = tuple(axis for axis in _SPLIT_AXES if axis not in GATHER_AXES)
         sizes = self._sizes(self.prefill_server, self.prefill_axes, axes, self._divides_prefill)
-        return [Placement(mesh=_lay(self.prefill_server, item)) for item in sizes]
+        return [_placement(self.prefill_server, tuple(item.items())) for item in sizes]
 
     def engine_prefills(self) -> list[Placement]:
         """Placements of a prefill in engines: as a generate server's, with columns over context and tensor together."""
@@ -305,7 +305,7 @@ class ServingProblem:
             return self.prefill_placements()
         axes = tuple(axis for axis in _SPLIT_AXES if axis not in GATHER_AXES)
         sizes = self._sizes(self.prefill_server, None, axes, self._divides_generate)
-        engines = self.nearest_engines([Placement(mesh=_lay(self.prefill_server, item)) for item in sizes])
+        engines = self.nearest_engines([_placement(self.prefill_server, tuple(item.items())) for item in sizes])
         return [engine.joined() for engine in engines]
 
     def shared_prefill(self, placement: Placement) -> Placement:
@@ -381,6 +381,12 @@ class ServingProblem:
 def _alone(slice_: Slice) -> Mesh:
     """The mesh of a server whose devices all split columns: where the network is not priced."""
     return _lay(slice_, {COLUMN_AXES[0]: slice_.devices})
+
+
+@lru_cache(maxsize=1 << 12)
+def _placement(slice_: Slice, sizes: tuple[tuple[str, int], ...], kv_split: KvSplit = "batch") -> Placement:
+    """One object for problems alike: what is known of its network is computed once."""
+    return Placement(mesh=_lay(slice_, dict(sizes)), kv_split=kv_split)
 
 
 def _lay(slice_: Slice, sizes: Mapping[str, int]) -> Mesh:

@@ -59,25 +59,8 @@ class GenerateSweep:
         return self.placements[int(np.argmin(self.memory_bytes[:, at]))]
 
     def choices(self) -> list[BatchChoice]:
-        """The fastest placement of every batch that fits, smallest batch first.
-
-        A batch of more sequences than groups of devices is rounded down to a multiple of the groups: other slots of an
-        engine would stay empty.
-        """
-        fastest: dict[int, BatchChoice] = {}
-        rounded: dict[tuple[int, int], Placement] = {}
-        for at in np.flatnonzero(np.isfinite(self.fastest_s)).tolist():
-            placement, size = self.best(at), int(self.batches[at])
-            batch = even_batch(size, placement)
-            if batch == size:
-                fastest[batch] = BatchChoice(placement=placement, batch=batch, seconds=float(self.fastest_s[at]))
-            else:
-                rounded[id(placement), batch] = placement
-        seconds = price_each(self.problem, list(rounded.values()), [batch for _, batch in rounded])
-        for ((_, batch), placement), step_s in zip(rounded.items(), seconds.tolist(), strict=True):
-            if batch not in fastest or step_s < fastest[batch].seconds:
-                fastest[batch] = BatchChoice(placement=placement, batch=batch, seconds=step_s)
-        return [fastest[batch] for batch in sorted(fastest)]
+        """The fastest placement of every batch that fits, smallest batch first; see ``choices_of``."""
+        return choices_of([self])[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,23 +77,67 @@ def even_batch(batch: int, placement: Placement) -> int:
     return batch - batch % placement.spread if batch > placement.spread else batch
 
 
+def choices_of(sweeps: Sequence[GenerateSweep]) -> list[list[BatchChoice]]:
+    """For each of several slices of one chip the fastest placement of every batch that fits, smallest batch first.
+
+    A batch of more sequences than groups of devices is rounded down to a multiple of the groups: other slots of an
+    engine would stay empty.
+    """
+    chosen: list[dict[int, BatchChoice]] = []
+    rounded: dict[tuple[int, int, int], Placement] = {}
+    for number, swept in enumerate(sweeps):
+        fastest: dict[int, BatchChoice] = {}
+        for at in np.flatnonzero(np.isfinite(swept.fastest_s)).tolist():
+            placement, size = swept.best(at), int(swept.batches[at])
+            batch = even_batch(size, placement)
+            if batch == size:
+                fastest[batch] = BatchChoice(placement=placement, batch=batch, seconds=float(swept.fastest_s[at]))
+            else:
+                rounded[number, id(placement), batch] = placement
+        chosen.append(fastest)
+    if rounded:
+        seconds = price_each(sweeps[0].problem, list(rounded.values()), [batch for _, _, batch in rounded])
+        for ((number, _, batch), placement), step_s in zip(rounded.items(), seconds.tolist(), strict=True):
+            fastest = chosen[number]
+            if batch not in fastest or step_s < fastest[batch].seconds:
+                fastest[batch] = BatchChoice(placement=placement, batch=batch, seconds=step_s)
+    return [[fastest[batch] for batch in sorted(fastest)] for fastest in chosen]
+
+
 def sweep_generate(problem: ServingProblem, placements: Sequence[Placement], batches: Floats) -> GenerateSweep:
     """Price every placement with every batch. With a draft model a step is a round over the tokens that it yields."""
-    memory = np.empty((len(placements), len(batches)))
-    for rows, some in together(placements):
-        memory[rows] = server_memory(problem, some, _sizes(batches))
-    expected = price_generate(problem, placements, batches)
-    return GenerateSweep(
-        problem=problem, placements=placements, batches=batches, expected_s=expected, memory_bytes=memory
-    )
+    return sweep_slices([problem], [placements], [batches])[0]
 
 
-def price_generate(problem: ServingProblem, placements: Sequence[Placement], batches: Floats) -> Floats:
-    """``token_s`` of every placement with every batch, [P, B]."""
-    expected = np.empty((len(placements), len(batches)))
-    for rows, some in together(placements):
-        expected[rows] = token_s(problem, some, _sizes(batches))
-    return expected
+def sweep_slices(
+    problems: Sequence[ServingProblem], placements: Sequence[Sequence[Placement]], batches: Sequence[Floats]
+) -> list[GenerateSweep]:
+    """``sweep_generate`` of one job on several slices of a chip at once, each with its own placements and batches."""
+    if not problems:
+        return []
+    most = max(map(len, batches))
+    # Rows of fewer batches repeat their last one.
+    rows = [np.append(own, np.full(most - len(own), own[-1])) for own in batches]
+    every = [placement for some in placements for placement in some]
+    sizes = np.repeat(rows, [len(some) for some in placements], axis=0)
+    memory, expected = np.empty(sizes.shape), np.empty(sizes.shape)
+    for at, some in together(every):
+        # One batch is priced with plain numbers, which are several times as fast as arrays of one.
+        one = len(batches) == most == 1
+        own_sizes = float(sizes[0, 0]) if one else sizes[at[:1]] if len(batches) == 1 else sizes[at]
+        memory[at] = server_memory(problems[0], some, own_sizes)
+        expected[at] = token_s(problems[0], some, own_sizes)
+    ends = np.cumsum([len(some) for some in placements]).tolist()
+    return [
+        GenerateSweep(
+            problem=problem,
+            placements=some,
+            batches=own,
+            expected_s=expected[end - len(some) : end, : len(own)],
+            memory_bytes=memory[end - len(some) : end, : len(own)],
+        )
+        for problem, some, own, end in zip(problems, placements, batches, ends, strict=True)
+    ]
 
 
 def price_each(problem: ServingProblem, placements: Sequence[Placement], batches: Sequence[int]) -> Floats:
@@ -119,11 +146,6 @@ def price_each(problem: ServingProblem, placements: Sequence[Placement], batches
     for rows, some in together(placements):
         expected[rows] = token_s(problem, some, own[rows])
     return expected[:, 0]
-
-
-def _sizes(batches: Floats) -> float | Floats:
-    # One batch is priced with plain numbers, which are several times as fast as arrays of one.
-    return float(batches[0]) if len(batches) == 1 else batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,15 +223,28 @@ class PrefillSweep:
     @classmethod
     def of(cls, problem: ServingProblem, placements: Sequence[Placement]) -> PrefillSweep:
         """Price the placements."""
-        memory_bytes = np.empty((len(placements), 1))
-        for rows, some in together(placements):
-            memory_bytes[rows] = problem.memory(some, 1.0, prefilling=True, generating=False).total
-        return cls(
-            problem=problem,
-            placements=placements,
-            seconds=price_prompts(problem, placements),
-            memory_bytes=memory_bytes[:, 0],
-        )
+        return cls.of_slices([problem], [placements])[0]
+
+    @classmethod
+    def of_slices(
+        cls, problems: Sequence[ServingProblem], placements: Sequence[Sequence[Placement]]
+    ) -> list[PrefillSweep]:
+        """Price the placements of one job on several slices of a chip at once."""
+        every = [placement for some in placements for placement in some]
+        memory_bytes = np.empty((len(every), 1))
+        for rows, some in together(every):
+            memory_bytes[rows] = problems[0].memory(some, 1.0, prefilling=True, generating=False).total
+        seconds = price_prompts(problems[0], every) if every else np.empty(0)
+        ends = np.cumsum([len(some) for some in placements]).tolist()
+        return [
+            cls(
+                problem=problem,
+                placements=some,
+                seconds=seconds[end - len(some) : end],
+                memory_bytes=memory_bytes[end - len(some) : end, 0],
+            )
+            for problem, some, end in zip(problems, placements, ends, strict=True)
+        ]
 
     def best(self, copies: int | None = None) -> tuple[Placement, float] | None:
         """The fastest placement that fits (that needs the least memory if none does), and its seconds.

@@ -12,11 +12,12 @@ from rooftop.capabilities import TRAINING, UNHIDDEN, TrainingSpec, obstacles
 from rooftop.core.errors import Infeasible
 from rooftop.core.records import Record, field_values
 from rooftop.hardware import Slice
+from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.nearest import NearestPlan, nearest_executable, refusal
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
-from rooftop.plan.training.search import OnProgress, Sweep, best_of, plan_of, sweep
+from rooftop.plan.training.search import Sweep, best_of, plan_of, sweep
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import MOST_TOKENS
 from rooftop.roofline.overlap import overlap

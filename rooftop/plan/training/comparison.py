@@ -24,12 +24,13 @@ from rooftop.core.quantities import format_seconds
 from rooftop.core.records import Record, field_values
 from rooftop.hardware import Slice
 from rooftop.models import flops_per_token
+from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.answer import TrainingAnswerDocument
 from rooftop.plan.training.nearest import OUTLINE_AXES, nearest_executable, refusal, smallest_chips
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
-from rooftop.plan.training.search import OnProgress, Sweep, sweep
+from rooftop.plan.training.search import Sweep, sweep
 from rooftop.roofline.achievable import NO_MEASUREMENT
 from rooftop.roofline.rates import Rates
 

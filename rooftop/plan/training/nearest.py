@@ -23,9 +23,10 @@ from rooftop.hardware import Slice, slice_sizes
 from rooftop.models import count_params
 from rooftop.models.activations import POLICIES
 from rooftop.plan.layouts import Layouts
+from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.search import OnProgress, free_layouts, searched_layouts, sweep
+from rooftop.plan.training.search import free_layouts, searched_layouts, sweep
 from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Numerics
 

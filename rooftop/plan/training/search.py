@@ -34,6 +34,7 @@ from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
 from rooftop.models.widths import MOST_PADDING, ModelWidths
 from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
+from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.pricing import expected_s
 from rooftop.plan.training.problem import Problem
@@ -54,8 +55,6 @@ TOGETHER = 8
 
 #: True where something holds.
 Mask: TypeAlias = npt.NDArray[np.bool_]
-#: Progress: (done, in all, a label).
-OnProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
