@@ -37,7 +37,7 @@ def command() -> None:
     """Measure: collectives on the devices that are here, a server under load."""
 
 
-class _Collectives(TypedDict):
+class _CollectivesOptions(TypedDict):
     """Options that ``bench_collectives`` takes."""
 
     on: str | None
@@ -67,7 +67,7 @@ class _Collectives(TypedDict):
 @dtype_option(default="bf16", help="Dtype of the elements.")
 @output_option()
 @json_option
-def collectives(*, output: Path | None, as_json: bool, **options: Unpack[_Collectives]) -> int:
+def collectives(*, output: Path | None, as_json: bool, **options: Unpack[_CollectivesOptions]) -> int:
     """Time collectives over the axes of a mesh, for several sizes.
 
     A size is the payload of one device: the output of an all_gather, the input of a reduce_scatter, the operand of an
@@ -90,7 +90,7 @@ _SERVING = (
 )
 
 
-class _Serving(TypedDict):
+class _ReplayOptions(TypedDict):
     """Options that ``bench_serving`` takes."""
 
     url: str
@@ -130,7 +130,7 @@ class _Serving(TypedDict):
 @tpot_option(help="Target for goodput: 30ms.")
 @output_option()
 @json_option
-def serve(*, output: Path | None, as_json: bool, **options: Unpack[_Serving]) -> int:
+def serve(*, output: Path | None, as_json: bool, **options: Unpack[_ReplayOptions]) -> int:
     """Replay a trace against a server with OpenAI's API, and report how long its clients wait.
 
     The same requests are simulated: with the step times that a server of rooftop measured meanwhile (its /metrics), or

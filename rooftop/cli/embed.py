@@ -107,7 +107,7 @@ def stats(
     return 0
 
 
-class _Training(TypedDict):
+class _EmbedTrainOptions(TypedDict):
     """Arguments and options that are fields of ``EmbeddingTrainRequest``."""
 
     tables: Path
@@ -180,7 +180,7 @@ class _Training(TypedDict):
 )  # fmt: skip
 @option("--tensorboard", group=OUTPUT, is_flag=True, help="Write TensorBoard events into RUN/tensorboard.")
 @json_option
-def train(*, check: str | None, as_json: bool, **options: Unpack[_Training]) -> int:
+def train(*, check: str | None, as_json: bool, **options: Unpack[_EmbedTrainOptions]) -> int:
     """Train a DLRM with TABLES (tables.toml) on DATA (Criteo's TSV) in the folder RUN, or resume the run there.
 
     SIGTERM and Ctrl-C save the state; the same command resumes the run.

@@ -25,7 +25,7 @@ from rooftop.cli.options import (
 from rooftop.cli.output import progress_bar, show
 
 
-class _Matmul(TypedDict):
+class _MatmulOptions(TypedDict):
     """Arguments and options that ``matmul`` takes."""
 
     expression: str
@@ -69,7 +69,7 @@ class _Matmul(TypedDict):
 @top_option(default="8", help="Strategies to list, or all.")
 @json_option
 def command(
-    *, no_overlap: bool, unidirectional: bool, compiled: bool, as_json: bool, **options: Unpack[_Matmul]
+    *, no_overlap: bool, unidirectional: bool, compiled: bool, as_json: bool, **options: Unpack[_MatmulOptions]
 ) -> int:
     """Price the multiplying, resharding, gathering or summing of sharded arrays, and rank the ways to do it.
 

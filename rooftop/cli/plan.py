@@ -72,7 +72,7 @@ def command() -> None:
     """Predict time, memory, cost and what binds, and choose the sharding."""
 
 
-class _Training(TypedDict):
+class _TrainingOptions(TypedDict):
     """Arguments and options that ``plan_training`` takes."""
 
     model: str
@@ -146,7 +146,7 @@ def train(
     report: Path | None,
     output: Path | None,
     as_json: bool,
-    **options: Unpack[_Training],
+    **options: Unpack[_TrainingOptions],
 ) -> int:
     """Plan a training run of MODEL, a preset or the path of a Hugging Face config.json."""
     from rooftop.library.planning import plan_training
@@ -175,7 +175,7 @@ _SERVING = (
 )
 
 
-class _Front(TypedDict):
+class _FrontOptions(TypedDict):
     """Arguments and options that ``serving_front`` takes."""
 
     model: str
@@ -200,7 +200,7 @@ class _Front(TypedDict):
     price: float | None
 
 
-class _Serving(_Front):
+class _ServingOptions(_FrontOptions):
     """The same and what ``plan_serving`` takes too."""
 
     batch_seqs: int | None
@@ -280,7 +280,7 @@ def serve(
     report: Path | None,
     output: Path | None,
     as_json: bool,
-    **options: Unpack[_Serving],
+    **options: Unpack[_ServingOptions],
 ) -> int:
     """Plan serving MODEL (a preset or a path to a Hugging Face config.json): chapter 8's LLaMA-3 70B by default."""
     from rooftop.library.serving import ServingFrontResult, plan_serving, serving_front
@@ -312,14 +312,14 @@ def serve(
     return 0
 
 
-def _of_front(options: _Serving) -> _Front:
+def _of_front(options: _ServingOptions) -> _FrontOptions:
     """Options that the front of several chips has. Raises RooftopError for another that was given."""
     context = click.get_current_context()
-    known = _Front.__annotations__.keys()
+    known = _FrontOptions.__annotations__.keys()
     for name, value in options.items():
         if name not in known and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise RooftopError(name.replace("_", "-"), value, "this without --for pareto")
-    return cast(_Front, {name: value for name, value in options.items() if name in known})
+    return cast(_FrontOptions, {name: value for name, value in options.items() if name in known})
 
 
 def _title(result: ServingPlanResult | ServingFrontResult, on: str) -> str:
@@ -335,7 +335,7 @@ def _title(result: ServingPlanResult | ServingFrontResult, on: str) -> str:
     return ", ".join(part for part in (f"{model}: generation on {on}", dtypes) if part)
 
 
-class _Embedding(TypedDict):
+class _EmbeddingOptions(TypedDict):
     """Arguments and options that ``plan_embedding`` takes."""
 
     tables: Path
@@ -361,7 +361,7 @@ class _Embedding(TypedDict):
 @host_threads_option()
 @output_option(help="Write plan.json here.")
 @json_option
-def embed(*, output: Path | None, as_json: bool, **options: Unpack[_Embedding]) -> int:
+def embed(*, output: Path | None, as_json: bool, **options: Unpack[_EmbeddingOptions]) -> int:
     """Plan the embedding TABLES (a TOML file) on a slice: memory, step time, and what binds."""
     from rooftop.library.embedding import plan_embedding
 

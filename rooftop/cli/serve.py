@@ -54,7 +54,7 @@ _EXAMPLES = (
 )
 
 
-class _Request(TypedDict):
+class _ServeOptions(TypedDict):
     """Arguments and options that are fields of ``ServeRequest``."""
 
     checkpoint: Path
@@ -179,7 +179,7 @@ def command(
     prefill_devices: int | None,
     mesh: str | None,
     as_json: bool,
-    **options: Unpack[_Request],
+    **options: Unpack[_ServeOptions],
 ) -> int:
     """Serve a CHECKPOINT as OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 

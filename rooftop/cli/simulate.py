@@ -40,7 +40,7 @@ _EXAMPLES = (
 )
 
 
-class _Simulation(TypedDict):
+class _SimulateOptions(TypedDict):
     """Arguments and options that ``simulate`` takes."""
 
     plan: Path
@@ -102,7 +102,7 @@ def command(
     perfetto: Path | None,
     output: Path | None,
     as_json: bool,
-    **options: Unpack[_Simulation],
+    **options: Unpack[_SimulateOptions],
 ) -> int:
     """Simulate requests to the servers of PLAN, a plan.json of `rooftop plan serve`: the latencies that users feel."""
     from rooftop.library.simulation import simulate

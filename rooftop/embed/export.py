@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 from jaxtyping import Float, Float32, Int8
@@ -26,6 +26,36 @@ LEVELS = 256
 #: Dtypes of exported tables.
 DTYPES: tuple[str, ...] = ("int8", "f32")
 _SCHEMA = 1
+
+
+class Int8Figures(TypedDict, total=False):
+    """Range and errors of a table in int8; ``relative_error`` is the RMS error over the RMS of the table."""
+
+    low: float
+    high: float
+    step: float
+    max_error: float
+    rms_error: float
+    relative_error: float
+    clipped: int
+
+
+class ExportedTable(Int8Figures):
+    """An entry of tables.json: the file of a table, its shape [V, W] and bytes, and the figures of one in int8."""
+
+    file: str
+    shape: list[int]
+    bytes: int
+
+
+class ExportedTables(TypedDict):
+    """The content of tables.json."""
+
+    kind: str
+    schema: int
+    dtype: str
+    levels: NotRequired[int]
+    tables: dict[str, ExportedTable]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +80,13 @@ class QuantizedTable:
         """The table in float32, [V, W]."""
         return _values(self.codes, self.low, self.step)
 
-    def report(self) -> dict[str, Any]:
-        """Return range, bytes and errors; ``relative_error`` is the RMS error over the RMS of the table."""
-        names = ("low", "high", "step", "max_error", "rms_error", "relative_error", "clipped")
-        return {"shape": list(self.codes.shape), "bytes": self.codes.nbytes} | {
-            name: getattr(self, name) for name in names
-        }
+    @property
+    def figures(self) -> Int8Figures:
+        """The range and the errors."""
+        return {
+            "low": self.low, "high": self.high, "step": self.step, "max_error": self.max_error,
+            "rms_error": self.rms_error, "relative_error": self.relative_error, "clipped": self.clipped,
+        }  # fmt: skip
 
 
 def quantize(table: Float[np.ndarray, "V W"], quantization: Quantization | None = None) -> QuantizedTable:
@@ -86,7 +117,7 @@ def quantize(table: Float[np.ndarray, "V W"], quantization: Quantization | None 
 
 def export(
     folder: Path, tables: Tables, values: Mapping[str, Float[np.ndarray, "..."]], *, dtype: str = "int8"
-) -> dict[str, Any]:
+) -> ExportedTables:
     """Write each table as ``<index>.npy`` in ``dtype``, and tables.json; return its content. Raises RooftopError."""
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
@@ -102,19 +133,20 @@ def export(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RooftopError("output", str(folder), f"a folder that can be written ({error.strerror})") from None
-    written: dict[str, Any] = {}
+    report: ExportedTables = {"kind": "embed-export", "schema": _SCHEMA, "dtype": dtype, "tables": {}}
+    if dtype == "int8":
+        report["levels"] = LEVELS
     for index, table in enumerate(tables.tables):
         array = np.asarray(values[table.name], np.float32)
-        figures = {"shape": list(array.shape), "bytes": array.nbytes}
+        figures: Int8Figures = {}
         if dtype == "int8":
             quantized = quantize(array, table.quantization)
-            array, figures = quantized.codes, quantized.report()
+            array, figures = quantized.codes, quantized.figures
         data = io.BytesIO()
         np.save(data, array, allow_pickle=False)
         write_bytes(folder / f"{index}.npy", data.getvalue())
-        written[table.name] = {"file": f"{index}.npy", **figures}
-    levels = {"levels": LEVELS} if dtype == "int8" else {}
-    report = {"kind": "embed-export", "schema": _SCHEMA, "dtype": dtype, **levels, "tables": written}
+        entry: ExportedTable = {"file": f"{index}.npy", "shape": list(array.shape), "bytes": array.nbytes, **figures}
+        report["tables"][table.name] = entry
     write_text(folder / "tables.json", json.dumps(report, indent=1) + "\n")
     return report
 

@@ -18,7 +18,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_text
 from rooftop.core.quantities import format_bytes, format_count, parse_dtype
 from rooftop.embed.criteo import require_batches, require_labels
-from rooftop.embed.export import export
+from rooftop.embed.export import ExportedTable, ExportedTables, export
 from rooftop.embed.train.request import EmbeddingTrainRequest
 from rooftop.library.results import Result, flat
 from rooftop.models import count_params
@@ -176,10 +176,10 @@ class EmbeddingExportResult(Result):
     """Exported tables of a run after ``batches`` batches. ``report`` is the content of tables.json."""
 
     batches: int
-    report: Mapping[str, Any]
+    report: ExportedTables
 
     @property
-    def tables(self) -> Mapping[str, Mapping[str, Any]]:
+    def tables(self) -> Mapping[str, ExportedTable]:
         """Shape, bytes and, in int8, range and errors by table."""
         return dict(self.report["tables"])
 
@@ -200,7 +200,7 @@ class EmbeddingExportResult(Result):
     @property
     def summary(self) -> str:
         """Tables, their bytes and the batches that they were trained on."""
-        total = format_bytes(sum(float(table["bytes"]) for table in self.tables.values()))
+        total = format_bytes(sum(table["bytes"] for table in self.tables.values()))
         dtype = "" if self.report["dtype"] == "f32" else f"in {self.report['dtype']} of those "
         return f"{len(self.tables)} tables, {total}, {dtype}as they were trained in {self.batches:,} batches"
 

@@ -88,9 +88,9 @@ class Strategies:
             self.layouts[starts], self.choices, groups=_Groups(self, starts), of_groups=np.arange(len(starts))
         )
 
-    def choices_with(self, wanted: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-        """Indices of the choices that combine the remat policies and the microbatches of those ``wanted``, [K]."""
-        some = [choice for choice, is_wanted in zip(self.choices, wanted, strict=True) if is_wanted]
+    def choices_with(self, priced: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+        """Indices of the choices that combine the remat policies and the microbatches of those ``priced``, [K]."""
+        some = [choice for choice, is_priced in zip(self.choices, priced, strict=True) if is_priced]
         remats, counts = {choice.remat for choice in some}, {choice.microbatches for choice in some}
         return np.flatnonzero([choice.remat in remats and choice.microbatches in counts for choice in self.choices])
 

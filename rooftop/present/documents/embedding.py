@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
@@ -17,6 +17,9 @@ from rooftop.present.documents.parts import (
     table,
     written_by,
 )
+
+if TYPE_CHECKING:
+    from rooftop.embed.export import ExportedTables
 
 _CLASSES = ("tables", "slots", "sums", "forward_stack", "backward_stack", "inputs", "activations")
 
@@ -215,7 +218,7 @@ def embedding_limits(data: Mapping[str, Any], *, batch_samples: int) -> Document
     )
 
 
-def embedding_export(data: Mapping[str, Any], *, summary: str) -> Document:
+def embedding_export(data: ExportedTables, *, summary: str) -> Document:
     """Exported tables; in int8 with the range and the errors of each."""
     names = ("table", "rows", "low", "high", "largest error", "relative error", "clipped")
     rows = [

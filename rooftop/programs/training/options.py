@@ -1,4 +1,4 @@
-"""How XLA compiles a train step. Plans assume these options, so that every step is compiled with them."""
+"""XLA's options for a train step. Plans assume them, so that every step is compiled with them."""
 
 from __future__ import annotations
 
