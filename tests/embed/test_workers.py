@@ -51,8 +51,10 @@ def same(one: Buffers, other: Buffers) -> bool:
     )
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("minibatching", [False, True])
+@pytest.mark.parametrize(
+    ("minibatching", "workers"),
+    [(False, 1), (True, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 3), (True, 1)))],
+)
 def test_batches_are_those_made_ready_here_and_come_in_order(workers: int, minibatching: bool) -> None:
     """More of them than lie with all workers at once; and what is kept of one is not that of the next."""
     make = preprocessor(minibatching=minibatching)

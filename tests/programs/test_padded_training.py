@@ -13,8 +13,8 @@ from rooftop.models.config import MoE
 from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.parameters import Batch, Transformer
 from rooftop.programs.training.program import Optimizer, TrainProgram
-from rooftop.programs.training.step import abstract_batch, init_state, train_step
-from tests.support.curves import mesh_of, program_of
+from rooftop.programs.training.step import abstract_batch, train_step
+from tests.support.curves import initial_state, mesh_of, program_of
 from tests.support.quickly import QUICKLY
 
 SLOW = pytest.mark.slow
@@ -52,7 +52,7 @@ def batch_of(trained: TrainProgram) -> Batch[np.ndarray]:
 
 def one_step(trained: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[dict[str, float], Transformer[np.ndarray]]:
     """The metrics and the updated weights of one step."""
-    state, like, batch = init_state(trained, jax.random.key(0), mesh), abstract_batch(trained, mesh), batch_of(trained)
+    state, like, batch = initial_state(trained, mesh), abstract_batch(trained, mesh), batch_of(trained)
     more = [(0, padded - size) for padded, size in zip(like.tokens.shape, batch.tokens.shape, strict=True)]
     ring = mesh.shape["context"]
     order = sequence_order(like.tokens.shape[1], ring, trained.computation.context_order if ring > 1 else "contiguous")

@@ -248,7 +248,7 @@ def poisoned(state: TrainState[jax.Array], *names: str, layer: int) -> TrainStat
     ("names", "layer", "scope"),
     [
         ((".attn.q", ".attn.k"), 1, "layers/attn/core"),
-        ((".mlp.up", ".mlp.gate"), 2, "layers/mlp/down"),
+        pytest.param((".mlp.up", ".mlp.gate"), 2, "layers/mlp/down", marks=pytest.mark.slow),
         ((".mlp.norm.scale",), 0, None),
     ],
     ids=["scores", "products", "nothing"],

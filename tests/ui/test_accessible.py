@@ -6,7 +6,7 @@ skipped where there is no Chromium.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,21 @@ def site(folder: Path) -> Any:
         yield address
 
 
-@pytest.fixture(params=[(DESKTOP, "light"), (PHONE, "dark")], ids=["desk-light", "phone-dark"])
+LOOKS = {"desk-light": (DESKTOP, "light"), "phone-dark": (PHONE, "dark")}
+both_looks = pytest.mark.parametrize("page", LOOKS.values(), ids=LOOKS, indirect=True)
+
+
+def in_turn(argument: str, values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Each value in both looks; in the quick tests every other one at a desk, the rest on a phone."""
+    cases = [
+        pytest.param(value, look, id=f"{name}-{value}", marks=() if (index + at) % 2 == 0 else pytest.mark.slow)
+        for index, value in enumerate(values)
+        for at, (name, look) in enumerate(LOOKS.items())
+    ]
+    return pytest.mark.parametrize((argument, "page"), cases, indirect=["page"])
+
+
+@pytest.fixture
 def page(browser: Any, request: pytest.FixtureRequest) -> Any:
     size, scheme = request.param
     context = browser.new_context(viewport=size, color_scheme=scheme)
@@ -80,14 +94,14 @@ def violations(page: Any) -> Callable[[], list[str]]:
     return run_axe
 
 
-@pytest.mark.parametrize("name", ["", *EXPLORERS])
+@in_turn("name", ["", *EXPLORERS])
 def test_explorers_have_no_violation(name: str, site: str, page: Any, violations: Callable[[], list[str]]) -> None:
     page.goto(f"{site}{name}")
     page.wait_for_selector("body[data-ready]")
     assert violations() == []
 
 
-@pytest.mark.parametrize("name", ["sharding", "serving"])
+@in_turn("name", ["sharding", "serving"])
 def test_a_mistake_leaves_a_page_that_can_be_read(
     name: str, site: str, page: Any, violations: Callable[[], list[str]]
 ) -> None:
@@ -100,7 +114,7 @@ def test_a_mistake_leaves_a_page_that_can_be_read(
     assert violations() == []
 
 
-@pytest.mark.parametrize("index", range(4))
+@in_turn("index", range(4))
 def test_files_that_are_opened_have_no_violation(
     index: int, site: str, page: Any, violations: Callable[[], list[str]]
 ) -> None:
@@ -110,11 +124,13 @@ def test_files_that_are_opened_have_no_violation(
     assert violations() == []
 
 
+@both_looks
 def test_a_report_has_no_violation(folder: Path, page: Any, violations: Callable[[], list[str]]) -> None:
     page.goto((folder / "report.html").as_uri())
     assert violations() == []
 
 
+@both_looks
 def test_axe_sees_what_is_wrong(site: str, page: Any, violations: Callable[[], list[str]]) -> None:
     page.goto(site)
     page.wait_for_selector("body[data-ready]")
