@@ -83,30 +83,48 @@ def test_a_batch_that_is_larger_than_any_before() -> None:
         assert all(same(one.buffers[name], other.buffers[name]) for name in one.buffers)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_wrong_with_a_batch_is_said_in_its_turn(workers: int) -> None:
+def bad_id() -> Batch:
+    number, features = drawn(3)
+    features["x"][0][0] = ROWS + 5
+    return number, features
+
+
+#: Where it goes wrong -> what stands in the fourth place, the error and its text.
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "split": (lambda: (-7, {}), RooftopError, r"number: got -7; accepted: one from 0 on"),
+    "ids": (
+        bad_id, RooftopError, r"features.x: got '1 ids out of range, first 105 in row 0'; accepted: ids from 0 to 99",
+    ),
+    "limits": (lambda: drawn(3, 60), LimitsExceeded, r"limits of stack .*: max_ids: got"),
+    "reading": (lambda: OSError("the disk is gone"), OSError, "the disk is gone"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("workers", "where"),
+    [
+        *((0, where) for where in WRONG),
+        (2, "limits"),
+        (2, "reading"),
+        *(pytest.param(2, where, marks=pytest.mark.slow) for where in ("split", "ids")),
+    ],
+)
+def test_what_is_wrong_with_a_batch_is_said_in_its_turn(workers: int, where: str) -> None:
     """Those before it come first: also where it is the reading that fails."""
+    wrong, kind, says = WRONG[where]
 
-    def read(wrong: Any) -> Iterator[Batch]:
+    def read() -> Iterator[Batch]:
         yield from (drawn(number) for number in range(3))
-        if isinstance(wrong, Exception):
-            raise wrong
-        yield wrong
+        fourth = wrong()
+        if isinstance(fourth, Exception):
+            raise fourth
+        yield fourth
 
-    bad_id = drawn(3)
-    bad_id[1]["x"][0][0] = ROWS + 5
-    cases: list[tuple[Any, type[Exception], str]] = [
-        ((-7, {}), RooftopError, r"number: got -7; accepted: one from 0 on"),
-        (bad_id, RooftopError, r"features.x: got '1 ids out of range, first 105 in row 0'; accepted: ids from 0 to 99"),
-        (drawn(3, 60), LimitsExceeded, r"limits of stack .*: max_ids: got"),
-        (OSError("the disk is gone"), OSError, "the disk is gone"),
-    ]
-    for wrong, kind, says in cases:
-        came = list[int]()
-        with pytest.raises(kind, match=says) as caught:
-            for one in make_ready(read(wrong), split, preprocessor(), workers=workers):
-                came.append(int(one.rest[0]))
-        assert came == [0, 1, 2] and type(caught.value) is kind
+    came = list[int]()
+    with pytest.raises(kind, match=says) as caught:
+        for one in make_ready(read(), split, preprocessor(), workers=workers):
+            came.append(int(one.rest[0]))
+    assert came == [0, 1, 2] and type(caught.value) is kind
 
 
 def test_a_worker_that_fails_says_where_and_one_that_is_killed_how() -> None:

@@ -175,9 +175,9 @@ def test_sharded_packed_step_equals_the_one_device_step(
 def test_positions_may_be_given() -> None:
     """Those that restart are what is derived; others are other positions."""
     model, mesh = model_of("llama"), mesh_of(context=2, fsdp=2)
-    batch, trained = packed(model.vocab), program(model)
+    batch, trained = packed(model.vocab), program(model, microbatches=2)
     # On one device, whose step other tests here have compiled.
-    derived, _ = step(trained, mesh_of(), replace(batch, positions=None))
+    derived, _ = step(program(model), mesh_of(), replace(batch, positions=None))
     assert step(trained, mesh, batch)[0] == pytest.approx(derived, rel=1e-5)
     other = np.broadcast_to(np.arange(SEQ_LEN, dtype=np.int32) ** 2 % 13, batch.tokens.shape)
     assert step(trained, mesh, replace(batch, positions=other))[0]["loss"] != pytest.approx(derived["loss"], rel=1e-4)
@@ -198,7 +198,8 @@ def test_a_batch_without_any_loss_changes_nothing() -> None:
     model = model_of("llama")
     batch = packed(model.vocab)
     empty = replace(batch, targets=np.full_like(batch.targets, -1))
-    metrics, gradients = step(program(model, microbatches=2), mesh_of(fsdp=2), empty)
+    # The step of the test of positions.
+    metrics, gradients = step(program(model, microbatches=2), mesh_of(context=2, fsdp=2), empty)
     assert (metrics["loss"], metrics["z_loss"], metrics["gradient_norm"]) == (0, 0, 0)
     assert all((gradient == 0).all() for gradient in jax.tree.leaves(gradients))
 
