@@ -67,15 +67,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 #: Modules that take longest, in that order: started first, so that no process is left with one at the end.
 LONGEST = (
-    "train/test_train", "programs/test_packed_training", "programs/test_families", "cli/test_compile",
-    "embed/test_workers", "compiler/test_hlo", "docs/test_docs", "programs/test_collective_matmul", "embed/test_train",
-    "programs/test_moe", "programs/test_pipeline", "checkpoints/test_huggingface", "serve/test_engine",
-    "programs/test_attention", "runs/test_checkpoints", "embed/test_runs", "serve/test_processes",
-    "programs/test_embedding", "serve/test_engine_choices", "explain/test_thin_thread", "programs/test_decode",
-    "programs/test_embedding_passes", "compiler/test_schedule", "programs/test_promise", "serve/test_simulated",
-    "programs/test_sharded_einsum", "train/test_parts", "programs/test_training", "simulate/test_torus",
-    "compiler/test_memory", "embed/test_host", "simulate/test_serving", "cli/test_serve", "ui/test_ui",
-    "profile/test_microbench", "programs/test_embedding_pipeline",
+    "train/test_train", "programs/test_packed_training", "embed/test_workers", "cli/test_compile", "serve/test_engine",
+    "embed/test_train", "programs/test_moe", "docs/test_docs", "programs/test_attention",
+    "checkpoints/test_huggingface", "programs/test_collective_matmul", "embed/test_runs", "serve/test_engine_choices",
+    "serve/test_processes", "programs/test_embedding", "runs/test_checkpoints", "compiler/test_hlo",
+    "programs/test_pipeline", "programs/test_families", "serve/test_simulated", "compiler/test_schedule",
+    "embed/test_host", "ui/test_browser", "train/test_parts", "programs/test_training", "programs/test_sharded_einsum",
+    "programs/test_embedding_passes", "simulate/test_torus", "compiler/test_memory", "serve/test_api",
+    "ui/test_accessible", "cli/test_serve", "programs/test_promise", "plan/test_training", "embed/test_train_step",
+    "compiler/test_compiling", "programs/test_decode",
 )  # fmt: skip
 
 
