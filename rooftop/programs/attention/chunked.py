@@ -183,10 +183,7 @@ def _run_gradients(
         weights = jnp.where(mask, jnp.exp(logits - lse), 0.0)
         dv = jnp.einsum("bkgts,btkgh->bskh", weights.astype(do.dtype), d_out, preferred_element_type=jnp.float32)
         d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out, values, preferred_element_type=jnp.float32)
-        d_logits = weights * (d_weights - mean) * scores.scale
-        if scores.softcap is not None:
-            d_logits *= 1 - jnp.square(logits / scores.softcap)
-        d_logits = d_logits.astype(k.dtype)
+        d_logits = scores.product_gradients(weights * (d_weights - mean), logits).astype(k.dtype)
         dk = jnp.einsum("bkgts,btkgh->bskh", d_logits, grouped, preferred_element_type=jnp.float32)
         dq += jnp.einsum("bkgts,bskh->btkgh", d_logits, keys, preferred_element_type=jnp.float32)
         return dq, (dk, dv)

@@ -110,6 +110,13 @@ class Scores:
         scores = products * self.scale
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
+    def product_gradients(
+        self, gradients: Float32[Array, "*dims"], scores: Float32[Array, "*dims"]
+    ) -> Float32[Array, "*dims"]:
+        """Gradients of the products of queries and keys, from the ``gradients`` of their capped ``scores``."""
+        gradients = gradients * self.scale
+        return gradients if self.softcap is None else gradients * (1 - jnp.square(scores / self.softcap))
+
 
 def kernel_flops(
     kernel: str,
