@@ -98,6 +98,8 @@ def context_attend(
 
 
 _Arrays = tuple[jax.Array, ...]
+#: Arrays of each chunk of each track.
+_Chunks = list[list[_Arrays]]
 #: An offset that places all keys before all queries.
 _ALL = 1 << 30
 
@@ -110,6 +112,12 @@ class _Pair:
     queries: jax.Array | int
     keys: jax.Array | int
     counts: jax.Array | None
+
+    def counts_for(self, chunk: int, index: jax.Array | int) -> jax.Array | bool:
+        """If the pair counts for a chunk of queries or keys, of which the pair has the one at ``index``."""
+        if not isinstance(index, int):
+            return index == chunk
+        return index == chunk and (True if self.counts is None else self.counts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,30 +177,34 @@ def _forward(
     queries, keys = _cut(ring, halves, q, *ids), _cut(ring, halves, k, v, *ids)
 
     def meet(
-        merged: list[_Arrays], keys: list[_Arrays], hops: jax.Array | int, sent: list[_Arrays]
-    ) -> tuple[list[_Arrays], list[_Arrays]]:
-        """Merge keys that travelled ``hops`` hops into each track's outputs and log-sum-exps; also return ``sent``."""
-        pairs, merged = ring.pairs(len(keys), hops), list(merged)
+        merged: _Chunks, keys: list[_Arrays], hops: jax.Array | int, sent: list[_Arrays]
+    ) -> tuple[_Chunks, list[_Arrays]]:
+        """Merge keys that travelled ``hops`` hops into each chunk's output and log-sum-exps; also return ``sent``."""
+        pairs, merged = ring.pairs(len(keys), hops), [list(track) for track in merged]
         q, *of_queries = _gather([_at(queries[p.track], p.queries) for p in pairs])
         k, v, *of_keys = _gather([_at(keys[p.track], p.keys) for p in pairs])
         results, sent = attend_block(ring.kernel, ring.whole, q, k, v, _pair_segments(of_queries, of_keys), sent)
         for pair, (o, lse) in zip(pairs, _scatter(results, len(pairs)), strict=True):
-            lse = lse if pair.counts is None else jnp.where(pair.counts, lse, -jnp.inf)
-            before, before_lse = _at(merged[pair.track], pair.queries)
-            merged[pair.track] = _put(merged[pair.track], pair.queries, merge(before, before_lse, o, lse))
+            for chunk, (before, before_lse) in enumerate(merged[pair.track]):
+                counts = pair.counts_for(chunk, pair.queries)
+                if counts is not False:
+                    of_pair = lse if counts is True else jnp.where(counts, lse, -jnp.inf)
+                    merged[pair.track][chunk] = merge(before, before_lse, o, of_pair)
         return merged, sent
 
-    def hop(carry: tuple[list[_Arrays], list[_Arrays]], hops: jax.Array) -> tuple[Any, None]:
+    def hop(carry: tuple[_Chunks, list[_Arrays]], hops: jax.Array) -> tuple[Any, None]:
         merged, keys = carry
         return meet(merged, keys, hops, ring.send(keys)), None
 
     # In either order, this device's own keys are in the order of its queries.
     (o, lse), sent = attend_block(ring.kernel, ring.scores, q, k, v, _pair_segments(ids, ids), ring.send(keys))
     own = zip(_cut(ring, halves, o.astype(jnp.float32)), _cut_rows(ring, halves, lse), strict=True)
-    (merged, keys), _ = lax.scan(hop, ([o + lse for o, lse in own], sent), jnp.arange(1, ring.size - 1))
+    # Chunks are arrays of their own: XLA updates them in place, and copies what it updates in a stack.
+    apart = [list(zip(*o, *lse, strict=True)) for o, lse in own]
+    (merged, keys), _ = lax.scan(hop, (apart, sent), jnp.arange(1, ring.size - 1))
     merged, _ = meet(merged, keys, ring.size - 1, [])
-    o = _join([track[0] for track in merged], halves)
-    lse = _join([track[1].swapaxes(2, 3) for track in merged], halves).swapaxes(1, 2)
+    o = _join([jnp.stack([o for o, _ in track]) for track in merged], halves)
+    lse = _join([jnp.stack([lse.swapaxes(1, 2) for _, lse in track]) for track in merged], halves).swapaxes(1, 2)
     if sinks is not None:
         o, lse = add_sinks(o, lse, sinks)
     o, lse = (checkpoint_name(x, "attn_core") for x in (o.astype(q.dtype), lse))
@@ -206,31 +218,32 @@ def _backward(ring: _KeyRing, saved: _Residuals, do: Outputs) -> tuple[Queries, 
     queries, keys = [(*q, o, *lse, *rest) for q, (o, *rest), lse in tracks], _cut(ring, halves, k, v, *ids)
 
     def meet(
-        dq: list[_Arrays], keys: list[_Arrays], hops: jax.Array | int, sent: list[_Arrays]
-    ) -> tuple[list[_Arrays], list[_Arrays], list[_Arrays]]:
+        dq: _Chunks, keys: list[_Arrays], hops: jax.Array | int, sent: list[_Arrays]
+    ) -> tuple[_Chunks, list[_Arrays], list[_Arrays]]:
         """Add the derivatives through keys that travelled ``hops`` hops to the queries'; also return the keys' own."""
-        pairs, dq = ring.pairs(len(keys), hops), list(dq)
-        dkv = [_zeros(track[:2]) for track in keys]
+        pairs, dq = ring.pairs(len(keys), hops), [list(track) for track in dq]
+        dkv: _Chunks = [[()] * ring.chunks for _ in keys]
         q, o, lse, do, *of_queries = _gather([_at(queries[p.track], p.queries) for p in pairs])
         k, v, *of_keys = _gather([_at(keys[p.track], p.keys) for p in pairs])
         met = _pair_segments(of_queries, of_keys)
         results, sent = block_gradients(ring.kernel, ring.whole, q, k, v, o, lse, do, met, sent)
-        for pair, parts in zip(pairs, _scatter(results, len(pairs)), strict=True):
-            if pair.counts is not None:
-                parts = tuple(jnp.where(pair.counts, part, jnp.zeros_like(part)) for part in parts)
-            dq[pair.track] = _add_at(dq[pair.track], pair.queries, parts[:1])
-            dkv[pair.track] = _add_at(dkv[pair.track], pair.keys, parts[1:])
+        for pair, (for_queries, *for_keys) in zip(pairs, _scatter(results, len(pairs)), strict=True):
+            of_track = ((dq[pair.track], (for_queries,), pair.queries), (dkv[pair.track], for_keys, pair.keys))
+            for sums, parts, index in of_track:
+                for chunk, before in enumerate(sums):
+                    sums[chunk] = _add_counted(before, parts, pair.counts_for(chunk, index))
+        stacked = [tuple(map(jnp.stack, zip(*track, strict=True))) for track in dkv]
         both = [track[:2] for track in keys]
-        return dq, jax.tree.map(lambda derivative, key: derivative.astype(key.dtype), dkv, both), sent
+        return dq, jax.tree.map(lambda derivative, key: derivative.astype(key.dtype), stacked, both), sent
 
-    def hop(carry: tuple[list[_Arrays], list[_Arrays], list[_Arrays]], hops: jax.Array) -> tuple[Any, None]:
+    def hop(carry: tuple[_Chunks, list[_Arrays], list[_Arrays]], hops: jax.Array) -> tuple[Any, None]:
         dq, keys, travelling = carry
         dq, dkv, sent = meet(dq, keys, hops, ring.send(keys) + ring.send(travelling))
         return (dq, sent[: len(keys)], jax.tree.map(_add, sent[len(keys) :], dkv)), None
 
     own = _pair_segments(ids, ids)
     (dq, dk, dv), keys = block_gradients(ring.kernel, ring.scores, q, k, v, o, lse, do, own, ring.send(keys))
-    track_dq = _cut(ring, halves, dq.astype(jnp.float32))
+    track_dq: _Chunks = [[(chunk,) for chunk in track] for (track,) in _cut(ring, halves, dq.astype(jnp.float32))]
     track_dq, travelling, sent = meet(track_dq, keys, 1, ring.send(keys) if ring.size > 2 else [])
     if ring.size > 2:
         (track_dq, keys, travelling), _ = lax.scan(hop, (track_dq, sent, travelling), jnp.arange(2, ring.size - 1))
@@ -239,7 +252,8 @@ def _backward(ring: _KeyRing, saved: _Residuals, do: Outputs) -> tuple[Queries, 
     home = ring.send(travelling)
     dk, dv = (_add(x, _join([track[index] for track in home], halves)) for index, x in enumerate((dk, dv)))
     dsinks = None if sinks is None else sink_gradients(sinks, o, lse, do)
-    return _join([track[0] for track in track_dq], halves).astype(q.dtype), dk, dv, dsinks, None
+    whole = _join([jnp.stack([chunk for (chunk,) in track]) for track in track_dq], halves)
+    return whole.astype(q.dtype), dk, dv, dsinks, None
 
 
 _ring_attention.defvjp(_forward, _backward)
@@ -288,22 +302,18 @@ def _at(arrays: _Arrays, chunk: jax.Array | int) -> _Arrays:
     return tuple(lax.dynamic_index_in_dim(x, chunk, keepdims=False) for x in arrays)
 
 
-def _put(arrays: _Arrays, chunk: jax.Array | int, parts: _Arrays) -> _Arrays:
-    return tuple(lax.dynamic_update_index_in_dim(x, y, chunk, 0) for x, y in zip(arrays, parts, strict=True))
-
-
 def _add(x: Float[Array, "*dims"], y: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """The sum, computed in float32, in the dtype of ``x``."""
     return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
 
 
-def _add_at(arrays: _Arrays, chunk: jax.Array | int, parts: _Arrays) -> _Arrays:
-    return _put(arrays, chunk, tuple(map(_add, _at(arrays, chunk), parts)))
-
-
-def _zeros(arrays: _Arrays) -> _Arrays:
-    """Float32 zeros with the varying mesh axes of the arrays."""
-    return tuple(varying_alike(x, jnp.zeros(x.shape, jnp.float32))[1] for x in arrays)
+def _add_counted(arrays: _Arrays, parts: Sequence[jax.Array], counts: jax.Array | bool) -> _Arrays:
+    """Float32 sums of arrays and parts if these count; no arrays are zeros."""
+    if counts is False:
+        return arrays
+    if counts is not True:
+        parts = [jnp.where(counts, part, jnp.zeros_like(part)) for part in parts]
+    return tuple(map(_add, arrays, parts)) if arrays else tuple(part.astype(jnp.float32) for part in parts)
 
 
 def _gather(pairs: list[_Arrays]) -> _Arrays:
