@@ -7,7 +7,7 @@ in the backward pass; that gather is part of the recompute phase, as a compiler 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -149,10 +149,18 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     ringed, before = step.key_exchange
     window = (Transfer("permute", SEQUENCE_AXES, before * keys_values, "tensor", 1 - step.staged),)
     around_bytes = ringed * keys_values * ring
+    hops = np.maximum(ring - 1, 0)
+    queries = tokens * heads * (d_qk + d_v) / 2 * step.element_bytes
+
+    def merged(passes: _RingPasses) -> Number:
+        """HBM bytes of a ring beyond those of its kernels."""
+        moved = (passes.once + passes.hop * hops) * queries + passes.keys_hop * hops * keys_values
+        return np.where(ring > 1, ringed * (1 - step.staged) * moved, 0.0)
 
     def core(phase: Phase, per_pair: Number, exchanged: Number, factor: Number = 1.0) -> Work:
         """``per_pair`` FLOPs per (query, key, head); keys and values go round ``exchanged`` times, or are gathered."""
         executed = per_pair / (d_qk + d_v)
+        merging = merged(_RING_BACKWARD if phase == "backward" else _RING_FORWARD)
         moves = (
             Transfer("permute_ring", SEQUENCE_AXES, exchanged * around_bytes, "context", 1 - step.staged),
             Transfer(
@@ -167,7 +175,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             flops={step.numerics.compute: per_pair * scores if reference else 0.0},
             kernel_flops=0.0 if reference else per_pair * scores,
             hbm_bytes=(executed / 2) * (queries_keys + values + per_score * scores),
-            elementwise_bytes=unstacked if phase == "backward" else 0.0,
+            elementwise_bytes=merging + (unstacked if phase == "backward" else 0.0),
             matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward"),
             collectives=(moves if np.any(step.staged) else moves[:1]) + (() if phase == "recompute" else window),
             formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
@@ -475,6 +483,21 @@ def _post_norms(step: TrainingStep) -> bool:
 #: Passes over the rows of experts on their way there or back, as counted in compiled programs: rows gathered by index,
 #: zeros in empty slots, and copies into the layouts of the AllToAll and of the matmuls.
 _EXCHANGE_PASSES = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RingPasses:
+    """HBM passes of ring attention outside its kernels: of queries ``once`` and each ``hop``, of keys and values."""
+
+    once: float
+    hop: float
+    keys_hop: float
+
+
+#: Queries are cut, scaled and transposed for each hop, and outputs, their log-sum-exps and gradients are merged in
+#: float32. As counted in compiled layers with rings of 2, 4 and 8 devices (docs/compile.md).
+_RING_FORWARD = _RingPasses(once=15, hop=7, keys_hop=3.5)
+_RING_BACKWARD = _RingPasses(once=8, hop=16.5, keys_hop=4.5)
 
 #: HBM passes (a read or a write) of elementwise work that XLA:TPU does not fuse into matmuls, in one forward execution;
 #: the backward pass has twice as many. Together 18 D + 38 (N + K) H bytes per token and layer in bf16, as counted in
