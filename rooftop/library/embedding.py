@@ -29,11 +29,11 @@ from rooftop.embed.host.statistics import Statistics
 from rooftop.library.inputs import CountLike, SliceLike, slice_of
 from rooftop.library.results import Result, flat
 from rooftop.models.embedding_tables.files import load_tables
-from rooftop.models.embedding_tables.limits import Limits
+from rooftop.models.embedding_tables.limits import LARGEST_LIMIT, Limits
 from rooftop.models.embedding_tables.stacking import Stacking
 from rooftop.models.embedding_tables.tables import Tables
 from rooftop.plan.embedding.plan import EmbedPlan
-from rooftop.plan.embedding.problem import EmbedProblem, stacking_on
+from rooftop.plan.embedding.problem import EmbedProblem, check_passes, stacking_on
 
 if TYPE_CHECKING:
     from rooftop.present.document import Document
@@ -44,6 +44,7 @@ TablesLike: TypeAlias = Tables | Path | str
 #: Arguments by the fields of lower rooms that have another name.
 _ARGUMENTS = {
     "batch": "batch-samples", "sample_passes": "sample-passes", "out_of_range": "out-of-range", "slice": "on",
+    "host_threads": "host-threads",
 }  # fmt: skip
 #: Limits by stack, or the path of a limits file.
 LimitsLike: TypeAlias = Limits | Path | str
@@ -201,7 +202,7 @@ def plan_embedding(
     passes = parse_count(sample_passes, "sample-passes")
     stacking = stacking_on(model, where, samples)
     if limits is None:
-        known: Limits = expected(stacking, batch=samples, sample_passes=passes)
+        known: Limits = _expected_limits(stacking, samples, passes)
     elif isinstance(limits, (str, Path)):
         known = read_limits(Path(limits), stacking, batch=samples, sample_passes=passes)
     else:
@@ -216,6 +217,18 @@ def plan_embedding(
         sample_passes=passes,
     )
     return EmbeddingPlanResult(plan=EmbedPlan(problem=problem))
+
+
+def _expected_limits(stacking: Stacking, samples: int, passes: int) -> Limits:
+    """Limits from each feature's ``ids_per_sample``. Raises RooftopError that names the batch or the passes."""
+    check_passes(passes)
+    try:
+        return expected(stacking, batch=samples, sample_passes=passes)
+    except RooftopError as error:
+        if not error.field.startswith("limits."):
+            raise
+        accepted = f"fewer samples: {error.field} would be {error.given}, and is at most {LARGEST_LIMIT}"
+        raise RooftopError("batch-samples", samples, accepted) from None
 
 
 @_named_as_arguments()

@@ -34,7 +34,7 @@ from rooftop.plan.training.comparison import (
 )
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import MOST_TOKENS, Numerics, Workload
 from rooftop.present.documents import document
 from rooftop.roofline.rates import device_stats
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES
@@ -280,5 +280,10 @@ def _workload(
     else:
         both = None if batch_tokens is None else f"{batch_tokens} and {batch_seqs}"
         raise RooftopError("batch", both, "one of --batch-tokens and --batch-seqs")
+    if length > MOST_TOKENS:
+        raise RooftopError("seq", length, f"at most {MOST_TOKENS:,} tokens")
+    if batch > MOST_TOKENS:
+        option, count = ("batch-tokens", batch) if batch_seqs is None else ("batch-seqs", batch // length)
+        raise RooftopError(option, count, f"a step of at most {MOST_TOKENS:,} tokens")
     total = None if tokens is None else float(parse_count(tokens, "tokens"))
     return Workload.nearest(batch_tokens=batch, seq_len=length, tokens=total)

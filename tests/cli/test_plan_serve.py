@@ -191,6 +191,29 @@ def test_placements_are_not_fixed_where_chips_are_searched(rooftop: Run, option:
     assert f"{option[0][2:]}: got {option[1]!r}; accepted: this with one slice" in answer.err
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("serve --on v5e:4x4 --draft llama3-8b --draft-length 1e9", "draft-length: got 1000000000"),
+        ("train llama3-8b --on v5e:4x4 --batch-tokens 1e15", "batch-tokens: got 1000000000000000"),
+        ("train llama3-8b --on v5e:4x4 --batch-seqs 16 --seq 1e13", "seq: got 10000000000000"),
+        ("embed docs/tables.toml --on v5p:2x2x1 --batch-samples 1e15", "batch-samples: got 1000000000000000"),
+        ("embed docs/tables.toml --on v5p:2x2x1 --sample-passes 1e15", "sample-passes: got 1000000000000000"),
+        ("embed docs/tables.toml --on v5p:2x2x1 --host-threads 1e12", "host-threads: got 1000000000000"),
+    ],
+)
+def test_absurd_figures_are_refused_by_the_name_of_their_option(rooftop: Run, command: str, message: str) -> None:
+    answer = rooftop("plan", *command.split())
+    assert answer.status == 2
+    assert answer.err.startswith(f"rooftop: {message}; accepted: ")
+
+
+def test_embedding_tables_that_do_not_fit_say_so_in_the_first_line(rooftop: Run) -> None:
+    answer = rooftop("plan", "embed", "docs/tables.toml", "--on", "v5p:2x2x1", "--batch-samples", "1e9")
+    assert answer.status == 1
+    assert answer.out.startswith("Does not fit: 113 MB of 524 kB a tile")
+
+
 def test_an_unreachable_target_names_the_nearest(rooftop: Run) -> None:
     answer = rooftop("plan", "serve", "--on", "v5e", "--ttft", "1ms", "--tpot", "10us", "--requests-per-second", "1")
     assert answer.status == 1

@@ -67,6 +67,18 @@ def test_the_nearest_plan_runs_and_fits(
     assert near is None or (near.fits and not near.obstacles and runs(near))
 
 
+def test_nothing_is_priced_that_is_not_worth_it() -> None:
+    job, bounds = problem("llama3-8b", "v5e:4x4", 64), []
+
+    def never(devices: np.ndarray[Any, Any], seconds: np.ndarray[Any, Any]) -> bool:
+        bounds.append(seconds.min())
+        return False
+
+    assert not sweep(job, worth=never).fits.any()
+    everything = sweep(job, worth=lambda devices, seconds: True)
+    assert bounds[0] <= everything.expected_s[everything.best]
+
+
 def test_another_batch_uses_the_whole_pod() -> None:
     """1024 sequences cannot be dealt evenly to 8,960 chips; a batch that can be is nearer than half of the chips."""
     answer = plan_training(problem("llama3-70b", "v5p:16x20x28", 1024), alternatives=0)

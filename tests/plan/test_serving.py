@@ -30,8 +30,10 @@ from rooftop.plan.serving.search import (
     batch_grid,
     best_prefill,
     most_sequences,
+    price_prompts,
     server_memory,
     sweep_generate,
+    sweep_slices,
     token_s,
 )
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
@@ -102,6 +104,25 @@ def test_placements_that_are_priced_at_once_are_priced_as_each_by_itself(model: 
         for row, placement in enumerate(placements):
             np.testing.assert_array_equal(swept.expected_s[row], token_s(job, placement, sizes))
             np.testing.assert_array_equal(swept.memory_bytes[row], server_memory(job, placement, sizes))
+
+
+@pytest.mark.parametrize(
+    ("model", "slices"), [("deepseek-v2", ("v5e:2x4", "v5e:4x4")), ("llama3-8b", ("h100:8", "h100:8x2"))]
+)
+def test_slices_that_are_priced_at_once_are_priced_as_each_by_itself(model: str, slices: tuple[str, ...]) -> None:
+    batches = [np.array([1.0, 7.0, 300.0]), np.array([4.0, 64.0])]
+    workload = ServingWorkload(hit_rate=0.5)
+    jobs = [replace(problem(load_model(model), on), workload=workload) for on in slices]
+    placements = [job.generate_placements() for job in jobs]
+    alone = [sweep_generate(job, some, own) for job, some, own in zip(jobs, placements, batches, strict=True)]
+    prompts = [
+        [float(job.prompt_s(place.joined())) for place in some] for job, some in zip(jobs, placements, strict=True)
+    ]
+    for swept, lone in zip(sweep_slices(jobs, placements, batches), alone, strict=True):
+        np.testing.assert_array_equal(swept.expected_s, lone.expected_s)
+        np.testing.assert_array_equal(swept.memory_bytes, lone.memory_bytes)
+    every = [place.joined() for some in placements for place in some]
+    np.testing.assert_array_equal(price_prompts(jobs[0], every), np.concatenate(prompts))
 
 
 def test_weights_and_cache_are_read_once() -> None:

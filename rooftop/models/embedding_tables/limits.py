@@ -18,6 +18,10 @@ from rooftop.models.embedding_tables.stacking import ALIGNMENT, Stacking
 BUCKETS = 64
 
 
+#: The largest limit: SparseCores count in 32 bits.
+LARGEST_LIMIT = 2**31 - 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class StackLimits(Record):
     """Limits that a stack's program is compiled for.
@@ -35,8 +39,8 @@ class StackLimits(Record):
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-                raise RooftopError(f"limits.{name}", value, "a whole number from 1 to 2147483647")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_LIMIT:
+                raise RooftopError(f"limits.{name}", value, f"a whole number from 1 to {LARGEST_LIMIT}")
         if self.max_unique_ids > self.max_ids:
             raise RooftopError("limits.max_unique_ids", self.max_unique_ids, f"at most max_ids, {self.max_ids}")
         if self.buffer % ALIGNMENT:

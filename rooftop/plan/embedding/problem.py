@@ -16,6 +16,9 @@ from rooftop.plan.embedding.memory import figure
 from rooftop.roofline.collectives import Price, price
 from rooftop.roofline.rates import Rates
 
+#: Most threads of a host that prepare batches: no host has so many.
+MOST_THREADS = 4096
+
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedProblem:
@@ -39,9 +42,9 @@ class EmbedProblem:
         per_device(self.slice)
         if self.batch % self.cores:
             raise RooftopError("batch", self.batch, f"a multiple of {self.cores}, the SparseCores of {self.slice.name}")
-        passes = self.sample_passes
-        if isinstance(passes, bool) or not isinstance(passes, int) or not 1 <= passes <= BUCKETS:
-            raise RooftopError("sample_passes", passes, f"a whole number from 1 to {BUCKETS}")
+        check_passes(self.sample_passes)
+        if self.host_threads is not None and not 1 <= self.host_threads <= MOST_THREADS:
+            raise RooftopError("host_threads", self.host_threads, f"from 1 to {MOST_THREADS:,} threads of a host")
         check_limits(self.limits, self.stacking)
 
     @property
@@ -87,6 +90,12 @@ class EmbedProblem:
     def summed(self, stack: Stack) -> bool:
         """True if an update first adds up each row's gradients over all passes, in an array as large as the table."""
         return self.sample_passes > 1 and not stack.optimizer.additive
+
+
+def check_passes(passes: object) -> None:
+    """Raises RooftopError unless there may be so many passes over the samples of a batch."""
+    if isinstance(passes, bool) or not isinstance(passes, int) or not 1 <= passes <= BUCKETS:
+        raise RooftopError("sample_passes", passes, f"a whole number from 1 to {BUCKETS}")
 
 
 def _expm1(ids: float, rows: int) -> float:

@@ -19,6 +19,8 @@ from rooftop.roofline.rules import speculated_tokens
 SCALE_BYTES = 2.0
 #: Tokens of the longest sequence that is planned: a longer one is a slip of the keyboard.
 LONGEST = 10**12
+#: Most tokens that a draft guesses a round: engines guess fewer than twenty.
+MOST_GUESSES = 1024
 #: Largest target of a latency, a day: longer ones are slips too.
 SLOWEST_S = 86_400.0
 
@@ -143,6 +145,8 @@ class DraftModel:
     def __post_init__(self) -> None:
         if self.length < 1:
             raise RooftopError("draft-length", self.length, "a positive whole number")
+        if self.length > MOST_GUESSES:
+            raise RooftopError("draft-length", self.length, f"at most {MOST_GUESSES:,} tokens")
         speculated_tokens(self.length, self.acceptance)
 
     @property

@@ -34,6 +34,7 @@ def embedding_plan(data: Mapping[str, Any]) -> Document:
         verdict=ShownVerdict(
             subject=f"{count} tables in {len(data['stacks'])} stacks on {where['name']}, {where['sparse_cores']} "
             f"SparseCores, {work['batch']:,} samples a step{passes}",
+            no=_shortfall(data),
         ),
         figures=tuple(_figures(data)),
         charts=(
@@ -54,6 +55,18 @@ def embedding_plan(data: Mapping[str, Any]) -> Document:
         ),
         sources=written_by(data),
     )  # fmt: skip
+
+
+def _shortfall(data: Mapping[str, Any]) -> str:
+    """The memory that is too small, and the passes with which it is not; empty if the plan fits."""
+    memory, near = data["memory"], data["nearest"]
+    if memory["tile"] > memory["tile_capacity"]:
+        too_small = f"{format_bytes(memory['tile'])} of {format_bytes(memory['tile_capacity'])} a tile"
+    elif not memory["fits"]["sequential"]:
+        too_small = f"{format_bytes(memory['total']['sequential'])} of {format_bytes(memory['capacity'])} a device"
+    else:
+        return ""
+    return f"does not fit: {too_small}" + (f"; nearest: --sample-passes {near['sample_passes']}" if near else "")
 
 
 def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
