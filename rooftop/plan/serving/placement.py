@@ -6,7 +6,7 @@ either.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -49,6 +49,11 @@ class Placed(Protocol):
 
     def price(self, kind: str, axes: tuple[str, ...]) -> Price:
         """The price of a collective over mesh axes together; computed once."""
+        ...
+
+    @property
+    def resting(self) -> dict[Hashable, tuple[Number, ...]]:
+        """Bytes on a device that do not depend on the batch, by what they depend on: computed once."""
         ...
 
     def joined(self) -> Placed:
@@ -116,6 +121,11 @@ class Placement:
         if key not in self._prices:
             self._prices[key] = price(key[0], self.mesh.span(*axes))
         return self._prices[key]
+
+    @cached_property
+    def resting(self) -> dict[Hashable, tuple[Number, ...]]:
+        """See ``Placed``."""
+        return {}
 
     def joined(self) -> Placement:
         """See ``Placed``."""
@@ -245,6 +255,11 @@ class Placements:
                 home, rows = self._home
                 self._prices[key] = home.price(*key).map(lambda value: value[rows])
         return self._prices[key]
+
+    @cached_property
+    def resting(self) -> dict[Hashable, tuple[Number, ...]]:
+        """See ``Placed``."""
+        return {}
 
     def joined(self) -> Placements:
         """See ``Placed``."""

@@ -230,10 +230,17 @@ class ServingProblem:
         phase = self.phase("generate" if generating else "prefill", placement, batch if generating else 1.0)
         tokens = self.held_tokens if generating else float(self.workload.prompt)
         activations: Number = phase.activation_bytes if generating else 0.0
+        # What does not depend on the batch is the same for all batches that are tried.
+        key = self.numerics, self.model, phase.phase, self.workload.prompt if prefilling else None
+        if key not in placement.resting:
+            prefill: Number = 0.0
+            if prefilling:
+                whole = self.phase("prefill", placement.joined() if generating else placement, self.workload.prompt)
+                prefill = whole.activation_bytes
+            placement.resting[key] = (*phase.device_weight_bytes, prefill)
+        weights, scales, prefill_activations = placement.resting[key]
         if prefilling:
-            whole = self.phase("prefill", placement.joined() if generating else placement, self.workload.prompt)
-            activations = np.maximum(activations, whole.activation_bytes)
-        weights, scales = phase.device_weight_bytes
+            activations = np.maximum(activations, prefill_activations)
         kv = phase.device_kv_bytes(batch, tokens, stored=True)
         if self.draft is not None:
             # A draft model is split as the large one is, and has a cache of its own.
@@ -380,17 +387,18 @@ class ServingProblem:
 
 def _alone(slice_: Slice) -> Mesh:
     """The mesh of a server whose devices all split columns: where the network is not priced."""
-    return _lay(slice_, {COLUMN_AXES[0]: slice_.devices})
+    return _lay(slice_, ((COLUMN_AXES[0], slice_.devices),))
 
 
 @lru_cache(maxsize=1 << 12)
 def _placement(slice_: Slice, sizes: tuple[tuple[str, int], ...], kv_split: KvSplit = "batch") -> Placement:
     """One object for problems alike: what is known of its network is computed once."""
-    return Placement(mesh=_lay(slice_, dict(sizes)), kv_split=kv_split)
+    return Placement(mesh=_lay(slice_, sizes), kv_split=kv_split)
 
 
-def _lay(slice_: Slice, sizes: Mapping[str, int]) -> Mesh:
-    return Mesh.lay(slice_, {name: sizes.get(name, 1) for name in SERVING_AXES})
+@lru_cache(maxsize=1 << 12)
+def _lay(slice_: Slice, sizes: tuple[tuple[str, int], ...]) -> Mesh:
+    return Mesh.lay(slice_, dict.fromkeys(SERVING_AXES, 1) | dict(sizes))
 
 
 def _divisions(value: int, count: int) -> Iterator[tuple[int, ...]]:
