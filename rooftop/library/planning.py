@@ -281,9 +281,9 @@ def _workload(
         both = None if batch_tokens is None else f"{batch_tokens} and {batch_seqs}"
         raise RooftopError("batch", both, "one of --batch-tokens and --batch-seqs")
     if length > MOST_TOKENS:
-        raise RooftopError("seq", length, f"at most {MOST_TOKENS:,} tokens")
+        raise RooftopError("seq", length, f"tokens from 1 to {MOST_TOKENS:,}")
     if batch > MOST_TOKENS:
         option, count = ("batch-tokens", batch) if batch_seqs is None else ("batch-seqs", batch // length)
-        raise RooftopError(option, count, f"a step of at most {MOST_TOKENS:,} tokens")
+        raise RooftopError(option, count, f"tokens of a step from 1 to {MOST_TOKENS:,}")
     total = None if tokens is None else float(parse_count(tokens, "tokens"))
     return Workload.nearest(batch_tokens=batch, seq_len=length, tokens=total)
