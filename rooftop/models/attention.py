@@ -259,7 +259,8 @@ class LatentKeys:
         return AttentionWidths(
             projected=queries + heads * (mla.d_nope + mla.d_v) + downs + mla.d_rope,
             rotated=2 * queries,
-            unrotated=heads * mla.d_v + downs,
+            # Values are kept with the keys that they were projected with.
+            unrotated=heads * (mla.d_nope + mla.d_v) + downs,
         )
 
     def weights(self) -> Iterator[AttentionWeight]:

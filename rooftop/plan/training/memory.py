@@ -106,10 +106,13 @@ def saved_bytes(step: TrainingStep, action: str) -> Number:
 def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
     """Elements per token of a dense layer and of one of experts under ``action``, [1, K]; 0 where there is none."""
     model, strategies = step.model, step.strategies
-    # TPU kernels write heads of whole registers.
-    d_v, lanes = attention_kind(model).head_sizes[1], LANES if step.slice.chip.kind == "tpu" else 1
-    padding = next_multiple(d_v, lanes) / d_v - 1
-    more = padding * strategies.kept(action, model, moe_layer=False, names=("attn_core",))
+    # TPU kernels write heads of whole registers, and XLA pads heads that are wider than one.
+    (d_qk, d_v), lanes = attention_kind(model).head_sizes, LANES if step.slice.chip.kind == "tpu" else 1
+    more: Number = 0.0
+    for name, head in (("attn_core", d_v), ("rope", max(d_qk, lanes))):
+        if head % lanes:
+            padding = next_multiple(head, lanes) / head - 1
+            more = more + padding * strategies.kept(action, model, moe_layer=False, names=(name,))
     return (
         strategies.kept(action, model, moe_layer=False) + more + _padding(step, action, moe_layer=False)
         if model.dense_layers
