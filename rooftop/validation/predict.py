@@ -46,7 +46,7 @@ def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Predic
         workload=Workload(batch_tokens=run.batch_tokens, seq_len=run.seq_len),
         numerics=_numerics(run),
         # Stages of published runs go on as soon as they can.
-        assumptions=replace(assumptions or Assumptions(), in_step=False),
+        assumptions=replace(assumptions or Assumptions(), own_program=False),
         axes=run.mesh,
         remat=_remat(run),
         microbatches=_microbatches(run, notes),

@@ -37,8 +37,10 @@ class Assumptions(Record):
 
     ``hidden`` overrides the shares that the chip's compiler and ``HIDDEN`` give.
     ``attention``: a 'flash' kernel that skips masked blocks of ``attention_block`` (as priced for the chip if None), or
-    the 'reference' that computes and stores all scores. ``in_step``: pipeline stages pass from slot to slot
-    together, as those of rooftop's program do; else each goes on as soon as it can.
+    the 'reference' that computes and stores all scores. ``own_program``: the step is rooftop's program as XLA schedules
+    it. Its pipeline stages pass from slot to slot together, and on TPUs nothing hides behind attention kernels, which
+    XLA takes to need no time. Published runs are tuned: each stage goes on as soon as it can, and all computation hides
+    transfers.
     """
 
     closed = True
@@ -47,7 +49,7 @@ class Assumptions(Record):
     attention: Literal["flash", "reference"] = "flash"
     attention_block: int | None = None
     calibration: float = 1.0
-    in_step: bool = True
+    own_program: bool = True
 
     def __post_init__(self) -> None:
         require_shares(self.hidden, HIDDEN, "hidden")

@@ -109,7 +109,7 @@ def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
     # TPU kernels write heads of whole registers, and XLA pads heads that are wider than one.
     (d_qk, d_v), lanes = attention_kind(model).head_sizes, LANES if step.slice.chip.kind == "tpu" else 1
     more: Number = 0.0
-    for name, head in (("attn_core", d_v), ("rope", max(d_qk, lanes))):
+    for name, head in (("attn_core", d_v), ("rope", max(d_qk, lanes) if action == "save" else lanes)):
         if head % lanes:
             padding = next_multiple(head, lanes) / head - 1
             more = more + padding * strategies.kept(action, model, moe_layer=False, names=(name,))

@@ -384,7 +384,7 @@ class TrainingPlan:
                 attention=problem.assumptions.attention,
                 attention_block=problem.assumptions.attention_block,
                 calibration=problem.assumptions.calibration,
-                in_step=problem.assumptions.in_step,
+                own_program=problem.assumptions.own_program,
                 bounds=problem.bounds,
             ),
             flops=StepFlops(

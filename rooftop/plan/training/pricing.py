@@ -127,7 +127,7 @@ class _Times:
             compute=[durations.compute_s(item) for item in work],
             transfers=[[durations.transfer_s(transfer) for transfer in item.collectives] for item in work],
             host=[durations.host_s(item) for item in work],
-            exposed=_Busy.of(work, durations).exposed(assumptions.shares(rates.overlap)),
+            exposed=_Busy.of(work, durations, assumptions).exposed(assumptions.shares(rates.overlap)),
             factor=assumptions.calibration,
         )
 
@@ -161,15 +161,16 @@ class _Busy:
     transfers: dict[tuple[_Window, str], dict[_Owner, Number]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, work: Sequence[Work], durations: _Durations) -> _Busy:
+    def of(cls, work: Sequence[Work], durations: _Durations, assumptions: Assumptions) -> _Busy:
         busy = cls()
+        kernels_hide = durations.rates.chip.kind != "tpu" or not assumptions.own_program
         # A transfer that is done twice, as in a recomputation, is priced once.
         known: dict[int, Number] = {}
         for item in work:
             owner, window = (item.phase, item.part), _window(item)
             compute = item.count * durations.compute_s(item)
             busy.compute[owner] = busy.compute.get(owner, 0.0) + compute
-            if item.scope.startswith("layers/"):
+            if item.scope.startswith("layers/") and (kernels_hide or item.scope != "layers/attn/core"):
                 busy.room[window] = busy.room.get(window, 0.0) + compute
             by_kind: dict[str, Number] = {}
             for transfer in item.collectives:
@@ -216,7 +217,7 @@ def expected_s(
     work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions, last_chunk: Number
 ) -> Number:
     """Expected seconds of ``price_work``'s ledger, without its rows; broadcasts to [C, K]."""
-    busy = _Busy.of(work, _Durations(strategies, rates))
+    busy = _Busy.of(work, _Durations(strategies, rates), assumptions)
     seconds = dict(busy.compute)
     for key, share in busy.exposed(assumptions.shares(rates.overlap)).items():
         for owner, transfers in busy.transfers[key].items():
@@ -272,7 +273,7 @@ def _idle(
         expected_s=_idle_s(expected, strategies, assumptions, last_chunk),
         serial_s=_idle_s(serial, strategies, assumptions, last_chunk),
         formula="idle: slots of the schedule, each as long as the longest task of any stage in it, less the passes"
-        if assumptions.in_step
+        if assumptions.own_program
         else "idle: (stages - 1) / (microbatches x chunks) of the passes, times what the schedule leaves",
     )
 
@@ -290,7 +291,7 @@ def _idle_s(
 ) -> Number:
     """Seconds in which a pipeline stage waits, given those of its work by phase and part."""
     passes = sum((part for (phase, _), part in seconds.items() if phase != "update"), 0.0)
-    if not assumptions.in_step:
+    if not assumptions.own_program:
         return idle_fraction(strategies) * passes
     stages = strategies.devices(*STAGE_AXES)
     if np.all(stages == 1):

@@ -446,7 +446,7 @@ def _update(step: TrainingStep) -> list[Work]:
     # lookup and of its matmul are made by different stages, and added one by one.
     more = np.maximum(step.strategies.microbatches - 1, 0)
     added = total * more
-    if step.assumptions.in_step and np.any(step.staged):
+    if step.assumptions.own_program and np.any(step.staged):
         outside = shards["vocab"] * (1 + step.model.tied_embeddings)
         of_a_trip = (shards["dense"] + shards["experts"]) / step.strategies.chunks + outside
         added = np.where(step.staged, of_a_trip * step.strategies.trips, added)
