@@ -245,7 +245,7 @@ def test_as_jax_tpu_embedding_made_them(accelerate: bool) -> None:
     assert kinds == {"minibatches", "minibatches, dropped", "one pass", "one pass, dropped"}
 
 
-DIGESTED, PARTS = 4000, 16
+DIGESTED, PARTS = 4000, 32
 
 
 @pytest.mark.parametrize("accelerate", KERNELS)

@@ -247,7 +247,7 @@ def poisoned(state: TrainState[jax.Array], *names: str, layer: int) -> TrainStat
 @pytest.mark.parametrize(
     ("names", "layer", "scope"),
     [
-        ((".attn.q", ".attn.k"), 1, "layers/attn/core"),
+        pytest.param((".attn.q", ".attn.k"), 1, "layers/attn/core", marks=pytest.mark.slow),
         pytest.param((".mlp.up", ".mlp.gate"), 2, "layers/mlp/down", marks=pytest.mark.slow),
         ((".mlp.norm.scale",), 0, None),
     ],
