@@ -208,6 +208,54 @@ class Capability(Generic[Spec]):
     obstacle: Callable[[Spec], str | None]
 
 
+#: Parts of models that no program has, each with whether a model has it.
+UNRUNNABLE: Mapping[str, Callable[[ModelConfig], bool]] = MappingProxyType(
+    {
+        "parts that only plans know": lambda model: bool(model.others or model.not_run),
+        "a gated delta rule": lambda model: model.gated_delta is not None,
+        "Mamba layers": lambda model: model.mamba is not None,
+        "lightning attention": lambda model: "lightning" in model.mixers,
+        "layers without an MLP": lambda model: not model.mlp_matrices,
+        "norms of outputs alone": lambda model: model.norm_placement == "post",
+        "attention and MLP in parallel": lambda model: model.parallel is not None,
+        "layer norms without scale or bias": lambda model: not (model.norm_scale and model.norm_bias),
+        "layer norms whose scale is a difference from 1": lambda model: model.norm == "layer" and model.norm_offset,
+        "a norm of embeddings": lambda model: model.embed_norm,
+        "norms of queries and keys other than RMS of each head": lambda model: model.qk_norm not in (None, "head"),
+        "norms of queries and keys after their rotation": lambda model: model.qk_norm_after_rope,
+        "a gate of attention": lambda model: model.attn_gate,
+        "chunked attention": lambda model: bool(model.windows_chunked and model.layer_windows),
+        "positions of attention by ALiBi": lambda model: model.positions == "alibi",
+        "learned positions with an offset": lambda model: model.position_offset > 0,
+        "heads rotated in part": lambda model: model.positions == "rope" and model.rotated < model.d_head
+        and model.mla is None,
+        "layers without rotation": lambda model: bool(model.rope_layers),
+        "multipliers of residuals or logits": lambda model: (model.residual_scale, model.logits_scale) != (1.0, 1.0),
+        "a bias of the unembedding": lambda model: model.unembed_bias,
+        "squared ReLU": lambda model: model.activation == "relu2",
+        "layers that share a cache": lambda model: model.shared_kv_layers > 0,
+        "a gate of shared experts": lambda model: model.moe is not None and model.moe.shared_gate,
+        "experts in every n-th layer": lambda model: model.moe is not None and model.moe.every > 1,
+        "experts whose input is weighed": lambda model: model.moe is not None and model.moe.weigh_input,
+        "the sparse mixer's router": lambda model: model.moe is not None and model.moe.scoring == "sparsemixer",
+    }
+)  # fmt: skip
+
+
+def model_obstacle(model: ModelConfig) -> str | None:
+    """Reason why no program runs ``model``: all parts of it that none has; None if programs have them all."""
+    parts = [name for name, present in UNRUNNABLE.items() if present(model)]
+    if not parts:
+        return None
+    named = [*(other.name for other in model.others), *model.not_run]
+    of_plans = f" ({', '.join(named)})" if named else ""
+    return f"no program has {'; '.join(parts).replace('only plans know', f'only plans know{of_plans}')}: {model.name}"
+
+
+def _parts(spec: TrainingSpec | ServingSpec) -> str | None:
+    return model_obstacle(spec.model)
+
+
 def _offload(spec: TrainingSpec) -> str | None:
     staged = spec.ways(*STAGE_AXES) > 1 and "offload" in parse_policy(spec.remat).values()
     return "no program offloads activations from a pipeline stage" if staged else None
@@ -292,6 +340,11 @@ def _runs(spec: TrainingSpec) -> None:
 
 #: What a train step can be, in the order in which obstacles are listed.
 TRAINING: tuple[Capability[TrainingSpec], ...] = (
+    Capability(
+        name="parts of the model",
+        accepted="any that a ModelConfig has; not " + "; ".join(UNRUNNABLE),
+        obstacle=_parts,
+    ),
     Capability(name="offload", accepted="any checkpoint of a layer; none over a stage axis", obstacle=_offload),
     Capability(
         name="schedule",
@@ -485,6 +538,11 @@ def _engine_mesh(spec: ServingSpec) -> str | None:
 
 #: What an engine can be, in the order in which obstacles are listed.
 SERVING: tuple[Capability[ServingSpec], ...] = (
+    Capability(
+        name="parts of the model",
+        accepted="any that a ModelConfig has; not " + "; ".join(UNRUNNABLE),
+        obstacle=_parts,
+    ),
     Capability(name="mesh axes", accepted=", ".join(ENGINE_AXES), obstacle=_engine_axes),
     Capability(name="weights", accepted=_weight_formats(), obstacle=_engine_weights),
     Capability(

@@ -154,7 +154,7 @@ def _entries(model: ModelConfig) -> Iterator[Entry]:
         table |= _LATENT
         if model.mla.q_rank is not None:
             table["attn.q"] = _Tensor(name="self_attn.q_b_proj.weight")
-    if model.norms_per_layer == 4:
+    if model.norm_placement == "sandwich":
         table |= _FOUR_NORMS
     table |= _OTHERS.get(model.family, {})
     for s, (segment, stacks) in enumerate(zip(segments(model), described.layers, strict=True)):

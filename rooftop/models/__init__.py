@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rooftop.models.config import MLA, ModelConfig, MoE, RopeScaling
+from rooftop.models.config import MLA, GatedDelta, Mamba, ModelConfig, MoE, OtherWeight, RopeScaling
 from rooftop.models.counting import (
     Flops,
     Parameters,
@@ -19,8 +19,11 @@ from rooftop.models.huggingface import from_huggingface, load_model, preset_sour
 __all__ = [
     "MLA",
     "Flops",
+    "GatedDelta",
+    "Mamba",
     "MoE",
     "ModelConfig",
+    "OtherWeight",
     "Parameters",
     "RopeScaling",
     "Weight",

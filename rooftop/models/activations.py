@@ -108,7 +108,7 @@ def kept_widths(config: ModelConfig, policy: Mapping[str, str], *, moe_layer: bo
     """
     widths = checkpoint_widths(config, moe_layer=moe_layer)
     saved = {name: 0.0 if policy[name] == "recompute" else width for name, width in widths.items()}
-    if config.norms_per_layer == 2:
+    if not config.post_norms:
         saved["mlp_down"] = 0.0
         if saved["mlp_input"]:
             saved["attn_out"] = 0.0

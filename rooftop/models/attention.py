@@ -175,7 +175,8 @@ class GroupedQueries:
     def widths(self) -> AttentionWidths:
         """See ``AttentionKind``."""
         queries, keys = self.config.heads * self.config.d_head, self.config.kv_heads * self.config.d_head
-        return AttentionWidths(projected=queries + 2 * keys, rotated=queries + keys, unrotated=keys)
+        gate = queries if self.config.attn_gate else 0
+        return AttentionWidths(projected=queries + gate + 2 * keys, rotated=queries + keys, unrotated=keys + gate)
 
     def weights(self) -> Iterator[AttentionWeight]:
         """See ``AttentionKind``."""
@@ -186,6 +187,8 @@ class GroupedQueries:
             if config.qkv_bias:
                 dims = ("heads" if name == "q" else "kv_heads",)
                 yield AttentionWeight(part="qkv", name=f"{name}_bias", shape=(heads, head), matmul=False, dims=dims)
+        if config.attn_gate:
+            yield AttentionWeight(part="qkv", name="gate", shape=(d_model, config.heads, head))
         if config.attention_sinks:
             yield AttentionWeight(part="core", name="sinks", shape=(config.heads,), matmul=False, dims=("heads",))
         yield AttentionWeight(part="out", name="out", shape=(config.heads, head, d_model))
@@ -194,8 +197,12 @@ class GroupedQueries:
 
     def norms(self) -> Iterator[tuple[str, int]]:
         """See ``AttentionKind``."""
-        if self.config.qk_norm:
-            yield from ((f"{name}_norm", self.config.d_head) for name in ("q", "k"))
+        config = self.config
+        for name, heads in (("q", config.heads), ("k", config.kv_heads)):
+            if config.qk_norm == "head":
+                yield f"{name}_norm", config.d_head
+            elif config.qk_norm in ("heads", "width"):
+                yield f"{name}_norm", heads * config.d_head
 
     def matmuls(self, heads: Size, kv_heads: Size) -> AttentionMatmuls:
         """See ``AttentionKind``."""
@@ -204,7 +211,7 @@ class GroupedQueries:
         config = self.config
         d = config.d_model * np.ones_like(heads)
         return AttentionMatmuls(
-            into=(MatmulShape(d, (heads + 2 * kv_heads) * config.d_head),),
+            into=(MatmulShape(d, ((1 + config.attn_gate) * heads + 2 * kv_heads) * config.d_head),),
             out=(MatmulShape(heads * config.d_head, d),),
         )
 

@@ -14,11 +14,14 @@ from rooftop.core.errors import unknown
 from rooftop.core.quantities import dtype_bytes
 from rooftop.models.attention import attention_kind
 from rooftop.models.config import ModelConfig, MoE
+from rooftop.models.mixers import recurrences, state_bytes
 
 if TYPE_CHECKING:
     from rooftop.core.ledger import Number
 
-COMPONENTS: tuple[str, ...] = ("embed", "attn", "mlp", "experts", "shared_experts", "router", "norms", "unembed")
+COMPONENTS: tuple[str, ...] = (
+    *("embed", "attn", "mixer", "mlp", "experts", "shared_experts", "router", "norms", "others", "unembed"),
+)
 
 #: Which keys a query is counted against. ``full``: all that its layer's window reaches, as the PaLM paper counts.
 #: ``causal``: those of them that came before it.
@@ -125,6 +128,9 @@ def flops_per_token(
     counted as trained, with keys and values expanded. Training then does 6 x params + 12 L N H S (full) or 6 L N H S
     (causal) per token.
 
+    In chunks, a window is a chunk, whose mean position sees half of it. A recurrent mixer adds its own FLOPs, one token
+    after the other, whatever the context (``rooftop.models.mixers``).
+
     ``seq_len`` may be an array. Raises RooftopError on an unknown ``attention``.
     """
     if attention not in ATTENTION:
@@ -133,12 +139,14 @@ def flops_per_token(
     if embeddings:
         matmul += config.vocab * config.d_model
     keys: Number = 0.0
-    for window, layers in _layers_by_window(config):
+    for window, layers in _layers_by_window(config, cached=False):
         seen = _kept(seq_len, window)
-        keys = keys + layers * {"full": seen, "causal": seen * (1 - seen / (2 * seq_len)), "none": 0.0}[attention]
+        earlier = seen / 2 if config.windows_chunked else seen * (1 - seen / (2 * seq_len))
+        keys = keys + layers * {"full": seen, "causal": earlier, "none": 0.0}[attention]
+    mixed = 0.0 if attention == "none" else sum(layers * kind.flops for kind, layers in recurrences(config))
     return Flops(
         matmul=2 * matmul,
-        attention=2 * keys * config.heads * (config.d_head + config.d_value),
+        attention=2 * keys * config.heads * (config.d_head + config.d_value) + mixed,
         convention=f"attention {attention}, unembedding {'in' if embeddings else 'out'}, embedding lookup out, "
         "backward twice forward, no recomputation",
     )
@@ -157,23 +165,28 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str, seq_len: Number | None =
     """
     per_layer = kv_elements(config) * dtype_bytes(dtype)
     if seq_len is None:
-        return config.layers * per_layer
+        return sum(layers for _, layers in _layers_by_window(config)) * per_layer
     return kv_cache_bytes(config, dtype, seq_len) / seq_len
 
 
 def kv_cache_bytes(config: ModelConfig, dtype: str, seq_len: Number) -> Number:
     """Bytes of the KV cache of one sequence of ``seq_len`` tokens: a windowed layer keeps min(seq_len, window) of them.
 
+    A layer that reads the cache of another has none. A recurrent mixer keeps its state, whatever ``dtype`` and length.
     ``seq_len`` may be an array.
     """
     cached: Number = 0.0
     for window, layers in _layers_by_window(config):
         cached = cached + layers * _kept(seq_len, window)
-    return cached * kv_elements(config) * dtype_bytes(dtype)
+    return cached * kv_elements(config) * dtype_bytes(dtype) + state_bytes(config)
 
 
-def _layers_by_window(config: ModelConfig) -> list[tuple[int | None, int]]:
-    windows = config.windows
+def _layers_by_window(config: ModelConfig, *, cached: bool = True) -> list[tuple[int | None, int]]:
+    """Windows of the layers with attention, each with their number; ``cached``: only of those with a cache."""
+    mixers = config.mixers or ("attention",) * config.layers
+    windows = [window for window, mixer in zip(config.windows, mixers, strict=True) if "attention" in mixer]
+    if cached and config.shared_kv_layers:
+        windows = windows[: -config.shared_kv_layers]
     return [(window, windows.count(window)) for window in sorted(set(windows), key=lambda window: window or 0)]
 
 
@@ -185,21 +198,44 @@ def _kept(seq_len: Number, window: int | None) -> Number:
     return (seq_len + window - apart) / 2
 
 
+#: Weights that make what is cached: a layer that reads another's cache has none of them.
+_OF_CACHE = frozenset(("k", "v", "k_bias", "v_bias", "k_norm"))
+
+
 def _weights(config: ModelConfig) -> Iterator[Weight]:
     table = (config.vocab, config.d_model)
     yield Weight(name="tokens", scope="embed", component="embed", shape=table, matmul=False)
     if config.positions == "learned":
-        shape = (config.max_seq_len, config.d_model)
+        shape = (config.position_offset + config.max_seq_len, config.d_model)
         yield Weight(name="positions", scope="embed", component="embed", shape=shape, matmul=False)
-    for weight in attention_kind(config).weights():
+    for weight in attention_kind(config).weights() if config.attention_layers else ():
         yield Weight(
             name=weight.name,
             scope=f"layers/attn/{weight.part}",
             component="attn",
             shape=weight.shape,
-            layers=config.layers,
+            layers=config.attention_layers - (config.shared_kv_layers if weight.name in _OF_CACHE else 0),
             matmul=weight.matmul,
             dims=weight.dims,
+        )
+    for kind, layers in recurrences(config):
+        for part in kind.weights():
+            yield Weight(
+                name=part.name,
+                scope=f"layers/attn/{part.part}",
+                component="mixer",
+                shape=part.shape,
+                layers=layers,
+                matmul=part.matmul,
+            )
+    for other in config.others:
+        yield Weight(
+            name=other.name,
+            scope="layers/mlp/up" if other.matmul else "layers/mlp/norm",
+            component="others",
+            shape=other.shape,
+            layers=other.layers,
+            matmul=other.matmul,
         )
     if config.dense_layers:
         yield from _mlp(config, "layers/mlp/{}", "mlp", config.d_ff, config.dense_layers, bias=config.mlp_bias)
@@ -208,6 +244,8 @@ def _weights(config: ModelConfig) -> Iterator[Weight]:
     yield from _norms(config)
     if not config.tied_embeddings:
         yield Weight(name="unembed", scope="unembed", component="unembed", shape=table[::-1])
+    if config.unembed_bias:
+        yield Weight(name="unembed_bias", scope="unembed", component="unembed", shape=(config.vocab,), matmul=False)
 
 
 def _mlp(
@@ -263,19 +301,34 @@ def _experts(config: ModelConfig, moe: MoE) -> Iterator[Weight]:
     )
     if moe.shared_d_ff:
         yield from _mlp(config, "layers/moe/shared", "shared_experts", moe.shared_d_ff, layers, bias=False)
+    if moe.shared_gate:
+        scope, shape = "layers/moe/shared", (config.d_model, 1)
+        yield Weight(name="shared_gate", scope=scope, component="shared_experts", shape=shape, layers=layers)
 
 
 def _norms(config: ModelConfig) -> Iterator[Weight]:
-    layers, of_model = config.layers, [("scale", config.d_model)]
-    if config.norm == "layer":
+    layers, of_model = config.layers, []
+    if config.norm_scale:
+        of_model.append(("scale", config.d_model))
+    if config.norm == "layer" and config.norm_scale and config.norm_bias:
         of_model.append(("bias", config.d_model))
+    blocks = ("attn", "mlp") if config.mlp_matrices and config.parallel != "shared" else ("attn",)
     norms = [
         (f"{when}_{kind}", f"layers/{block}/norm", size, layers)
-        for block in ("attn", "mlp")
-        for when in ("pre", "post")[: config.norms_per_layer // 2]
+        for block in blocks
+        for when, present in (("pre", config.pre_norms), ("post", config.post_norms))
+        if present
         for kind, size in of_model
     ]
-    norms += [(name, "layers/attn/qkv", size, layers) for name, size in attention_kind(config).norms()]
+    if config.attention_layers:
+        heads = attention_kind(config).norms()
+        own = config.attention_layers - config.shared_kv_layers
+        norms += [
+            (name, "layers/attn/qkv", size, own if name in _OF_CACHE else config.attention_layers)
+            for name, size in heads
+        ]
     norms += [(kind, "final_norm", size, 1) for kind, size in of_model]
+    if config.embed_norm:
+        norms += [(f"embed_{kind}", "embed", size, 1) for kind, size in of_model]
     for name, scope, size, count in norms:
         yield Weight(name=name, scope=scope, component="norms", shape=(size,), layers=count, matmul=False)

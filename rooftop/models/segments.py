@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rooftop.models.config import ModelConfig
+from rooftop.models.config import Mixer, ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """Kind of a layer: its window (None for all positions), and whether its MLP is a mixture of experts."""
+    """Kind of a layer: its window (None for all positions), whether its MLP is a mixture of experts, and its mixer.
+
+    ``rope``: positions are rotated, if they are in any layer.
+    """
 
     window: int | None
     moe: bool
+    rope: bool = True
+    mixer: Mixer = "attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +37,13 @@ class Segment:
 @lru_cache(maxsize=64)
 def segments(model: ModelConfig) -> tuple[Segment, ...]:
     """The layers as few scans: from the first layer on, the period that repeats most often, the shortest of equals."""
-    kinds = [LayerKind(window=window, moe=layer >= model.dense_layers) for layer, window in enumerate(model.windows)]
+    rope = model.rope_layers or (True,) * model.layers
+    usual: Mixer = "attention"
+    mixers = model.mixers or (usual,) * model.layers
+    kinds = [
+        LayerKind(window=window, moe=model.has_experts(layer), rope=rope[layer], mixer=mixers[layer])
+        for layer, window in enumerate(model.windows)
+    ]
     runs, first = list[Segment](), 0
     while first < len(kinds):
         rest = kinds[first:]

@@ -9,9 +9,18 @@ from __future__ import annotations
 import numpy as np
 
 from rooftop.arrays.mesh import Floats
+from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import ceil_div
 from rooftop.models.attention import MatmulShape
 from rooftop.models.config import ModelConfig
+
+
+def require_planned(config: ModelConfig) -> None:
+    """Raise RooftopError for a model with layers that plans do not price yet."""
+    if config.mixers or config.others or not config.mlp_matrices:
+        raise RooftopError(
+            "model", config.name, "a model whose layers are attention and an MLP: others are only counted"
+        )
 
 
 def mlp_matmuls(config: ModelConfig, columns: Floats) -> tuple[list[MatmulShape], list[MatmulShape]]:

@@ -304,7 +304,7 @@ def _norm(model: ModelConfig, stack: tuple[int, ...]) -> Norm[Parameter]:
 
 
 def _post_norm(model: ModelConfig, n: int) -> Norm[Parameter] | None:
-    return _norm(model, (n,)) if model.norms_per_layer == 4 else None
+    return _norm(model, (n,)) if model.post_norms else None
 
 
 def _vector(shape: tuple[int, ...], *dims: Dim, sequence: str = "seq", value: float = 0.0) -> Parameter:

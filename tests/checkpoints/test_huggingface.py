@@ -209,8 +209,8 @@ def test_a_config_for_every_model(name: str) -> None:
 
 
 def test_what_no_config_can_say_is_refused() -> None:
-    model = ModelConfig.from_json(load_model("llama3-8b").to_json() | {"qk_norm": True})
-    with pytest.raises(RooftopError, match=r"qk_norm: got True.*llama"):
+    model = ModelConfig.from_json(load_model("llama3-8b").to_json() | {"qk_norm": "head"})
+    with pytest.raises(RooftopError, match=r"qk_norm: got 'head'.*llama"):
         to_huggingface(model)
     with pytest.raises(RooftopError, match="llama"):
         to_huggingface(ModelConfig.from_json(load_model("llama3-8b").to_json() | {"family": "lama"}))

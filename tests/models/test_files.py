@@ -96,7 +96,7 @@ def test_the_text_part_of_a_multimodal_file_is_read() -> None:
         (_tiny("gemma2", layer_types=["sliding_attention"] * 3, sliding_window=None), "sliding_window"),
         (_tiny("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention"),
         (_tiny("mistral", layer_types=["full_attention"] * 3), "layer_types"),
-        (_tiny("qwen3_moe", decoder_sparse_step=2), "decoder_sparse_step"),
+        (_tiny("qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[0]), "mlp_only_layers"),
         (_tiny("qwen3_moe", mlp_only_layers=[1]), "mlp_only_layers"),
         (_tiny("mixtral"), "num_local_experts"),
         (_tiny("mixtral", num_local_experts=2, num_experts_per_tok=3), "moe.active"),
@@ -117,8 +117,35 @@ def test_a_bad_file_is_one_line_with_the_file_and_the_key(tmp_path: Path, data: 
 
 
 def test_an_unknown_model_type_lists_the_accepted_ones() -> None:
-    with pytest.raises(RooftopError, match=r"did you mean qwen3.*deepseek_v3.*gpt_oss.*llama"):
+    with pytest.raises(RooftopError, match=r"accepted: one of .*deepseek_v3.*gpt_oss.*llama.*qwen3") as caught:
         from_huggingface(_llama(model_type="qwen3x"))
+    # A type that is spelled alike may compute something else.
+    assert "did you mean" not in str(caught.value)
+
+
+def test_a_key_that_no_family_reads_is_refused_unless_it_is_off() -> None:
+    known = from_huggingface(_llama())
+    for off in (None, False, 0, 0.0, []):
+        assert from_huggingface(_llama(residual_mixing=off)) == known
+    assert from_huggingface(_llama(attention_dropout=0.1, transformers_version="5.23.0")) == known
+    for data, field in (
+        (_llama(residual_mixing=0.5), "residual_mixing"),
+        (_llama(rope_scaling={"rope_type": "linear", "factor": 2.0, "skew": 3}), "rope_scaling.skew"),
+        (_llama(sliding_window=128), "sliding_window"),
+        (_tiny("gemma2", hidden_size_per_layer_input=8), "hidden_size_per_layer_input"),
+    ):
+        with pytest.raises(RooftopError, match="may change the computation") as caught:
+            from_huggingface(data)
+        assert caught.value.field == f"config: {field}"
+
+
+def test_the_language_model_of_any_multimodal_file_is_read() -> None:
+    text = _tiny("qwen2", vocab_size=200)
+    wrapper = {"model_type": "llava_onevision", "vision_config": {"hidden_size": 8}, "text_config": text}
+    assert from_huggingface(wrapper) == from_huggingface(text)
+    assert from_huggingface({**wrapper, "tie_word_embeddings": True}).tied_embeddings
+    with pytest.raises(RooftopError, match=r"config: text_config\.residual_mixing"):
+        from_huggingface({**wrapper, "text_config": {**text, "residual_mixing": 1}})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2]", "3", '"llama"', "[" * 100_000, "\xff\xfe"])

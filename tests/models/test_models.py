@@ -17,8 +17,11 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.scopes import is_scope
 from rooftop.models import (
     MLA,
+    GatedDelta,
+    Mamba,
     ModelConfig,
     MoE,
+    OtherWeight,
     RopeScaling,
     count_params,
     flops_per_token,
@@ -275,7 +278,8 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         )
         kv_heads, d_head = heads, mla.d_nope + mla.d_rope
     else:
-        plain = {name: draw(st.booleans()) for name in ("qkv_bias", "attn_out_bias", "qk_norm", "attention_sinks")}
+        plain = {name: draw(st.booleans()) for name in ("qkv_bias", "attn_out_bias", "attn_gate", "attention_sinks")}
+        plain["qk_norm"] = draw(st.sampled_from([None, "head", "heads", "width", "unit"]))
     if draw(st.booleans()):
         experts = draw(whole)
         moe = MoE(
@@ -303,7 +307,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         tied_embeddings=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
         norm=draw(st.sampled_from(["rms", "layer"])),
-        norms_per_layer=draw(st.sampled_from([2, 4])),
+        norm_placement=draw(st.sampled_from(["pre", "post", "sandwich"])),
         positions=draw(st.sampled_from(["rope", "learned"])),
         layer_windows=tuple(draw(window) for _ in range(layers)) if draw(st.booleans()) else (),
         attn_softcap=draw(st.none() | st.floats(1, 100)),
@@ -400,9 +404,18 @@ def test_every_weight_has_a_scope_a_component_and_a_name_of_its_own(config: Mode
         ({"mlp_matrices": 4}, "mlp_matrices"),
         ({"norm": "batch"}, "norm"),
         ({"activation": "tanh"}, "activation"),
-        ({"positions": "alibi"}, "positions"),
-        ({"norms_per_layer": 3}, "norms_per_layer"),
+        ({"positions": "absolute"}, "positions"),
+        ({"norm_placement": "between"}, "norm_placement"),
+        ({"norm_placement": "post", "parallel": "own"}, "norm_placement"),
         ({"qk_norm": 1}, "qk_norm"),
+        ({"rotary_dims": 7}, "rotary_dims"),
+        ({"rotary_dims": 256}, "rotary_dims"),
+        ({"layers": 2, "rope_layers": (True,)}, "rope_layers"),
+        ({"layers": 1, "mixers": ("conv",)}, "mixers"),
+        ({"layers": 1, "mixers": ("mamba",)}, "mamba"),
+        ({"mamba": Mamba(d_inner=8, d_state=4, conv=4)}, "mamba"),
+        ({"mlp_matrices": 0, "moe": MoE(experts=4, active=2, d_ff=8)}, "mlp_matrices"),
+        ({"shared_kv_layers": 64}, "shared_kv_layers"),
         ({"rope_theta": float("nan")}, "rope_theta"),
         ({"rope_theta": 10**400}, "rope_theta"),
         ({"attn_softcap": -1.0}, "attn_softcap"),
@@ -434,6 +447,10 @@ def test_a_contradictory_config_names_its_field(changes: dict[str, Any], field: 
         (MoE, {"experts": 8, "active": 1, "d_ff": 4, "scoring": "tanh"}, "moe.scoring"),
         (MoE, {"experts": 8, "active": 1, "d_ff": 4, "group_score": "mean"}, "moe.group_score"),
         (MoE, {"experts": 8, "active": 1, "d_ff": 0}, "moe.d_ff"),
+        (MoE, {"experts": 8, "active": 1, "d_ff": 4, "shared_gate": True}, "moe.shared_gate"),
+        (Mamba, {"d_inner": 8, "d_state": 4, "conv": 4, "heads": 3}, "mamba.heads"),
+        (GatedDelta, {"key_heads": 2, "value_heads": 3, "d_key": 4, "d_value": 4, "conv": 4}, "gated_delta.key_heads"),
+        (OtherWeight, {"name": "x", "shape": (2, 3, 4), "matmul": True}, "others.shape"),
         (MLA, {"q_rank": 0, "kv_rank": 4, "d_nope": 8, "d_rope": 4, "d_v": 8}, "mla.q_rank"),
         (MLA, {"q_rank": 1, "kv_rank": 4, "d_nope": 8, "d_rope": 3, "d_v": 8}, "mla.d_rope"),
         (RopeScaling, {"kind": "ntk", "factor": 2.0}, "rope_scaling.kind"),

@@ -91,7 +91,7 @@ def trained(step_of: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[list[float]
                       positions="learned"), {"fsdp": 2, "tensor": 4}, {}),
                 (tiny(kv_heads=6), {"fsdp": 2, "tensor": 4}, {}),
                 (tiny(heads=5, kv_heads=1), {"data": 2, "tensor": 4}, {}),
-                (tiny(qk_norm=True, norms_per_layer=4), {"tensor": 8}, {}),
+                (tiny(qk_norm="head", norm_placement="sandwich"), {"tensor": 8}, {}),
                 (tiny(), {"fsdp": 2, "tensor": 4}, {"remat": "none", "microbatches": 2}),
                 (tiny(), {"fsdp": 2, "tensor": 2, "stage": 2}, {"microbatches": 2}),
                 (tiny(kv_heads=2), {"tensor": 4, "stage": 2}, {"microbatches": 2}),

@@ -26,6 +26,7 @@ from rooftop.plan.serving.placement import Placed, Placement
 from rooftop.plan.serving.pricing import price_serving, serving_s
 from rooftop.plan.serving.rows import generate_work, prefill_work
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
+from rooftop.plan.shapes import require_planned
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.rules import distinct_experts, generate_step_s, prefill_s
 
@@ -79,6 +80,7 @@ class ServingProblem:
     prefill_slice: Slice | None = None
 
     def __post_init__(self) -> None:
+        require_planned(self.model)
         if self.mode not in MODES:
             raise unknown("batching", self.mode, MODES)
         if self.bounds not in BOUNDS:

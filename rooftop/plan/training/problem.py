@@ -12,6 +12,7 @@ from rooftop.capabilities import TrainingSpec
 from rooftop.hardware import Slice
 from rooftop.models.config import ModelConfig
 from rooftop.plan.pricing import Bounds
+from rooftop.plan.shapes import require_planned
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.memory import HEADROOM, Memory, book_memory, training_memory
 from rooftop.plan.training.step import TrainingStep
@@ -39,6 +40,7 @@ class Problem:
     bounds: Bounds = "usable"
 
     def __post_init__(self) -> None:
+        require_planned(self.model)
         require_schedule(self.schedule, self.chunks)
 
     @property

@@ -477,7 +477,7 @@ def _pipeline(step: TrainingStep) -> list[Work]:
 
 def _post_norms(step: TrainingStep) -> bool:
     """True if outputs of attention and MLP are normalised before they are added: their norms read them again."""
-    return step.model.norms_per_layer == 4
+    return step.model.post_norms
 
 
 #: Passes over the rows of experts on their way there or back, as counted in compiled programs: rows gathered by index,

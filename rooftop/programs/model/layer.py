@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from rooftop.arrays.rules import Rules, ways
-from rooftop.capabilities import KERNELS
+from rooftop.capabilities import KERNELS, model_obstacle
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.activations import parse_policy
 from rooftop.models.config import ModelConfig
@@ -76,6 +76,8 @@ class Computation:
                 raise RooftopError(name, coefficient, "a number that is not negative; 0 for none")
         if self.balance_loss and self.model.moe is None:
             raise RooftopError("balance_loss", self.balance_loss, f"0 for {self.model.name}, which has no experts")
+        if (missing := model_obstacle(self.model)) is not None:
+            raise RooftopError("model", missing, "a model that programs can run; others are planned")
         parse_policy(self.remat)
 
     def to_json(self) -> dict[str, Any]:
