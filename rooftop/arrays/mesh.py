@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -88,6 +87,21 @@ def span(physical: tuple[PhysicalAxis, ...], size: Ints, stride: Ints) -> AxisSp
     return AxisSpan(physical=physical, size=size, stride=np.where(switched, 1, stride), ring=ring)
 
 
+def joint_span(physical: tuple[PhysicalAxis, ...], axes: Iterable[tuple[Ints, Ints]]) -> AxisSpan:
+    """The span of several logical axes together, from the sizes and strides of each, [..., P].
+
+    Pieces of several axes on one physical axis join into a longer run. Where they are not next to each other the stride
+    is that of an even run of as many devices: the mean number of groups that share a link.
+    """
+    length = np.array([axis.size for axis in physical])
+    size, first, end = np.ones_like(length), length, np.ones_like(length)
+    for own, stride in axes:
+        size = size * own
+        first = np.where(own > 1, np.minimum(first, stride), first)
+        end = np.where(own > 1, np.maximum(end, stride * own), end)
+    return span(physical, size, np.where(size > 1, np.where(first * size == end, first, length // size), 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshLayout(Record):
     """A mesh without its slice, as plans write it: the size of each axis, and the pieces it consists of."""
@@ -137,21 +151,16 @@ class Mesh:
         return ways(self.shape, *names)
 
     def span(self, *names: str) -> AxisSpan:
-        """The network as devices along the named axes together see it, arrays [P].
+        """The network as devices along the named axes together see it, arrays [P]: see ``joint_span``."""
+        return joint_span(self.slice.physical_axes, [self.pieces(name) for name in names])
 
-        Pieces of several axes on one physical axis join into a longer run. Where they are not next to each other the
-        stride is that of an even run of as many devices: the mean number of groups that share a link.
-        """
-        physical = self.slice.physical_axes
-        size, stride = np.ones(len(physical), np.int64), np.ones(len(physical), np.int64)
-        for position, axis in enumerate(physical):
-            laid = [piece for name in names for piece in self.axes.get(name, ()) if piece.axis == axis.name]
-            laid.sort(key=lambda piece: (piece.stride, piece.size))
-            size[position] = prod(piece.size for piece in laid)
-            joined = all(low.stride * low.size == high.stride for low, high in pairwise(laid))
-            if laid:
-                stride[position] = laid[0].stride if joined else axis.size // int(size[position])
-        return span(physical, size, stride)
+    def pieces(self, name: str) -> tuple[Ints, Ints]:
+        """Sizes and strides of an axis along the physical axes, [P]; 1 where it is not used."""
+        position = {axis.name: at for at, axis in enumerate(self.slice.physical_axes)}
+        size, stride = np.ones(len(position), np.int64), np.ones(len(position), np.int64)
+        for piece in self.axes.get(name, ()):
+            size[position[piece.axis]], stride[position[piece.axis]] = piece.size, piece.stride
+        return size, stride
 
     def device_coordinates(self) -> Ints:
         """Physical coordinates of every device, [*mesh shape, P]: what a program lays its devices out by."""

@@ -8,7 +8,7 @@ memory. The search prices them all at once; ``mesh`` turns one of them into a Me
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import permutations, product
 from math import prod
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.mesh import AxisPiece, AxisSpan, Ints, Mesh, span
+from rooftop.arrays.mesh import AxisPiece, AxisSpan, Ints, Mesh, joint_span, span
 from rooftop.arrays.rules import AXES, DCN_AXES
 from rooftop.core.errors import unknown
 from rooftop.hardware import PhysicalAxis, Slice
@@ -36,7 +36,7 @@ class Division:
 
 @dataclass(frozen=True)
 class Ways:
-    """The W different ways in which one logical axis is laid, arrays [W, P], and that of each layout, ``of`` [C]."""
+    """The W different ways in which logical axes are laid, arrays [W, P], and that of each layout, ``of`` [C]."""
 
     spans: AxisSpan
     of: npt.NDArray[np.int32]
@@ -55,6 +55,7 @@ class Layouts:
 
     ``divisions`` are those of each physical axis; ``divided`` says which of them each layout has, [C, P]. ``shapes``
     are the devices along each logical axis in S different meshes, [S, A]; ``shape_of`` says which each layout has, [C].
+    ``runs`` are those of ``divisions`` that are known, by logical axes: parts of the layouts share them.
     """
 
     slice: Slice
@@ -62,6 +63,7 @@ class Layouts:
     divided: npt.NDArray[np.int32]
     shapes: Ints
     shape_of: npt.NDArray[np.int32]
+    runs: dict[tuple[str, ...], list[tuple[Ints, npt.NDArray[np.int32]]]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.divided)
@@ -81,20 +83,18 @@ class Layouts:
         """``divided`` of each physical axis, [C]: in memory one after the other, to be read fast."""
         return list(np.ascontiguousarray(self.divided.T))
 
-    def ways(self, name: str) -> Ways:
-        """Every way in which one logical axis is laid.
+    def ways(self, *names: str) -> Ways:
+        """Every way in which logical axes are laid, as one group of devices.
 
-        Very many layouts have few such ways: a figure of one axis alone is computed once for each.
+        Very many layouts have few such ways: a figure of one group alone is computed once for each.
         """
-        position = AXES.index(name)
+        runs = self._runs(names)
         code: npt.NDArray[np.int32] = np.zeros(len(self), np.int32)
         total = 1
-        for column, division in zip(self._columns, self.divisions, strict=True):
-            pairs = np.stack([division.size[:, position], division.stride[:, position]], axis=-1)
-            different, kind = np.unique(pairs, axis=0, return_inverse=True)
+        for column, (different, kind) in zip(self._columns, runs, strict=True):
             if len(different) > 1:
                 code *= len(different)
-                code += kind.reshape(-1).astype(np.int32)[column]
+                code += kind[column]
                 total *= len(different)
         # There are few codes: a table of them is filled faster than they are sorted.
         example = np.full(total, -1, np.int32)
@@ -103,11 +103,21 @@ class Layouts:
         number = np.zeros(total, np.int32)
         number[used] = np.arange(len(used), dtype=np.int32)
         chosen = self.divided[example[used]]
-        size, stride = (
-            np.stack([getattr(of, figure)[chosen[:, p], position] for p, of in enumerate(self.divisions)], axis=-1)
-            for figure in ("size", "stride")
-        )
+        laid = [different[kind[chosen[:, p]]] for p, (different, kind) in enumerate(runs)]
+        size, stride = (np.stack([run[:, figure] for run in laid], axis=-1) for figure in (0, 1))
         return Ways(span(self.slice.physical_axes, size, stride), number[code])
+
+    def _runs(self, names: tuple[str, ...]) -> list[tuple[Ints, npt.NDArray[np.int32]]]:
+        """For each physical axis the different (size, stride) of a group, and which of them each division has."""
+        if names not in self.runs:
+            positions = [AXES.index(name) for name in names]
+            self.runs[names] = []
+            for axis, division in zip(self.slice.physical_axes, self.divisions, strict=True):
+                run = joint_span((axis,), [(division.size[:, [at]], division.stride[:, [at]]) for at in positions])
+                pairs = np.concatenate([run.size, run.stride], axis=-1)
+                different, kind = np.unique(pairs, axis=0, return_inverse=True)
+                self.runs[names].append((different, kind.reshape(-1).astype(np.int32)))
+        return self.runs[names]
 
     def by_shape(self) -> tuple[Layouts, Ints]:
         """The layouts ordered so that those of one mesh shape are together, and where those of each shape begin."""
@@ -122,7 +132,7 @@ class Layouts:
 
     def __getitem__(self, index: Any) -> Layouts:
         """The layouts at an index."""
-        return Layouts(self.slice, self.divisions, self.divided[index], self.shapes, self.shape_of[index])
+        return replace(self, divided=self.divided[index], shape_of=self.shape_of[index])
 
     def mesh(self, index: int) -> Mesh:
         """One layout as a Mesh; axes of size 1 are kept, so that programs can always name them."""

@@ -71,14 +71,10 @@ class Transfer:
         """The collective whose price it has: a rotation in both directions moves what an AllGather moves."""
         return "all_gather" if self.kind == "permute_ring" else self.kind
 
-    def collective(self, prices: Iterable[Price], expected_s: Number, exposed_s: Number) -> Collective:
-        """The collective of a row; ``prices`` are those of its parts, one after another."""
-        wire: Number = 0.0
-        time_s: dict[str, Number] = {}
-        for price in prices:
-            wire = wire + self.when * self.payload * price.wire_per_byte
-            for resource, seconds in price.bound_s(self.payload).items():
-                time_s[resource] = time_s.get(resource, 0.0) + self.when * seconds
+    def collective(self, price: Price, expected_s: Number, exposed_s: Number) -> Collective:
+        """The collective of a row, by its price."""
+        wire = self.when * self.payload * price.wire_per_byte
+        time_s = {resource: self.when * seconds for resource, seconds in price.bound_s(self.payload).items()}
         rotation = self.kind == "permute_ring"
         return Collective(
             kind="permute" if self.kind == "permute_ring" else self.kind,

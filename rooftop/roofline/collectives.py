@@ -15,7 +15,7 @@ The book (chapter 3) counts whole shards on even rings, V/W for W the bytes/s bo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -51,11 +51,6 @@ class Price:
             latency_s={name: change(value) for name, value in self.latency_s.items()},
             wire_per_byte=change(self.wire_per_byte),
         )
-
-    def scaled(self, share: Floats) -> Price:
-        """The price by the payload of a collective of which this one moves a ``share``."""
-        seconds_per_byte = {name: share * value for name, value in self.seconds_per_byte.items()}
-        return replace(self, seconds_per_byte=seconds_per_byte, wire_per_byte=share * self.wire_per_byte)
 
     def bound_s(self, payload_bytes: Number) -> dict[str, Number]:
         """Lower bound on the duration by resource: the larger of latency and bandwidth."""

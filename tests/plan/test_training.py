@@ -26,13 +26,16 @@ from rooftop.explain.join import join
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
 from rooftop.models.activations import CHECKPOINTS
+from rooftop.plan.layouts import enumerate_layouts
 from rooftop.plan.shapes import attended_pairs
 from rooftop.plan.training.answer import TrainingAnswerDocument, plan_training
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import Padding, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import Sweep, sweep
+from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.roofline.collectives import price
 from rooftop.scheduling.pipeline import PipelineSchedule
 from tests.support.examples import examples
 
@@ -374,7 +377,6 @@ _KNOWN_MISSES = {
         "3-18": "time 1.134 on TPU7x: collective matmuls over tensor hide what the plan does not",
         "3-19": "memory 0.949",
         "3-20": "time 1.104: 64 small experts; bytes over tensor 0.913: gathers done again",
-        "3-25": "time 1.198: 8 small experts on a device",
         "3-35": "time 1.149 on TPU7x: transfers over tensor hide",
     }.items()
 }
@@ -417,6 +419,20 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
         # done twice.
         if asked.slice.num_slices == 1 and not float(row["rematerialised_s"] or 0.0):
             assert moved[axes][0] == pytest.approx(float(nbytes), rel=0.05, abs=2**16)
+
+
+def test_groups_over_several_axes_are_priced_as_one() -> None:
+    """Each layout's AllReduce is that of the group of devices on its mesh, as compiled programs are priced."""
+    layouts = enumerate_layouts(Slice.parse("v6e:4x8"), ("fsdp", "expert", "context", "tensor"), {})
+    strategies = Strategies(layouts, ())
+    for axes in (("expert", "context"), ("context", "tensor"), ("data", "fsdp"), ("fsdp", "expert", "tensor")):
+        planned = strategies.price("all_reduce", axes)
+        for index in range(0, len(layouts), 7):
+            alone = price("all_reduce", layouts.mesh(index).span(*axes))
+            for resource, seconds in alone.seconds_per_byte.items():
+                assert planned.seconds_per_byte[resource][index, 0] == pytest.approx(float(seconds))
+                assert planned.latency_s[resource][index, 0] == pytest.approx(float(alone.latency_s[resource]))
+            assert planned.wire_per_byte[index, 0] == pytest.approx(float(alone.wire_per_byte))
 
 
 def test_a_search_leaves_the_compiler_room_in_hbm() -> None:

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from rooftop.arrays import Mesh
-from rooftop.arrays.mesh import AxisPiece, AxisSpan, Floats, Ints, span
+from rooftop.arrays.mesh import AxisPiece, AxisSpan, Floats, Ints, joint_span
 from rooftop.arrays.rules import BATCH_AXES, COLUMN_AXES, EXPERT_AXES, GATHER_AXES, SEQUENCE_AXES, ways
 from rooftop.capabilities import KV_SPLITS, KvSplit
 from rooftop.core.errors import unknown
@@ -196,30 +196,16 @@ class Placements:
     @cached_property
     def _pieces(self) -> dict[str, tuple[Ints, Ints]]:
         """Sizes and strides of each mesh axis along the physical axes, [P, physical]; 1 where it is not used."""
-        position = {axis.name: at for at, axis in enumerate(self.slice.physical_axes)}
-        shape = len(self.members), len(position)
-        pieces_of: dict[str, tuple[Ints, Ints]] = {}
-        for row, placement in enumerate(self.members):
-            for name, pieces in placement.mesh.axes.items():
-                if name not in pieces_of:
-                    pieces_of[name] = np.ones(shape, np.int64), np.ones(shape, np.int64)
-                for piece in pieces:
-                    pieces_of[name][0][row, position[piece.axis]] = piece.size
-                    pieces_of[name][1][row, position[piece.axis]] = piece.stride
-        return pieces_of
+        names = dict.fromkeys(name for placement in self.members for name in placement.mesh.axes)
+        laid = {name: [placement.mesh.pieces(name) for placement in self.members] for name in names}
+        return {
+            name: (np.stack([size for size, _ in pieces]), np.stack([stride for _, stride in pieces]))
+            for name, pieces in laid.items()
+        }
 
     def span(self, axes: Iterable[str]) -> AxisSpan:
         """``Mesh.span`` of every mesh, arrays [P, physical]."""
-        physical = self.slice.physical_axes
-        length = np.array([axis.size for axis in physical])
-        size = np.ones((len(self.members), len(physical)), np.int64)
-        first, end = np.broadcast_to(length, size.shape), np.ones_like(size)
-        for own, stride in (self._pieces[name] for name in axes if name in self._pieces):
-            size = size * own
-            first = np.where(own > 1, np.minimum(first, stride), first)
-            end = np.where(own > 1, np.maximum(end, stride * own), end)
-        # Pieces that are next to each other are as long together as they are many.
-        return span(physical, size, np.where(size > 1, np.where(first * size == end, first, length // size), 1))
+        return joint_span(self.slice.physical_axes, [self._pieces[name] for name in axes if name in self._pieces])
 
     @cached_property
     def _prices(self) -> dict[tuple[str, tuple[str, ...]], Price]:

@@ -84,7 +84,7 @@ def price_serving(work: Sequence[Work], placement: Placed, rates: Rates, assumpt
         for transfer, duration in zip(item.collectives, parts, strict=True):
             exposed = steps.exposed_s(item, transfer, duration, stream_s)
             price = placement.price(transfer.priced_as, transfer.axes)
-            collectives.append(transfer.collective([price], duration.total_s, exposed))
+            collectives.append(transfer.collective(price, duration.total_s, exposed))
         exposed_s, paid = paid_s(collectives)
         rows.append(
             item.row(

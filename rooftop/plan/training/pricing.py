@@ -20,7 +20,6 @@ from rooftop.core.scopes import Phase
 from rooftop.plan.pricing import ALWAYS, StagePart, Transfer, Work
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
-from rooftop.roofline.collectives import Price
 from rooftop.roofline.rates import Rates
 from rooftop.scheduling.pipeline import ModelPart, StageOp
 
@@ -71,33 +70,19 @@ class _Durations:
         return seconds if transfer.when is ALWAYS else transfer.when * seconds
 
     def _line(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[Number, Number]:
-        """Fixed seconds, and seconds per byte, of a collective over axes one after another, [C, 1]."""
+        """Fixed seconds, and seconds per byte, of a collective over axes together, [C, 1]."""
         if (kind, axes) not in self._lines:
             efficiency, start_s = self.rates.network_efficiency(kind), self.rates.collective_start_s
-            fixed_s: Number = 0.0
-            seconds_per_byte: Number = 0.0
-            for price in _prices(self.strategies, kind, axes):
-                fixed, per_byte = price.expected_line(efficiency, start_s)
-                fixed_s, seconds_per_byte = fixed_s + fixed, seconds_per_byte + per_byte
+            fixed_s, seconds_per_byte = self.strategies.price(kind, axes).expected_line(efficiency, start_s)
             if kind == "reduce_scatter" and self.rates.overlap.whole_slice_scatter == "all_reduce":
                 # A compiler that cannot scatter over a whole slice sums everything everywhere, and keeps a part.
                 slice_ = self.strategies.layouts.slice
                 whole = self.strategies.devices(*axes) * slice_.num_slices == slice_.devices
-                # Over several axes that is a scatter and a gather over each of them.
-                alone = len(axes) == 1
-                fixed, per_byte = self._line("all_reduce", axes) if alone else (2 * fixed_s, 2 * seconds_per_byte)
+                fixed, per_byte = self._line("all_reduce", axes)
                 fixed_s = np.where(whole, fixed, fixed_s)
                 seconds_per_byte = np.where(whole, per_byte, seconds_per_byte)
             self._lines[kind, axes] = fixed_s, seconds_per_byte
         return self._lines[kind, axes]
-
-
-def _prices(strategies: Strategies, kind: CollectiveKind, axes: tuple[str, ...]) -> Iterator[Price]:
-    """Prices of a collective over axes, the innermost last: an axis gathers shards of what those inside it gather."""
-    for at, axis in enumerate(axes):
-        price, inside = strategies.price(kind, axis), axes[at + 1 :]
-        parts = kind in ("all_gather", "reduce_scatter") and inside
-        yield price.scaled(1 / strategies.devices(*inside)) if parts else price
 
 
 def _is_zero(value: Number) -> bool:
@@ -229,7 +214,7 @@ def expected_s(
 def _rows(times: _Times, strategies: Strategies, rates: Rates) -> Iterator[Row]:
     for (item, seconds, paid, exposed), offload in zip(times, times.host, strict=True):
         collectives = tuple(
-            transfer.collective(_prices(strategies, transfer.priced_as, transfer.axes), expected, shown)
+            transfer.collective(strategies.price(transfer.priced_as, transfer.axes), expected, shown)
             for transfer, expected, shown in zip(item.collectives, paid, exposed, strict=True)
         )
         apart = item.matmul_s + item.vector_flops / rates.vector_flops_per_s + rates.hbm_s(item.moved_bytes)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.arrays.mesh import Floats, Ints
-from rooftop.arrays.rules import STAGE_AXES
+from rooftop.arrays.rules import AXES, STAGE_AXES
 from rooftop.core.ledger import Number
 from rooftop.models import ModelConfig
 from rooftop.models.activations import CHECKPOINTS, kept_widths
@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Ways:
-    """The ways in which one axis is laid, and the prices of collectives over them, by kind: computed once, [W]."""
+    """The ways in which axes are laid, and the prices of collectives over them, by kind: computed once, [W]."""
 
     ways: Ways
     prices: dict[str, Price] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Strategies:
         return some
 
     def cheapest(self, starts: Ints) -> Strategies:
-        """One layout of each group, with the least price that any of the group has for each collective and axis.
+        """One layout of each group, with the least price that any of the group has for each collective and axes.
 
         Groups begin at ``starts``.
         """
@@ -132,30 +132,38 @@ class Strategies:
         """Devices along the named axes together, [C, 1]."""
         return self.layouts.along(*names)[:, None].astype(np.float64)
 
-    def _ways_of(self, axis: str) -> _Ways:
-        if axis not in self._ways:
-            self._ways[axis] = _Ways(self.layouts.ways(axis))
-        return self._ways[axis]
+    def _ways_of(self, axes: tuple[str, ...]) -> _Ways:
+        if axes not in self._ways:
+            self._ways[axes] = _Ways(self.layouts.ways(*axes))
+        return self._ways[axes]
 
     @cached_property
-    def _ways(self) -> dict[str, _Ways]:
+    def _ways(self) -> dict[tuple[str, ...], _Ways]:
         return {}
 
     @cached_property
-    def _prices(self) -> dict[tuple[str, str], Price]:
+    def _prices(self) -> dict[tuple[str, tuple[str, ...]], Price]:
         return {}
 
-    def price(self, kind: str, axis: str) -> Price:
-        """The price of a collective over one axis, arrays [C, 1]; computed once."""
+    def price(self, kind: str, axes: tuple[str, ...]) -> Price:
+        """The price of a collective over axes together, arrays [C, 1]; computed once."""
         # A ReduceScatter is an AllGather run backwards: the same bytes over the same links.
-        key = "all_gather" if kind == "reduce_scatter" else kind, axis
+        key = "all_gather" if kind == "reduce_scatter" else kind, self._used(axes)
         if key not in self._prices:
             if self.groups is None:
-                ways = self._ways_of(axis)
+                ways = self._ways_of(key[1])
                 self._prices[key] = ways.price(key[0]).map(lambda value: value[ways.ways.of][:, None])
             else:
                 self._prices[key] = self.groups.price(*key).map(lambda value: value[self.of_groups][:, None])
         return self._prices[key]
+
+    def _used(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of ``axes`` along which any layout has devices, in mesh order: groups that are alike have one price."""
+        return tuple(axis for axis in AXES if axis in axes and axis in self._with_devices) or axes[:1]
+
+    @cached_property
+    def _with_devices(self) -> frozenset[str]:
+        return frozenset(axis for axis in AXES if np.any(self.layouts.along(axis) > 1))
 
     @cached_property
     def microbatches(self) -> Floats:
@@ -259,16 +267,16 @@ class _Groups:
 
     strategies: Strategies
     starts: Ints
-    prices: dict[tuple[str, str], Price] = field(default_factory=dict)
-    members: dict[str, tuple[Ints, Ints]] = field(default_factory=dict)
+    prices: dict[tuple[str, tuple[str, ...]], Price] = field(default_factory=dict)
+    members: dict[tuple[str, ...], tuple[Ints, Ints]] = field(default_factory=dict)
 
-    def price(self, kind: str, axis: str) -> Price:
-        """The least price of a collective over an axis in each group, [G]."""
-        if (kind, axis) not in self.prices:
-            ways = self.strategies._ways_of(axis)
-            columns, begin = self._ways_of_groups(axis, ways.ways)
-            self.prices[kind, axis] = ways.price(kind).map(lambda value: np.minimum.reduceat(value[columns], begin))
-        return self.prices[kind, axis]
+    def price(self, kind: str, axes: tuple[str, ...]) -> Price:
+        """The least price of a collective over axes in each group, [G]."""
+        if (kind, axes) not in self.prices:
+            ways = self.strategies._ways_of(axes)
+            columns, begin = self._ways_of_groups(axes, ways.ways)
+            self.prices[kind, axes] = ways.price(kind).map(lambda value: np.minimum.reduceat(value[columns], begin))
+        return self.prices[kind, axes]
 
     @cached_property
     def _group(self) -> npt.NDArray[np.int32]:
@@ -276,14 +284,14 @@ class _Groups:
         lengths = np.diff(self.starts, append=len(self.strategies.layouts))
         return np.repeat(np.arange(len(self.starts), dtype=np.int32), lengths)
 
-    def _ways_of_groups(self, axis: str, ways: Ways) -> tuple[Ints, Ints]:
-        """The different ways in which each group lays an axis, and where those of a group begin."""
-        if axis not in self.members:
+    def _ways_of_groups(self, axes: tuple[str, ...], ways: Ways) -> tuple[Ints, Ints]:
+        """The different ways in which each group lays axes, and where those of a group begin."""
+        if axes not in self.members:
             present = np.zeros((len(self.starts), len(ways)), np.bool_)
             present[self._group, ways.of] = True
             rows, columns = np.nonzero(present)
-            self.members[axis] = columns, np.searchsorted(rows, np.arange(len(self.starts)))
-        return self.members[axis]
+            self.members[axes] = columns, np.searchsorted(rows, np.arange(len(self.starts)))
+        return self.members[axes]
 
 
 def choices(
