@@ -15,6 +15,9 @@ DEMO_COMPILED := plan train llama3.2-1b --on v5e:2x2 --mesh fsdp=2,tensor=2 --ba
 WORKERS = $(shell $(BIN)/python -c 'import os; print(os.cpu_count() + 1)')
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Tests start hundreds of processes: each would compile rooftop's sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-durations test-all test-newest lint bench docs lock clean
 .DELETE_ON_ERROR:
 

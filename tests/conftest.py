@@ -31,7 +31,7 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 # Output that is piped has the width that it has without a terminal; pytest-xdist sets another.
 os.environ.pop("COLUMNS", None)
 # Tests make many objects and few cycles: a collection at the end of each module is enough (below).
-gc.set_threshold(100_000, 50, 100)
+gc.set_threshold(500_000, 50, 100)
 # Tests check the shapes and dtypes that signatures state. numba compiles what is in embed.host.kernel as it stands.
 CHECKED = (
     "programs", "embed.criteo", "embed.export", "embed.train", "embed.host.inputs", "embed.host.limits",
@@ -86,6 +86,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.relative_to(folder).as_posix(), len(places)))
 
 
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what was imported: code and tests stay."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """Count tests that lack a browser by themselves, so that the closing line tells of them."""
     if report.skipped and NO_BROWSER in str(report.longrepr):
@@ -108,6 +114,8 @@ def programs_go_with_their_module() -> Iterator[None]:
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
+        # A collection walks all objects, most of which are code that stays: half a second for each module.
+        gc.freeze()
 
 
 @dataclass(frozen=True, kw_only=True)
