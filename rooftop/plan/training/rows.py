@@ -24,7 +24,7 @@ from rooftop.arrays.rules import (
 from rooftop.core.ledger import CollectiveKind, Ledger, Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.scopes import Phase
-from rooftop.models.activations import POLICIES
+from rooftop.models.activations import LOSS_CHUNK, POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
 from rooftop.plan.pricing import StagePart, Transfer, Work
 from rooftop.plan.shapes import mlp_matmuls
@@ -372,15 +372,24 @@ def _head(step: TrainingStep) -> list[Work]:
     # Over the split vocabulary: the maximum, then the sum and the label's logit, each a float32 per token.
     sums = tuple(Transfer("all_reduce", COLUMN_AXES, 4.0 * step.tokens * floats, "tensor") for floats in (1, 2))
     mean = Transfer("all_reduce", TOKEN_AXES, 4.0, "tensor")
-    loss = Work(
-        scope="loss", phase="forward", count=count, hbm_bytes=8.0 * logits, collectives=(*sums, mean),
-        vector_flops=VECTOR_OPS["loss"] * logits,
-        formula="float32 logits read twice; maximum and sums over the split vocabulary",
-    )  # fmt: skip
-    work = [
-        *norm(step, "final_norm", count, 0.0),
-        *matmuls(step, "unembed", count, [table], step.tokens, gathered=stream, again=0.0),
-    ]
+    unembed = matmuls(step, "unembed", count, [table], step.tokens, gathered=stream, again=0.0)
+    if step.assumptions.own_program and step.slice.chip.kind == "tpu":
+        unembed = _in_chunks(step, table, unembed)
+        read_back = _stored_logits(step, logits)
+        loss = Work(
+            scope="loss", phase="forward", count=count, hbm_bytes=read_back, collectives=(*sums, mean),
+            vector_flops=VECTOR_OPS["loss"] * logits,
+            formula="float32 logits read for the sums over the split vocabulary; gradients are fused into matmuls",
+        )  # fmt: skip
+        losses = [loss]
+    else:
+        loss = Work(
+            scope="loss", phase="forward", count=count, hbm_bytes=8.0 * logits, collectives=(*sums, mean),
+            vector_flops=VECTOR_OPS["loss"] * logits,
+            formula="float32 logits read twice; maximum and sums over the split vocabulary",
+        )  # fmt: skip
+        losses = [loss, backward(loss, 1.0, collectives=False)]
+    work = [*norm(step, "final_norm", count, 0.0), *unembed]
     if model.tied_embeddings:
         turned = Transfer("all_to_all", COLUMN_AXES, step.held_parameters["vocab"] * step.element_bytes, "all_to_all")
         turn = Work(
@@ -388,11 +397,43 @@ def _head(step: TrainingStep) -> list[Work]:
             formula="the embedding table, split over D, split over V instead",
         )  # fmt: skip
         work += [turn, backward(turn, 1.0)]
-    return [
-        *work,
-        loss,
-        backward(loss, 1.0, collectives=False),
-    ]
+    return [*work, *losses]
+
+
+def _stored_logits(step: TrainingStep, logits: Number) -> Number:
+    """HBM bytes of a pass over float32 ``logits``: none if XLA keeps those of a chunk in VMEM, of which it takes half.
+
+    Compiled programs keep 33 MB of 128 MiB there, and do not keep 65 MB of 64 MiB.
+    """
+    chip = step.slice.chip
+    chunk = 4.0 * np.minimum(step.tokens, LOSS_CHUNK) * step.widths.vocab
+    return logits * np.where(chunk > chip.vmem_bytes / chip.devices / 2, 4.0, 0.0)
+
+
+def _in_chunks(step: TrainingStep, table: MatmulShape, unembed: Sequence[Work]) -> list[Work]:
+    """The unembedding as XLA:TPU runs it: chunk by chunk, with the loss fused into it.
+
+    Each chunk reads the matrix, and writes its float32 logits. Both gradients read these, with the derivative of the
+    softmax computed on the way; that of the matrix reads and writes the sum of the chunks before.
+    """
+    forward, both = unembed
+    element, dtype = step.element_bytes, step.numerics.compute
+    chunks = np.maximum(np.ceil(step.tokens / LOSS_CHUNK), 1.0)
+    logits = _stored_logits(step, step.tokens * table.n)
+    rows, matrix = step.tokens * table.k * element, table.parameters * element
+    halved = {name: flops / 2 for name, flops in both.flops.items()}
+    of_matrix = Work(
+        scope="unembed", phase="backward", count=both.count, flops=halved,
+        matmul_s=step.rates.matmul_s(table.k, step.tokens, table.n, dtype),
+        hbm_bytes=rows + logits + 2.0 * chunks * matrix,
+        formula="dW: 2 T k n; the sum of all chunks read and written for each",
+    )  # fmt: skip
+    of_rows = replace(
+        both, flops=halved, matmul_s=step.rates.matmul_s(step.tokens, table.n, table.k, dtype),
+        vector_flops=VECTOR_OPS["loss"] * step.tokens * table.n,
+        hbm_bytes=rows + logits + chunks * matrix, formula="dX: 2 T k n",
+    )  # fmt: skip
+    return [replace(forward, hbm_bytes=rows + logits + chunks * matrix), of_rows, of_matrix]
 
 
 def _vector_sums(step: TrainingStep) -> list[Work]:
