@@ -457,6 +457,7 @@ def flops_by_key(ledger: Ledger) -> dict[tuple[str, str], float]:
     }
 
 
+@pytest.mark.slow
 def test_matmul_flops_on_tpu() -> None:
     """XLA:TPU writes matmuls as convolutions with windows: FLOPs are still 2 B M N K, in every scope and phase."""
     program = compiled("matmuls", "v5e:1x1")

@@ -650,8 +650,8 @@ def compiled(case: str) -> Compiled:
 @pytest.mark.parametrize(
     ("case", "kind", "hops", "synchronous"),
     [
-        ("gather", "all_gather", 3, False),
-        ("gather plain", "all_gather", 0, True),
+        pytest.param("gather", "all_gather", 3, False, marks=pytest.mark.slow),
+        pytest.param("gather plain", "all_gather", 0, True, marks=pytest.mark.slow),
         # Two hops carry zeros.
         ("scatter", "reduce_scatter", 5, False),
         ("scatter plain", "reduce_scatter", 0, True),

@@ -247,6 +247,7 @@ def test_a_run_with_workers_is_the_same_run(clicks: Path, tmp_path: Path) -> Non
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 def test_limits_grow_for_a_batch_of_a_worker(tmp_path: Path) -> None:
     """The first batches look one row up; later ones, which were made ready ahead, many."""
     path, few = tmp_path / "clicks.tsv", "\t".join(["1", *["1"] * 13, *["5"] * 26]) + "\n"

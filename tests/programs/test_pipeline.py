@@ -60,7 +60,7 @@ TIED = ModelConfig(**(MODEL.__dict__ | {"tied_embeddings": True}))
 CASES = [
     pytest.param(FOUR, {"schedule": "eager_1f1b"}, id="eager", marks=SLOW),
     pytest.param(FOUR, {"schedule": "eager_1f1b", "model": FIVE}, id="eager-uneven", marks=SLOW),
-    pytest.param(FOUR, {"schedule": "gpipe"}, id="gpipe"),
+    pytest.param(FOUR, {"schedule": "gpipe"}, id="gpipe", marks=SLOW),
     pytest.param(FOUR, {"schedule": "1f1b"}, id="1f1b", marks=SLOW),
     pytest.param(FOUR, {"schedule": "1f1b", "model": FIVE}, id="1f1b-uneven", marks=SLOW),
     pytest.param(FOUR, {"schedule": "gpipe", "model": FIVE}, id="gpipe-uneven", marks=SLOW),

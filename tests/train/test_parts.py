@@ -247,13 +247,14 @@ def poisoned(state: TrainState[jax.Array], *names: str, layer: int) -> TrainStat
 @pytest.mark.parametrize(
     ("names", "layer", "scope"),
     [
-        pytest.param((".attn.q", ".attn.k"), 1, "layers/attn/core", marks=pytest.mark.slow),
-        pytest.param((".mlp.up", ".mlp.gate"), 2, "layers/mlp/down", marks=pytest.mark.slow),
+        ((".attn.q", ".attn.k"), 1, "layers/attn/core"),
+        ((".mlp.up", ".mlp.gate"), 2, "layers/mlp/down"),
         ((".mlp.norm.scale",), 0, None),
     ],
     ids=["scores", "products", "nothing"],
 )
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 2])
 def test_the_scope_of_the_first_nan_is_found(
     names: tuple[str, ...], layer: int, scope: str | None, microbatches: int
 ) -> None:
