@@ -33,6 +33,7 @@ from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
 from rooftop.models.segments import stage_parts
+from rooftop.models.widths import HeadSplit
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
 
 if TYPE_CHECKING:
@@ -216,26 +217,13 @@ UNRUNNABLE: Mapping[str, Callable[[ModelConfig], bool]] = MappingProxyType(
         "Mamba layers": lambda model: model.mamba is not None,
         "lightning attention": lambda model: "lightning" in model.mixers,
         "layers without an MLP": lambda model: not model.mlp_matrices,
-        "norms of outputs alone": lambda model: model.norm_placement == "post",
-        "attention and MLP in parallel": lambda model: model.parallel is not None,
-        "layer norms without scale or bias": lambda model: not (model.norm_scale and model.norm_bias),
-        "layer norms whose scale is a difference from 1": lambda model: model.norm == "layer" and model.norm_offset,
         "a norm of embeddings": lambda model: model.embed_norm,
-        "norms of queries and keys other than RMS of each head": lambda model: model.qk_norm not in (None, "head"),
-        "norms of queries and keys after their rotation": lambda model: model.qk_norm_after_rope,
+        "norms of heads with scales of their own, or with none": lambda model: model.qk_norm in ("heads", "unit"),
         "a gate of attention": lambda model: model.attn_gate,
         "chunked attention": lambda model: bool(model.windows_chunked and model.layer_windows),
         "positions of attention by ALiBi": lambda model: model.positions == "alibi",
-        "learned positions with an offset": lambda model: model.position_offset > 0,
-        "heads rotated in part": lambda model: model.positions == "rope" and model.rotated < model.d_head
-        and model.mla is None,
-        "layers without rotation": lambda model: bool(model.rope_layers),
-        "multipliers of residuals or logits": lambda model: (model.residual_scale, model.logits_scale) != (1.0, 1.0),
         "a bias of the unembedding": lambda model: model.unembed_bias,
-        "squared ReLU": lambda model: model.activation == "relu2",
         "layers that share a cache": lambda model: model.shared_kv_layers > 0,
-        "a gate of shared experts": lambda model: model.moe is not None and model.moe.shared_gate,
-        "experts in every n-th layer": lambda model: model.moe is not None and model.moe.every > 1,
         "experts whose input is weighed": lambda model: model.moe is not None and model.moe.weigh_input,
         "the sparse mixer's router": lambda model: model.moe is not None and model.moe.scoring == "sparsemixer",
     }
@@ -280,6 +268,13 @@ def _stage_layers(spec: TrainingSpec) -> str | None:
     stages, (parts, name) = spec.ways(*STAGE_AXES), stage_parts(spec.model)
     if stages > 1 and stages * spec.chunks > parts:
         return f"{parts} {name} are too few for {stages} stages of {spec.chunks} chunks"
+    return None
+
+
+def _width_norms(spec: TrainingSpec) -> str | None:
+    model, ways_ = spec.model, spec.ways(*COLUMN_AXES)
+    if model.qk_norm == "width" and HeadSplit.of(model, ways_).copies_keys:
+        return f"keys of all heads are normalised together, and {model.kv_heads} do not divide over tensor of {ways_}"
     return None
 
 
@@ -372,6 +367,11 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
         obstacle=_runs,
     ),
     Capability(name="expert axis", accepted="1 without experts", obstacle=_experts),
+    Capability(
+        name="norms of all heads together",
+        accepted="key/value heads a multiple of tensor",
+        obstacle=_width_norms,
+    ),
     Capability(
         name="D, F, heads, key/value heads, latents, vocabulary, experts",
         accepted="any: padded with zeros where a mesh does not divide them",

@@ -77,20 +77,22 @@ def save_weights(
     weights: Transformer[Any],
     *,
     source: Path | None = None,
+    config: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
     described: Transformer[Parameter] | None = None,
 ) -> None:
     """Write ``weights``, arrays of JAX or NumPy, as a published checkpoint: safetensors and config.json.
 
     ``source``: the folder that the weights once came from. Its config.json is copied byte for byte, and each tensor
-    gets its dtype there. Files have at most ``shard_bytes`` bytes of tensors, or one tensor. All processes call this
-    function; the first one writes. ``folder`` appears once it is complete. ``described`` says how dims of ``weights``
+    gets its dtype there. ``config``: the keys of the config.json where there is no such folder (None: written anew).
+    Files have at most ``shard_bytes`` bytes of tensors, or one tensor. All processes call this function; the first one
+    writes. ``folder`` appears once it is complete. ``described`` says how dims of ``weights``
     are padded, which tensors of a checkpoint never are; by default none is.
 
-    Raises RooftopError if ``folder`` exists already or cannot be written, if the config of ``source`` is of another
-    model, and if no config.json of the family can describe ``model``.
+    Raises RooftopError if ``folder`` exists already or cannot be written, if ``config`` or that of ``source`` is of
+    another model, and if no config.json of the family can describe ``model``.
     """
-    config = _config(model, source)
+    keys = _config(model, source, config)
     origin = None if source is None else Checkpoint.open(source)
     arrays, parameters = _by_path(weights), _by_path(describe(model))
     padded = parameters if described is None else _by_path(described)
@@ -105,8 +107,8 @@ def save_weights(
         )
         for name, of in parts.items()
     ]
-    if not isinstance(config, bytes):
-        config = config | {"torch_dtype": tensors[0].dtype.name}
+    if not isinstance(keys, bytes):
+        keys = keys | {"torch_dtype": tensors[0].dtype.name}
 
     def content(tensor: CheckpointTensor) -> Array:
         """The tensor on this host; a collective if other processes have parts of it."""
@@ -117,13 +119,13 @@ def save_weights(
             for at, dim in enumerate(padded[entry.leaf].padding[len(entry.index) :]):
                 part = part if dim is None else part.take(dim.positions, axis=at)
             part = matrix(part, parameter, entry)
-            if entry.parts == 1:
+            if not entry.whole:
                 return part
             whole[region(parameter, entry, (slice(None),) * len(parameter.shape))] = part
         return whole
 
     if jax.process_index() == 0:
-        write_checkpoint(folder, tensors, content, config, shard_bytes)
+        write_checkpoint(folder, tensors, content, keys, shard_bytes)
     else:
         for tensor in tensors:
             content(tensor)
@@ -131,9 +133,11 @@ def save_weights(
         multihost_utils.sync_global_devices(f"rooftop export {folder}")
 
 
-def _config(model: ModelConfig, source: Path | None) -> dict[str, Any] | bytes:
+def _config(model: ModelConfig, source: Path | None, config: Mapping[str, Any] | None = None) -> dict[str, Any] | bytes:
+    if config is not None and from_huggingface(config, model.name) != model:
+        raise RooftopError("config of the export", config.get("model_type"), f"the keys of {model.name}")
     if source is None:
-        return to_huggingface(model)
+        return to_huggingface(model) if config is None else dict(config)
     path = source / "config.json"
     if from_huggingface(path, model.name) != model:
         raise RooftopError("source of the export", str(path), f"the config.json of the exported model, {model.name}")

@@ -436,10 +436,22 @@ def _apertus(keys: Keys) -> Fields:
     keys.only("hidden_act", "xielu")
     fields = _decoder(_with(keys, hidden_act="relu2"), max_seq_len=65_536, norm_eps=1e-5)
     others = (OtherWeight(name="xIELU", shape=(2,), layers=fields["layers"]),)
+    if not keys.has("rope_scaling") and not keys.has("rope_parameters"):
+        keys = _with(keys, rope_scaling=_APERTUS_ROPE)
     rope = _rope(keys, fields["max_seq_len"], 1.2e7)
     keys.only("post_norm", False)
     keys.only("qk_norm", True)
     return fields | rope | _bias(keys) | {"mlp_matrices": 2, "qk_norm": "head", "others": others}
+
+
+#: What transformers assumes of an Apertus file without rotary settings.
+_APERTUS_ROPE: Mapping[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def _seed_oss(keys: Keys) -> Fields:
@@ -926,13 +938,13 @@ def _olmo(keys: Keys) -> Fields:
     return _joined(fields, _rope(keys, fields["max_seq_len"]), _bias(keys), _layer_norm(scale=False), clipped)
 
 
-def _olmo2(keys: Keys) -> Fields:
+def _olmo2(keys: Keys, theta: float = 1e4) -> Fields:
     fields = _decoder(keys, norm_eps=1e-5) | {"norm_placement": "post", "qk_norm": "width"}
-    return fields | _rope(keys, fields["max_seq_len"]) | _bias(keys)
+    return fields | _rope(keys, fields["max_seq_len"], theta) | _bias(keys)
 
 
 def _olmo3(keys: Keys) -> Fields:
-    fields = _olmo2(keys)
+    fields = _olmo2(keys, 5e5)
     window = keys.whole("sliding_window", 4096, null=None)
     windows = _windows(keys, fields["layers"], window, lambda layer: (layer + 1) % 4 != 0)
     local = _local_rope(_with(keys, rope_local_base_freq=fields["rope_theta"]))
@@ -940,17 +952,17 @@ def _olmo3(keys: Keys) -> Fields:
     return fields | {"layer_windows": windows} | ({} if same else local)
 
 
-def _olmoe(keys: Keys) -> Fields:
-    fields = _decoder(keys, max_seq_len=4096, norm_eps=1e-5) | {"qk_norm": "width"}
+def _olmoe(keys: Keys, norm_eps: float = 1e-5, theta: float = 1e4) -> Fields:
+    fields = _decoder(keys, max_seq_len=4096, norm_eps=norm_eps) | {"qk_norm": "width"}
     clipped = _unless(keys, "clip_qkv", None, "clipped queries, keys and values")
     experts, active = keys.whole("num_experts", 64), keys.whole("num_experts_per_tok", 8)
     normalise = keys.flag("norm_topk_prob", False)
     moe = MoE(experts=experts, active=active, d_ff=fields["d_ff"], normalise=normalise)
-    return _joined(fields, _rope(keys, fields["max_seq_len"]), _bias(keys), clipped, {"moe": moe})
+    return _joined(fields, _rope(keys, fields["max_seq_len"], theta), _bias(keys), clipped, {"moe": moe})
 
 
 def _flex_olmo(keys: Keys) -> Fields:
-    return _olmoe(_with(keys, rms_norm_eps=keys.data.get("rms_norm_eps", 1e-6))) | {"norm_placement": "post"}
+    return _olmoe(keys, 1e-6, 5e5) | {"norm_placement": "post"}
 
 
 def _exaone4(keys: Keys) -> Fields:
@@ -989,7 +1001,9 @@ def _glm4_moe(keys: Keys) -> Fields:
     return fields | _partial_rope(keys, fields, 0.5) | {"moe": _sigmoid_experts(keys, fields["layers"], 1, scaling=1.0)}
 
 
-def _sigmoid_experts(keys: Keys, layers: int, dense: int, *, scaling: float, groups: tuple[int, int] = (1, 1)) -> MoE:
+def _sigmoid_experts(
+    keys: Keys, layers: int, dense: int, *, scaling: float, groups: tuple[int, int] = (1, 1), normalise: bool = True
+) -> MoE:
     """Experts as in DeepSeek-V3: sigmoid scores, a choosing bias, groups by their two best, shared experts."""
     keys.only("scoring_func", "sigmoid")
     keys.only("topk_method", "noaux_tc")
@@ -1002,7 +1016,7 @@ def _sigmoid_experts(keys: Keys, layers: int, dense: int, *, scaling: float, gro
         shared_d_ff=d_expert * keys.whole("n_shared_experts", 1, null=0, least=0),
         dense_layers=_dense_first(keys, layers, keys.whole("first_k_dense_replace", dense, least=0)),
         scoring="sigmoid",
-        normalise=keys.flag("norm_topk_prob", True),
+        normalise=keys.flag("norm_topk_prob", normalise),
         routed_scaling=keys.number("routed_scaling_factor", scaling),
         groups=keys.whole("n_group", groups[0]),
         active_groups=keys.whole("topk_group", groups[1]),
@@ -1016,7 +1030,7 @@ def _dots1(keys: Keys) -> Fields:
     first = keys.whole("max_window_layers", 62, least=0)
     window = keys.whole("sliding_window", 4096, null=None)
     windows = _windows(keys, fields["layers"], window, lambda layer: layer >= first)
-    moe = _sigmoid_experts(keys, fields["layers"], 0, scaling=1.0)
+    moe = _sigmoid_experts(keys, fields["layers"], 0, scaling=1.0, normalise=False)
     return (
         fields
         | _rope(keys, fields["max_seq_len"])

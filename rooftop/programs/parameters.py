@@ -34,9 +34,12 @@ Leaf = TypeVar("Leaf")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Norm(Generic[Leaf]):
-    """A norm over D (or a latent's size): scale [n, D] and, for a layer norm, bias [n, D]; no n outside of layers."""
+    """A norm over D (or a latent's size): scale [n, D] and, for a layer norm, bias [n, D]; no n outside of layers.
 
-    scale: Leaf
+    None for what a family lacks.
+    """
+
+    scale: Leaf | None = None
     bias: Leaf | None = None
 
 
@@ -45,10 +48,11 @@ class Norm(Generic[Leaf]):
 class Attention(Generic[Leaf]):
     """Attention weights: q [n, D, N, H], k and v [n, D, K, H], out [n, N*H, D]; None for weights that a family lacks.
 
-    A bias has the shape of the array that it is added to, without D. q_norm and k_norm are [n, H], sinks [n, N].
+    A bias has the shape of the array that it is added to, without D. q_norm and k_norm are [n, H], or of all heads
+    together [n, N, H] and [n, K, H]; sinks [n, N].
     """
 
-    norm: Norm[Leaf]
+    norm: Norm[Leaf] | None = None
     q: Leaf
     k: Leaf
     v: Leaf
@@ -73,7 +77,7 @@ class LatentAttention(Generic[Leaf]):
     d_nope + d_v], out [n, N*d_v, D].
     """
 
-    norm: Norm[Leaf]
+    norm: Norm[Leaf] | None = None
     q_down: Leaf | None = None
     q_norm: Leaf | None = None
     q: Leaf
@@ -89,10 +93,10 @@ class LatentAttention(Generic[Leaf]):
 class MLP(Generic[Leaf]):
     """Feed-forward weights: gate and up [n, D, F], down [n, F, D]; an MLP of two matrices has no gate.
 
-    Biases: gate_bias and up_bias [n, F], down_bias [n, D].
+    Biases: gate_bias and up_bias [n, F], down_bias [n, D]. No ``norm`` where that of attention is the MLP's too.
     """
 
-    norm: Norm[Leaf]
+    norm: Norm[Leaf] | None = None
     gate: Leaf | None = None
     up: Leaf
     down: Leaf
@@ -109,10 +113,11 @@ class MoEWeights(Generic[Leaf]):
 
     Biases: router_bias [n, E], gate_bias and up_bias [n, E, F], down_bias [n, E, D]. correction_bias [n, E] is added to
     the scores for the choice of experts only. The shared experts together are one MLP: shared_gate and shared_up
-    [n, D, F_shared], shared_down [n, F_shared, D]. The transformer applies ``norm`` and ``post_norm``, not the mixture.
+    [n, D, F_shared], shared_down [n, F_shared, D]; the sigmoid of shared_router [n, D, 1] multiplies them. The
+    transformer applies ``norm`` and ``post_norm``, not the mixture.
     """
 
-    norm: Norm[Leaf]
+    norm: Norm[Leaf] | None = None
     router: Leaf
     gate: Leaf | None = None
     up: Leaf
@@ -122,6 +127,7 @@ class MoEWeights(Generic[Leaf]):
     gate_bias: Leaf | None = None
     up_bias: Leaf | None = None
     down_bias: Leaf | None = None
+    shared_router: Leaf | None = None
     shared_gate: Leaf | None = None
     shared_up: Leaf | None = None
     shared_down: Leaf | None = None
@@ -140,7 +146,7 @@ class Layer(Generic[Leaf]):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Transformer(Generic[Leaf]):
-    """The whole decoder: embed [V, D], learned positions [max_seq_len, D], unembed [D, V] (None if tied).
+    """The whole decoder: embed [V, D], learned positions [rows, D], unembed [D, V] (None if tied).
 
     ``layers[s][j]``: the weights of the layers at position j of segment s's period (see ``rooftop.models.segments``).
     """
@@ -233,7 +239,9 @@ def describe(model: ModelConfig, ways: Mapping[str, int] | None = None) -> Trans
     shared = shared_segment(model)
     described = Transformer(
         embed=Parameter(shape=(v, d), dims=table, fan_in=d),
-        positions=Parameter(shape=(model.max_seq_len, d), dims=table, fan_in=d) if learned else None,
+        positions=Parameter(shape=(model.position_offset + model.max_seq_len, d), dims=table, fan_in=d)
+        if learned
+        else None,
         layers=tuple(
             tuple(
                 _layer(model, kind, segment.repeats, "layers" if at == shared else None, ways) for kind in segment.kinds
@@ -299,8 +307,15 @@ def _layer(model: ModelConfig, kind: LayerKind, n: int, dim: Dim, ways: Mapping[
 
 def _norm(model: ModelConfig, stack: tuple[int, ...]) -> Norm[Parameter]:
     vector = partial(_vector, (*stack, model.d_model), sequence="residual_seq")
+    if not model.norm_scale:
+        return Norm()
     scale = vector(value=0.0 if model.norm_offset else 1.0)
-    return Norm(scale=scale, bias=vector() if model.norm == "layer" else None)
+    return Norm(scale=scale, bias=vector() if model.norm == "layer" and model.norm_bias else None)
+
+
+def _pre_norm(model: ModelConfig, n: int, *, mlp: bool = False) -> Norm[Parameter] | None:
+    in_common = mlp and model.parallel == "shared"
+    return _norm(model, (n,)) if model.pre_norms and not in_common else None
 
 
 def _post_norm(model: ModelConfig, n: int) -> Norm[Parameter] | None:
@@ -316,7 +331,12 @@ def _vector(shape: tuple[int, ...], *dims: Dim, sequence: str = "seq", value: fl
 def _attention(model: ModelConfig, n: int, ways: Mapping[str, int]) -> Attention[Parameter]:
     d, h, heads, kv_heads = model.d_model, model.d_head, model.heads, model.kv_heads
     copied = HeadSplit.of(model, ways.get("kv_heads", 1)).copies_keys
-    head_scale = _vector((n, h), sequence="residual_seq", value=0.0 if model.norm_offset else 1.0)
+
+    def head_norm(name: str, heads: int) -> Parameter | None:
+        value = 0.0 if model.norm_offset else 1.0
+        if model.qk_norm == "head":
+            return _vector((n, h), sequence="residual_seq", value=value)
+        return _vector((n, heads, h), name, None, value=value) if model.qk_norm == "width" else None
 
     def into(name: str, heads: int) -> Parameter:
         parameter = Parameter(shape=(n, d, heads, h), dims=(None, "embed", name, None), fan_in=d)
@@ -333,7 +353,7 @@ def _attention(model: ModelConfig, n: int, ways: Mapping[str, int]) -> Attention
         return _vector((n, heads, h), name, None)
 
     return Attention(
-        norm=_norm(model, (n,)),
+        norm=_pre_norm(model, n),
         q=into("heads", heads),
         k=into("kv_heads", kv_heads),
         v=into("kv_heads", kv_heads),
@@ -343,8 +363,8 @@ def _attention(model: ModelConfig, n: int, ways: Mapping[str, int]) -> Attention
         k_bias=bias("kv_heads", kv_heads),
         v_bias=bias("kv_heads", kv_heads),
         out_bias=_vector((n, d), sequence="residual_seq") if model.attn_out_bias else None,
-        q_norm=head_scale if model.qk_norm else None,
-        k_norm=head_scale if model.qk_norm else None,
+        q_norm=head_norm("heads", heads),
+        k_norm=head_norm("kv_heads", kv_heads),
         sinks=_vector((n, heads), "heads") if model.attention_sinks else None,
         post_norm=_post_norm(model, n),
     )
@@ -361,7 +381,7 @@ def _latent(model: ModelConfig, mla: MLA, n: int) -> LatentAttention[Parameter]:
     up = partial(Parameter, dims=(None, "embed", "heads", None))
     scale = partial(_vector, sequence="residual_seq", value=1.0)
     return LatentAttention(
-        norm=_norm(model, (n,)),
+        norm=_pre_norm(model, n),
         q_down=None if rank is None else down(shape=(n, d, rank)),
         q_norm=None if rank is None else scale((n, rank)),
         q=up(shape=(n, rank or d, heads, model.d_head), fan_in=rank or d),
@@ -383,7 +403,7 @@ def _mlp(model: ModelConfig, n: int) -> MLP[Parameter]:
     into = Parameter(shape=(n, d, f), dims=(None, "embed", "mlp"), fan_in=d)
     hidden = _vector((n, f), "mlp")
     return MLP(
-        norm=_norm(model, (n,)),
+        norm=_pre_norm(model, n, mlp=True),
         gate=into if gated else None,
         up=into,
         down=_rows(n, f, d, "mlp"),
@@ -402,7 +422,7 @@ def _mixture(model: ModelConfig, moe: Mixture, n: int) -> MoEWeights[Parameter]:
     choice = _vector((n, e), sequence="residual_seq")
     shared_into = Parameter(shape=(n, d, shared), dims=(None, "embed", "mlp"), fan_in=d)
     return MoEWeights(
-        norm=_norm(model, (n,)),
+        norm=_pre_norm(model, n, mlp=True),
         router=Parameter(shape=(n, d, e), dims=(None, "embed", None), fan_in=d, sequence="residual_seq"),
         gate=into if gated else None,
         up=into,
@@ -412,6 +432,9 @@ def _mixture(model: ModelConfig, moe: Mixture, n: int) -> MoEWeights[Parameter]:
         gate_bias=hidden if gated and moe.bias else None,
         up_bias=hidden if moe.bias else None,
         down_bias=_vector((n, e, d), "expert", None, sequence="residual_seq") if moe.bias else None,
+        shared_router=Parameter(shape=(n, d, 1), dims=(None, "embed", None), fan_in=d, sequence="residual_seq")
+        if moe.shared_gate
+        else None,
         shared_gate=shared_into if gated and shared else None,
         shared_up=shared_into if shared else None,
         shared_down=_rows(n, shared, d, "mlp") if shared else None,

@@ -46,8 +46,8 @@ def main() -> None:
 
 def describe(name: str, keys: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Content of NAME.json for the model with the ``keys`` of a config.json, and the arrays of NAME.npz."""
-    # Gemma stores the scales of norms as their difference from 1.
-    norm_mean = 0.0 if keys["model_type"].startswith("gemma") else 1.0
+    # Some store the scales of norms as their difference from 1.
+    norm_mean = 0.0 if keys["model_type"].startswith(("gemma", "vaultgemma", "nemotron")) else 1.0
     with tempfile.TemporaryDirectory() as directory:
         shapes = _write_checkpoint(keys, norm_mean, Path(directory))
         model = _load(Path(directory))
@@ -90,9 +90,12 @@ def run(model: Any, tokens: Any, targets: Any) -> tuple[Any, float, dict[str, An
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(targets).flatten())
     loss.backward()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             gradient = parameter.grad
-            parameter.copy_(torch.full_like(parameter, torch.nan) if gradient is None else gradient)
+            if gradient is None:  # a bias that only chooses experts has none; other weights without one take no part
+                chooses = name.endswith("e_score_correction_bias")
+                gradient = torch.full_like(parameter, 0.0 if chooses else torch.nan)
+            parameter.copy_(gradient)
         for buffer in model.buffers():
             # A bias that only chooses experts is kept as a buffer and has no gradient.
             buffer.zero_()

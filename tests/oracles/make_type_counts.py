@@ -2,7 +2,7 @@
 
 Two models of each type: the published sizes that its configuration class has as defaults, and a tiny one that turns on
 what the type can do. What is stored: of the first all keys of its config.json, less those that are null and those of
-every class; of the second the keys that it is made from; and the number of parameters.
+every class, and the number of parameters; of the second also the few keys that it is made from.
 
     .venv-oracles/bin/python tests/oracles/make_type_counts.py [TYPE ...]
 
@@ -200,7 +200,8 @@ def main() -> None:
     models = json.loads(OUTPUT.read_text(encoding="utf-8"))["models"] if OUTPUT.exists() else {}
     for kind in sys.argv[1:] or TINY:
         keys = tiny(kind)
-        models[kind] = {"tiny": {"config": {"model_type": kind, **keys}, "total": describe(kind, keys)["total"]}}
+        models[kind] = {"tiny": describe(kind, keys)}
+        models[kind]["tiny"]["keys"] = {"model_type": kind, **keys}
         if kind not in NO_DEFAULT:
             models[kind]["default"] = describe(kind, MISSING.get(kind, {}))
         print(kind, {size: model["total"] for size, model in models[kind].items()})

@@ -38,8 +38,21 @@ def test_checkpoint_names_there_and_back(name: str) -> None:
 
 
 #: Every kind of layer: scaled rotations, windows, soft caps, biases, norms of heads, sinks, latents, kinds of routers,
-#: learned positions. The other models combine these.
-QUICK = {"llama", "qwen2", "qwen3_moe", "gemma2", "gemma3", "gpt_oss", "deepseek_v2", "deepseek_v3", "gpt2"}
+#: learned positions; layers without rotation beside an MLP in parallel; experts in every second layer. The other models
+#: combine these.
+QUICK = {
+    "llama",
+    "qwen2",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt2",
+    "cohere2",
+    "qwen2_moe",
+}
 
 
 @pytest.mark.oracle
@@ -62,8 +75,12 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
     assert float(value) == pytest.approx(float(golden["loss"]), abs=1e-5)
     grads = to_checkpoint(model, jax.tree.map(np.asarray, gradients))
     summary = np.stack([TINY.summarise(tensor, grads[tensor]) for tensor in facts["weights"]])
-    scale = np.maximum(np.abs(golden["gradients"]).max(axis=1, keepdims=True), 1e-6)
-    assert (np.abs(summary - golden["gradients"]) / scale).max() < 1e-4
+    largest = np.abs(golden["gradients"]).max(axis=1, keepdims=True)
+    # Without rotation a bias of keys adds the same to all scores of a query: its gradient is rounding, there and here.
+    rounding = largest < facts["gradients_noise"]
+    assert (np.abs(summary) < 10 * facts["gradients_noise"])[rounding[:, 0]].all()
+    worst = np.abs(summary - golden["gradients"]) / np.maximum(largest, 1e-6)
+    assert np.where(rounding, 0.0, worst).max() < 1e-4
 
 
 #: The tiny models that a sharded step is tried on, the sequence length (a multiple of 8), and meshes of 8 devices.
@@ -75,6 +92,10 @@ SHARDED = {
     "gpt2": [{"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 2, "tensor": 2}],
     "qwen3_moe": [{"data": 2, "expert": 2, "tensor": 2}],
     "llama": [{"data": 2, "fsdp": 2, "tensor": 2}],
+    "olmo2": [{"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "fsdp": 2, "tensor": 2}],
+    "cohere2": [{"context": 2, "fsdp": 2, "tensor": 2}],
+    "qwen2_moe": [{"expert": 2, "fsdp": 2, "tensor": 2}],
+    "opt": [{"data": 2, "fsdp": 2, "tensor": 2}],
 }
 MESHES = [(name, sizes) for name, meshes in SHARDED.items() for sizes in meshes]
 

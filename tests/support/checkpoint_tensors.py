@@ -29,12 +29,12 @@ def from_checkpoint(model: ModelConfig, tensors: Mapping[str, Array]) -> Transfo
             raise RooftopError("checkpoint tensor", entry.name, f"a tensor: {model.family} has one of this name")
         tensor = np.asarray(tensors[entry.name])
         shape = shapes[entry.leaf][len(entry.index) :]
-        if tensor.size != entry.parts * np.prod(shape, dtype=int):
+        cut = tensor[_outputs(entry, shape, tensor.ndim)]
+        if cut.size != np.prod(shape, dtype=int) or (tensor.size != cut.size and not entry.whole):
             raise RooftopError(f"checkpoint tensor {entry.name}", tensor.shape, f"{shape}, whatever its layout")
         if not leaves[entry.leaf].size:
             leaves[entry.leaf] = np.empty(shapes[entry.leaf], tensor.dtype)
-        cut = tensor[..., _part(entry, tensor.shape[-1])]
-        leaves[entry.leaf][entry.index] = (cut.T if entry.transposed else cut).reshape(shape)
+        leaves[entry.leaf][entry.index] = (cut.swapaxes(-1, -2) if entry.transposed else cut).reshape(shape)
     return jax.tree.unflatten(jax.tree.structure(described), leaves.values())
 
 
@@ -46,16 +46,24 @@ def to_checkpoint(model: ModelConfig, weights: Transformer[Array]) -> dict[str, 
     for entry in entries(model):
         array = np.asarray(leaves[entry.leaf])[entry.index]
         array = matrix(array, sizes[entry.leaf], entry)
-        if entry.parts == 1:
+        if not entry.whole:
             tensors[entry.name] = array
             continue
-        whole = (*array.shape[:-1], array.shape[-1] * entry.parts)
-        tensors.setdefault(entry.name, np.empty(whole, array.dtype))[..., _part(entry, whole[-1])] = array
+        whole = list(array.shape)
+        whole[entry.outputs] = entry.whole
+        place = tensors.setdefault(entry.name, np.empty(whole, array.dtype))
+        place[_along(entry, array.shape[entry.outputs], array.ndim)] = array
     return tensors
 
 
-def _part(entry: Entry, width: int) -> slice:
-    """The slice of the entry's part in the ``width`` elements of the tensor's last dim."""
-    if entry.interleaved:
-        return slice(entry.part, None, entry.parts)
-    return slice(entry.part * width // entry.parts, (entry.part + 1) * width // entry.parts)
+def _outputs(entry: Entry, shape: tuple[int, ...], ndim: int) -> tuple[slice, ...]:
+    """The slices in a tensor of ``ndim`` dims of our array of ``shape``; heads are one dim in the tensor."""
+    first = ndim - 1 if len(shape) >= ndim else len(shape) - 1
+    size = int(np.prod(shape[first:], dtype=int))
+    return _along(entry, size, ndim) if entry.whole else (slice(None),) * ndim
+
+
+def _along(entry: Entry, size: int, ndim: int) -> tuple[slice, ...]:
+    slices = [slice(None)] * ndim
+    slices[entry.outputs] = entry.of_outputs(0, size)
+    return tuple(slices)

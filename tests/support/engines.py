@@ -36,8 +36,7 @@ CONFIGURATION = Configuration(
 def checkpoint(name: str, folder: Path) -> Path:
     """A folder with the tiny model ``name``."""
     model, facts, tensors, _ = case(name)
-    save_weights(folder / name, model, from_checkpoint(model, tensors))
-    (folder / name / "config.json").write_text(json.dumps(facts["config"]))
+    save_weights(folder / name, model, from_checkpoint(model, tensors), config=facts["config"])
     return folder / name
 
 

@@ -29,9 +29,9 @@ from rooftop.programs.attention.context import CONTEXT_ATTENTIONS, ORDERS, conte
 from rooftop.programs.attention.scores import BLOCK, Scores
 from rooftop.programs.model.mla import latent_qkv
 from rooftop.programs.model.moe import EXPERT_MATMULS, activate, moe_mlp
-from rooftop.programs.model.operations import add_bias, norm, project, project_left, scale_norm
+from rooftop.programs.model.operations import add_bias, norm, project, project_left, scale_norm, width_norm
 from rooftop.programs.model.positions import rotate, within_segments
-from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, MoEWeights
+from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, Layer, MoEWeights, Norm
 from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence, varying
 
 
@@ -117,13 +117,15 @@ def attention(
     how: Computation,
     heads: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """Attention on the residual stream, added to it.
+    """Attention of the residual stream x, times the model's ``residual_scale``, added to it.
 
     ``heads`` computes the outputs of all heads [B, T, N, d_v], split over N, from the normalised stream.
     """
     model, specs = how.model, how.specs
-    with named_scope("norm"):
-        normed = checkpoint_name(norm(x, layer.norm, model, specs), "attn_normed")
+    normed = x
+    if layer.norm is not None:
+        with named_scope("norm"):
+            normed = checkpoint_name(norm(x, layer.norm, model, specs), "attn_normed")
     o = heads(normed)
     out_bias = None if isinstance(layer, LatentAttention) else layer.out_bias
     with named_scope("out"):
@@ -135,14 +137,19 @@ def attention(
         with named_scope("norm"):
             y = norm(y, layer.post_norm, model, specs)
     with named_scope("out"):
-        return checkpoint_name(x + y, "mlp_input")
+        return checkpoint_name(x + _residual(y, model), "mlp_input")
+
+
+def _residual(y: Float[Array, "B T D"], model: ModelConfig) -> Float[Array, "B T D"]:
+    """What attention or an MLP adds to the stream."""
+    return y if model.residual_scale == 1.0 else y * jnp.asarray(model.residual_scale, y.dtype)
 
 
 def causal(
     normed: Float[Array, "B T D"],
     *,
     layer: Attention[jax.Array] | LatentAttention[jax.Array],
-    turns: Float32[Array, "*turns"],
+    turns: Float32[Array, "*turns"] | None,
     window: int | None,
     segments: Int[Array, "B T"] | None,
     how: Computation,
@@ -150,7 +157,7 @@ def causal(
     """Causal attention of whole sequences, within ``segments`` if there are any."""
     model, sinks = how.model, None
     if isinstance(layer, LatentAttention):
-        assert model.mla is not None
+        assert model.mla is not None and turns is not None
         q, k, v = latent_qkv(normed, layer, turns, model, model.mla, how.specs)
     else:
         q, k, v = qkv(normed, layer, turns, how)
@@ -160,9 +167,9 @@ def causal(
 
 
 def qkv(
-    x: Float[Array, "B T D"], layer: Attention[jax.Array], turns: Float32[Array, "*turns"], how: Computation
+    x: Float[Array, "B T D"], layer: Attention[jax.Array], turns: Float32[Array, "*turns"] | None, how: Computation
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """Queries, keys and values of the normalised x, rotated if the model has rotary positions."""
+    """Queries, keys and values of the normalised x, rotated by ``turns`` if the layer has rotary positions."""
     model, specs = how.model, how.specs
     heads, kv_heads = (specs.activation("batch", "seq", name, None) for name in ("heads", "kv_heads"))
     with named_scope("qkv"):
@@ -179,14 +186,31 @@ def qkv(
             v = into(h, gather(layer.v, specs, "embed", "kv_heads", None, rows=model.d_model))
             k, v = add_bias(k, layer.k_bias, kv_heads), add_bias(v, layer.v_bias, kv_heads)
         k, v = checkpoint_name(k, "qkv"), checkpoint_name(v, "qkv")
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = scale_norm(q, layer.q_norm, model, heads)
-            k = scale_norm(k, layer.k_norm, model, kv_heads)
-    if model.positions != "rope":
-        return q, k, v
-    with named_scope("rope"):
-        q, k = (checkpoint_name(rotate(x, turns, interleaved=model.rope_interleaved), "rope") for x in (q, k))
-        return q, k, v
+        if not model.qk_norm_after_rope:
+            q, k = _qk_norm(q, k, layer, how)
+    if turns is not None:
+        with named_scope("rope"):
+            q, k = (checkpoint_name(rotate(x, turns, interleaved=model.rope_interleaved), "rope") for x in (q, k))
+    if model.qk_norm_after_rope:
+        with named_scope("qkv"):
+            q, k = _qk_norm(q, k, layer, how)
+    return q, k, v
+
+
+def _qk_norm(
+    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], layer: Attention[jax.Array], how: Computation
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+    """Queries and keys, normalised as the model says."""
+    if layer.q_norm is None or layer.k_norm is None:
+        return q, k
+    model = how.model
+    heads, kv_heads = (how.specs.activation("batch", "seq", name, None) for name in ("heads", "kv_heads"))
+    if model.qk_norm == "width":
+        return (
+            width_norm(q, layer.q_norm, model, heads, model.heads * model.d_head),
+            width_norm(k, layer.k_norm, model, kv_heads, model.kv_heads * model.d_head),
+        )
+    return scale_norm(q, layer.q_norm, model, heads), scale_norm(k, layer.k_norm, model, kv_heads)
 
 
 def _of_own_heads(
@@ -255,14 +279,20 @@ def feed_forward(
     layer: MLP[jax.Array] | MoEWeights[jax.Array],
     real: Bool[Array, "B T"] | None,
     how: Computation,
+    *,
+    of: Float[Array, "B T D"] | None = None,
+    shared_norm: Norm[jax.Array] | None = None,
 ) -> tuple[Float[Array, "B T D"], Float32[Array, "devices 3 E"] | None]:
-    """The MLP or the mixture of experts on the residual stream, added to it; and the experts' load.
+    """The MLP or the mixture of experts of the stream ``of`` (None: x), added to x; and the experts' load.
 
-    Experts leave out tokens that are False in ``real``.
+    ``shared_norm`` is the norm of the input where the layer has none of its own. Experts leave out tokens that are
+    False in ``real``.
     """
     model, specs = how.model, how.specs
-    with named_scope("mlp"), named_scope("norm"):
-        normed = norm(x, layer.norm, model, specs)
+    normed, weights = x if of is None else of, layer.norm or shared_norm
+    if weights is not None:
+        with named_scope("mlp"), named_scope("norm"):
+            normed = norm(normed, weights, model, specs)
     load = None
     if isinstance(layer, MLP):
         with named_scope("mlp"):
@@ -283,7 +313,22 @@ def feed_forward(
             with named_scope("norm"):
                 y = norm(y, layer.post_norm, model, specs)
         with named_scope("down"):
-            return x + y, load
+            return x + _residual(y, model), load
+
+
+def transform(
+    x: Float[Array, "B T D"],
+    weights: Layer[jax.Array],
+    heads: Callable[[jax.Array], jax.Array],
+    real: Bool[Array, "B T"] | None,
+    how: Computation,
+) -> tuple[Float[Array, "B T D"], Float32[Array, "devices 3 E"] | None]:
+    """The residual stream after one layer, and the experts' load; ``heads`` and ``real`` as above."""
+    with named_scope("attn"):
+        after = attention(x, weights.attn, how, heads)
+    if how.model.parallel is None:
+        return feed_forward(after, weights.mlp, real, how)
+    return feed_forward(after, weights.mlp, real, how, of=x, shared_norm=weights.attn.norm)
 
 
 def _mlp(x: Float[Array, "B T D"], layer: MLP[jax.Array], how: Computation) -> Float[Array, "B T D"]:

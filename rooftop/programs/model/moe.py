@@ -153,8 +153,11 @@ def moe_mlp(
         if moe.shared_d_ff:
             with named_scope("shared"):
                 act = hidden(axes.gather_tokens(tokens[None]), "shared_")
-                y = axes.scatter_tokens(linear(act, "shared_down"))
-                out = out + checkpoint_name(y[0], "mlp_down")
+                y = checkpoint_name(axes.scatter_tokens(linear(act, "shared_down")), "mlp_down")[0]
+                if "shared_router" in used_weights:
+                    opened = jnp.einsum("nd,do->no", tokens, used_weights["shared_router"][: tokens.shape[-1]])
+                    y = y * jax.nn.sigmoid(opened)
+                out = out + y
         return out.reshape(x.shape), measures
 
     with named_scope("moe"):
@@ -219,6 +222,7 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": _gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32
 
 from rooftop.models.config import ModelConfig
 from rooftop.programs.parameters import Norm
-from rooftop.programs.sharding import Specs, on_shards
+from rooftop.programs.sharding import Specs, axes_of, on_shards
 
 
 def project(
@@ -79,11 +79,11 @@ def norm(x: Float[Array, "B T D"], weights: Norm[jax.Array], model: ModelConfig,
     """The model's norm over D, in float32; x is split as the residual stream, scale and bias are [D]."""
 
     def local(x: jax.Array, weights: Norm[jax.Array]) -> jax.Array:
-        if weights.bias is None:
-            return _rms(x, weights.scale, model)
         wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        return _unit(wide, model).astype(x.dtype) * weights.scale + weights.bias
+        if model.norm == "layer":
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        y = _scaled(_unit(wide, model), weights.scale, x.dtype, model)
+        return y if weights.bias is None else y + weights.bias
 
     return _on_shards(local, specs.residual, x, weights)
 
@@ -92,7 +92,24 @@ def scale_norm(
     x: Float[Array, "*dims size"], scale: Float[Array, " size"], model: ModelConfig, spec: P
 ) -> Float[Array, "*dims size"]:
     """RMS norm over the last dim of x, a head or a latent; ``spec`` is the spec of x."""
-    return _on_shards(lambda x, scale: _rms(x, scale, model), spec, x, scale)
+    return _on_shards(
+        lambda x, scale: _scaled(_unit(x.astype(jnp.float32), model), scale, x.dtype, model), spec, x, scale
+    )
+
+
+def width_norm(
+    x: Float[Array, "B T heads H"], scale: Float[Array, "heads H"], model: ModelConfig, spec: P, size: int
+) -> Float[Array, "B T heads H"]:
+    """RMS norm over all heads together, ``size`` elements without padding, of which devices have some each."""
+    axes = axes_of(spec.partitions[2])
+
+    def local(x: jax.Array, scale: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        squares = jnp.sum(jnp.square(wide), axis=(-2, -1), keepdims=True)
+        squares = lax.psum(squares, axes) if axes else squares
+        return _scaled(wide * lax.rsqrt(squares / size + model.norm_eps), scale, x.dtype, model)
+
+    return _on_shards(local, spec, x, scale)
 
 
 def add_bias(x: Float[Array, "*dims"], bias: Float[Array, "*last"] | None, spec: P) -> Float[Array, "*dims"]:
@@ -100,12 +117,16 @@ def add_bias(x: Float[Array, "*dims"], bias: Float[Array, "*last"] | None, spec:
     return x if bias is None else _on_shards(lambda x, bias: x + bias, spec, x, bias)
 
 
-def _rms(x: Float[Array, "*dims size"], scale: Float[Array, " size"], model: ModelConfig) -> Float[Array, "*dims size"]:
-    unit = _unit(x.astype(jnp.float32), model)
+def _scaled(
+    unit: Float32[Array, "*dims"], scale: Float[Array, "*last"] | None, dtype: DTypeLike, model: ModelConfig
+) -> Float[Array, "*dims"]:
+    """A normalised array in ``dtype``, times its scale if there is one."""
+    if scale is None:
+        return unit.astype(dtype)
     if model.norm_offset:
         # 1 + scale would add an array that is not reduced to one that is.
-        return (unit + unit * scale).astype(x.dtype)
-    return unit.astype(x.dtype) * scale
+        return (unit + unit * scale).astype(dtype)
+    return unit.astype(dtype) * scale
 
 
 def _unit(x: Float32[Array, "*dims"], model: ModelConfig) -> Float32[Array, "*dims"]:

@@ -23,7 +23,7 @@ def frequencies(model: ModelConfig, *, local: bool = False) -> npt.NDArray[np.fl
 
     Scaled by RopeScaling: linear (Chen et al. 2023), as LLaMA 3.1, or by YaRN (Peng et al. 2023, section 3).
     """
-    size = model.d_head if model.mla is None else model.mla.d_rope
+    size = model.rotated if model.mla is None else model.mla.d_rope
     local = local and model.rope_local_theta is not None
     theta = model.rope_local_theta if local and model.rope_local_theta else model.rope_theta
     radians: npt.NDArray[np.float64] = theta ** (-np.arange(0, size, 2) / size)
@@ -46,18 +46,21 @@ def rotation(
 def rotate(
     x: Float[Array, "B T heads H"], turns: Float32[Array, "*turns"], *, interleaved: bool = False
 ) -> Float[Array, "B T heads H"]:
-    """Rotate x. The two halves of H are the coordinates, or neighbours if ``interleaved``.
+    """Rotate the first elements of each head, as many as there are ``turns`` for, two each.
 
-    Interleaved pairs come out as halves: queries and keys are reordered alike, which leaves their products unchanged.
+    The two halves of them are the coordinates, or neighbours if ``interleaved``. Interleaved pairs come out as halves:
+    queries and keys are reordered alike, which leaves their products unchanged.
     """
     batch, seq, *_ = jax.typeof(x).sharding.spec.partitions
     if turns.ndim == 5:
         turns = reshard(turns, P(None, batch, seq, None, None))
     cos, sin = turns
-    wide = x.astype(jnp.float32)
+    rotated = 2 * turns.shape[-1]
+    wide = x[..., :rotated].astype(jnp.float32)
     first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    turned = turned.astype(x.dtype)
+    return turned if rotated == x.shape[-1] else jnp.concatenate([turned, x[..., rotated:]], axis=-1)
 
 
 def within_segments(segments: Int[Array, "B T"], positions: Int[Array, " T"]) -> Int[Array, "B T"]:

@@ -26,7 +26,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models.activations import parse_policy
 from rooftop.models.segments import LayerKind, Segment, segments
 from rooftop.programs.model import loss as losses
-from rooftop.programs.model.layer import Computation, attention, causal, feed_forward
+from rooftop.programs.model.layer import Computation, causal, transform
 from rooftop.programs.model.moe import balance
 from rooftop.programs.model.operations import norm
 from rooftop.programs.model.positions import rotation
@@ -181,10 +181,9 @@ def period(segment: Segment, how: Computation) -> Period:
         turns, ids, real = at
         x = checkpoint_name(x, "layer_input")
         local = kind.window is not None and how.model.rope_local_theta is not None
-        with named_scope("attn"):
-            heads = partial(causal, layer=weights.attn, turns=turns[local], window=kind.window, segments=ids, how=how)
-            x = attention(x, weights.attn, how, heads)
-        return feed_forward(x, weights.mlp, real, how)
+        own = turns[local] if kind.rope and how.model.positions == "rope" else None
+        heads = partial(causal, layer=weights.attn, turns=own, window=kind.window, segments=ids, how=how)
+        return transform(x, weights, heads, real, how)
 
     blocks = [jax.checkpoint(partial(layer, kind), policy=policy) for kind in segment.kinds]
 
@@ -199,9 +198,10 @@ def period(segment: Segment, how: Computation) -> Period:
 
 
 def final_norm(x: Float[Array, "B T D"], weights: Transformer[jax.Array], how: Computation) -> Float[Array, "B T D"]:
-    """The norm after the last layer, of the residual stream."""
+    """The norm after the last layer, of the residual stream, times the scale of the logits."""
     with named_scope("final_norm"):
-        return norm(x, weights.final_norm, how.model, how.specs)
+        x, scale = norm(x, weights.final_norm, how.model, how.specs), how.model.logits_scale
+        return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
 
 def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computation) -> Float[Array, "B T D"]:
@@ -231,6 +231,8 @@ def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computa
     positions = how.positions(batch)
     position_spec = P(*(sequences, residual_seq)[-positions.ndim :])
     positions = reshard(positions, position_spec)
+    if model.position_offset:
+        positions = positions + model.position_offset
 
     def local(x: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
         return x + jax.lax.pcast(table, tuple(everywhere.reduced), to="varying")[positions]

@@ -30,7 +30,7 @@ from rooftop.models import ModelConfig
 from rooftop.models.segments import LayerKind, segments
 from rooftop.programs.attention.scores import Scores
 from rooftop.programs.model import loss as losses
-from rooftop.programs.model.layer import Computation, attention, feed_forward, qkv
+from rooftop.programs.model.layer import Computation, qkv, transform
 from rooftop.programs.model.mla import latents
 from rooftop.programs.model.positions import rotation
 from rooftop.programs.model.transformer import embed, final_norm
@@ -308,10 +308,9 @@ def _stream(
         for kind, (layer,), pool in zip(how.kinds, weights.layers, pools, strict=True):
             layer = in_full(layer, jnp.dtype(how.dtype))
             local = kind.window is not None and model.rope_local_theta is not None
-            heads = PagedHeads(layer=layer.attn, turns=turns[local], window=kind.window, rows=rows, how=how)
-            with named_scope("attn"):
-                x = attention(x, layer.attn, computation, partial(heads, pool=pool, written=written))
-            x, _ = feed_forward(x, layer.mlp, None, computation)
+            own = turns[local] if kind.rope and model.positions == "rope" else None
+            heads = PagedHeads(layer=layer.attn, turns=own, window=kind.window, rows=rows, how=how)
+            x, _ = transform(x, layer, partial(heads, pool=pool, written=written), None, computation)
     return final_norm(x, weights, computation), tuple(written)
 
 
@@ -376,7 +375,7 @@ class PagedHeads:
     """The attention heads of one layer over its pool; ``turns`` are its rotary angles, ``rows`` have the new tokens."""
 
     layer: Attention[jax.Array] | LatentAttention[jax.Array]
-    turns: Float32[Array, "*turns"]
+    turns: Float32[Array, "*turns"] | None
     window: int | None
     rows: tuple[Rows, ...]
     how: Decoder
@@ -436,7 +435,7 @@ class PagedHeads:
         return result
 
     def _latent(self, normed: Float[Array, "1 T D"], pool: Pages) -> tuple[Float[Array, "1 T N d_v"], Pages]:
-        assert isinstance(self.layer, LatentAttention)
+        assert isinstance(self.layer, LatentAttention) and self.turns is not None
         model, specs, mla = self.how.model, self.how.specs, self.how.model.mla
         assert mla is not None
         q, latent, shared = latents(normed, self.layer, self.turns, model, mla, specs)
