@@ -21,7 +21,9 @@ class Overlap:
     ``hidden``: asynchronous share by kind of transfer. ``whole_slice_scatter``: the collective that a ReduceScatter
     over every device of a slice becomes, ``whole_slice_gather`` the same of an AllGather. ``whole_tiles``: it scatters
     whole tiles only (``rooftop.arrays.tiles.summed_whole``). ``windowed_einsum``: False if XLA's own
-    collective matmuls of gathered weights take longer than what they replace. ``source`` is the evidence.
+    collective matmuls of gathered weights take longer than what they replace. ``by_part``: all transfers of a layer are
+    asynchronous, and XLA's order decides which of them computation hides (``rooftop.plan.training.parts``). ``source``
+    is the evidence.
     """
 
     hidden: Mapping[str, float]
@@ -29,6 +31,7 @@ class Overlap:
     whole_slice_gather: str
     whole_tiles: bool
     windowed_einsum: bool
+    by_part: bool
     source: str
 
 
@@ -44,5 +47,6 @@ def overlap(chip_name: str) -> Overlap:
         whole_slice_gather=entry.get("whole_slice_gather", "all_gather"),
         whole_tiles=entry.get("whole_tiles", True),
         windowed_einsum=entry.get("windowed_einsum", True),
+        by_part=entry.get("by_part", False),
         source=entry.get("source", "no schedule was read: what may hide, hides"),
     )

@@ -372,12 +372,8 @@ _KNOWN_MISSES = {
         "v5p-stages-uneven": "memory 0.948; a gather over tensor for each microbatch",
         "v5p-uneven-d": "time 0.900: shards that fill no tiles are scattered padded, and moved by permutes",
         "3-7": "gathers over expert and fsdp together",
-        "3-9": "time 0.894 on TPU7x: gathers that the schedule does not hide",
-        "3-17": "time 0.881 on TPU7x: gathers that the schedule does not hide",
-        "3-18": "time 1.134 on TPU7x: collective matmuls over tensor hide what the plan does not",
         "3-19": "memory 0.949",
         "3-20": "time 1.104: 64 small experts; bytes over tensor 0.913: gathers done again",
-        "3-35": "time 1.149 on TPU7x: transfers over tensor hide",
     }.items()
 }
 

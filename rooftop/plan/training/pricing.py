@@ -3,7 +3,8 @@
 Transfers off the critical path overlap the computation of their window, up to the share that the assumptions allow
 and to the time that there is to hide in. A window is the layers' part of a pass (forward; backward with what it
 recomputes): compilers overlap a layer's transfers with work in the same trip of the loop over layers, and in it there
-is no embedding and no loss. Nothing hides in the rest of a pass.
+is no embedding and no loss. Nothing hides in the rest of a pass. Where all transfers are asynchronous, windows are
+parts of a layer (``rooftop.plan.training.parts``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rooftop.core.ledger import CollectiveKind, Ledger, Number, Row
 from rooftop.core.scopes import Phase
 from rooftop.plan.pricing import ALWAYS, StagePart, Transfer, Work
 from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.parts import Group, LayerParts, group
 from rooftop.plan.training.strategies import Strategies
 from rooftop.roofline.rates import Rates
 from rooftop.scheduling.pipeline import ModelPart, StageOp
@@ -34,6 +36,17 @@ def _window(item: Work) -> _Window:
     # Stages pass activations on between layers, and gradients are summed while those of layers before are made.
     layers = item.scope.startswith("layers/") or item.scope == "pipeline" or item.phase == "update"
     return _PASS[item.phase], "layers" if layers else "rest"
+
+
+def _hidden_with(item: Work, transfer: Transfer, *, by_part: bool) -> Group:
+    """The transfers of which computation hides the same share: by window and assumption, or within a layer's part."""
+    in_part = group(item, transfer) if by_part else None
+    return in_part or (_window(item), transfer.hides)
+
+
+def _by_part(rates: Rates, assumptions: Assumptions) -> bool:
+    """True where XLA's order within a layer decides what is hidden: our program, with asynchronous transfers."""
+    return assumptions.own_program and rates.overlap.by_part
 
 
 @dataclass(frozen=True)
@@ -101,8 +114,9 @@ class _Times:
     compute: Sequence[Number]
     transfers: Sequence[Sequence[Number]]
     host: Sequence[Number]
-    exposed: Mapping[tuple[_Window, str], Number]
+    exposed: Mapping[Group, Number]
     factor: float
+    by_part: bool
 
     @classmethod
     def of(cls, work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions) -> _Times:
@@ -114,18 +128,18 @@ class _Times:
             host=[durations.host_s(item) for item in work],
             exposed=_Busy.of(work, durations, assumptions).exposed(assumptions.shares(rates.overlap)),
             factor=assumptions.calibration,
+            by_part=_by_part(rates, assumptions),
         )
 
     def __iter__(self) -> Iterator[tuple[Work, Number, list[Number], list[Number]]]:
         """Each piece of work, its expected seconds without collectives, and those of collectives: all, and exposed."""
         for item, compute, transfers, offload in zip(self.work, self.compute, self.transfers, self.host, strict=True):
-            group = _window(item)
             paid = [self.factor * duration for duration in transfers]
             exposed = [
-                seconds * self.exposed[group, transfer.hides]
+                seconds * self.exposed[_hidden_with(item, transfer, by_part=self.by_part)]
                 for transfer, seconds in zip(item.collectives, paid, strict=True)
             ]
-            waiting = self.exposed.get((group, "offload"), 0.0) * offload
+            waiting = self.exposed.get((_window(item), "offload"), 0.0) * offload
             yield item, self.factor * (compute + waiting), paid, exposed
 
 
@@ -138,17 +152,20 @@ class _Busy:
     """Seconds of a step's work, counts applied, before anything hides.
 
     ``compute`` by phase and part of the model, and of it by window that in which transfers can hide, the ``room``.
-    ``transfers`` by window and by the assumption under which they hide, and then by phase and part.
+    ``transfers`` by window and by the assumption under which they hide, and then by phase and part; where XLA's order
+    decides, ``parts`` has the seconds of layers in it.
     """
 
     compute: dict[_Owner, Number] = field(default_factory=dict)
     room: dict[_Window, Number] = field(default_factory=dict)
-    transfers: dict[tuple[_Window, str], dict[_Owner, Number]] = field(default_factory=dict)
+    transfers: dict[Group, dict[_Owner, Number]] = field(default_factory=dict)
+    parts: LayerParts = field(default_factory=LayerParts)
 
     @classmethod
     def of(cls, work: Sequence[Work], durations: _Durations, assumptions: Assumptions) -> _Busy:
         busy = cls()
         kernels_hide = durations.rates.chip.kind != "tpu" or not assumptions.own_program
+        by_part = _by_part(durations.rates, assumptions)
         # A transfer that is done twice, as in a recomputation, is priced once.
         known: dict[int, Number] = {}
         for item in work:
@@ -157,31 +174,42 @@ class _Busy:
             busy.compute[owner] = busy.compute.get(owner, 0.0) + compute
             if item.scope.startswith("layers/") and (kernels_hide or item.scope != "layers/attn/core"):
                 busy.room[window] = busy.room.get(window, 0.0) + compute
-            by_kind: dict[str, Number] = {}
+            by_kind: dict[Group, Number] = {}
             for transfer in item.collectives:
                 if id(transfer) not in known:
                     known[id(transfer)] = durations.transfer_s(transfer)
-                by_kind[transfer.hides] = by_kind.get(transfer.hides, 0.0) + known[id(transfer)]
+                key = _hidden_with(item, transfer, by_part=by_part)
+                by_kind[key] = by_kind.get(key, 0.0) + known[id(transfer)]
+            if by_part:
+                busy.parts.add(item, compute, [(one, item.count * known[id(one)]) for one in item.collectives])
             if not _is_zero(item.host_bytes):
-                by_kind["offload"] = durations.host_s(item)
-            for hides, seconds in by_kind.items():
-                parts = busy.transfers.setdefault((window, hides), {})
-                parts[owner] = parts.get(owner, 0.0) + item.count * seconds
+                by_kind[window, "offload"] = durations.host_s(item)
+            for key, seconds in by_kind.items():
+                owners = busy.transfers.setdefault(key, {})
+                owners[owner] = owners.get(owner, 0.0) + item.count * seconds
         return busy
 
-    def exposed(self, hideable: Mapping[str, float]) -> dict[tuple[_Window, str], Number]:
+    def exposed(self, hideable: Mapping[str, float]) -> dict[Group, Number]:
         """For each window and kind of transfer the share of its time that nothing hides."""
-        exposed: dict[tuple[_Window, str], Number] = {}
+        exposed: dict[Group, Number] = {}
+        in_parts = self.parts.exposed()
         # Outside of the layers a transfer stands next to the work that needs it, or that it ends.
         network = dict(self.room)
-        for (group, hides), parts in self.transfers.items():
+        for (window, hides), parts in self.transfers.items():
             total = sum(parts.values(), 0.0)
+            if (window, hides) in in_parts:
+                share = in_parts[window, hides] / np.where(total > 0, total, 1.0)
+                # Users limit what hides of weights, and raise what hides over tensor.
+                limit = hideable.get(hides)
+                at_most = 1.0 - hideable["tensor"] if limit is None else 1.0
+                exposed[window, hides] = np.clip(share, 0.0 if limit is None else 1.0 - limit, at_most)
+                continue
             # The network hides in one window together; copies to the host have a path of their own.
-            room = (self.room if hides == "offload" else network).get(group, 0.0)
+            room = (self.room if hides == "offload" else network).get(window, 0.0)
             hidden = np.minimum(hideable[hides] * total, room)
             if hides != "offload":
-                network[group] = room - hidden
-            exposed[group, hides] = 1.0 - hidden / np.where(total > 0, total, 1.0)
+                network[window] = room - hidden
+            exposed[window, hides] = 1.0 - hidden / np.where(total > 0, total, 1.0)
         return exposed
 
 

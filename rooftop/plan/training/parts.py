@@ -1,0 +1,224 @@
+"""Transfers of a layer that nothing hides where XLA runs every transfer asynchronously, as on TPU7x.
+
+SparseCores run the collectives there, next to computation. What hides one is then decided by XLA's order, which is the
+same in all programs that were read (docs/compile.md):
+
+- A layer has two parts, attention and MLP. XLA issues the gathers of a part's weights when the part begins, one array
+  after the other. Nothing but the part's own transfers over ``tensor`` hides the first one; matmuls hide the rest.
+- Gradients of weights are made last, and each is scattered when it is made: the matmuls of the others hide that, and
+  nothing hides the last one.
+- Inputs that are gathered over ``tensor`` again only for gradients of weights are not waited for. Where a part repeats
+  its first matmul, the matmul of the gradient before it can hide them.
+
+Without ``tensor`` there are no transfers between the matmuls of a pass, and any matmul of the layer hides a transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from rooftop.core.ledger import CollectiveKind, Number
+from rooftop.core.scopes import Phase
+from rooftop.plan.pricing import Transfer, Work
+
+#: A pass with the part of its work, and a kind of transfers in it: their time is exposed by one share.
+Group = tuple[tuple[str, str], str]
+
+_QKV, _CORE, _OUT = "layers/attn/qkv", "layers/attn/core", "layers/attn/out"
+
+
+def group(item: Work, transfer: Transfer) -> Group | None:
+    """The group of a transfer whose exposed time ``LayerParts`` knows; None of others."""
+    if not item.scope.startswith("layers/"):
+        return None
+    window = "forward" if item.phase == "forward" else "backward", _part(item.scope)
+    if transfer.hides == "weight_gather":
+        return window, "weight_gather"
+    if transfer.hides == "gradient_scatter":
+        return ("backward", "layers"), "gradient_scatter"
+    if transfer.hides == "tensor" and item.phase == "recompute" and transfer.kind == "all_gather":
+        return window, "input_gather"
+    if transfer.hides == "tensor" and item.phase == "backward" and item.scope == _QKV:
+        return window, "stream_scatter"
+    return None
+
+
+def _part(scope: str) -> str:
+    """The part of a layer: 'attn', or 'mlp' and 'moe' for the two kinds of layers."""
+    part = scope.split("/")[1]
+    return part if part in ("attn", "moe") else "mlp"
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """Seconds of a step's layers, counts applied: computation, and each kind of transfer."""
+
+    compute: dict[tuple[str, Phase], Number] = field(default_factory=dict)
+    gathers: dict[tuple[str, Phase], Number] = field(default_factory=dict)
+    scatters: dict[str, Number] = field(default_factory=dict)
+    tensor: dict[tuple[str, Phase, str], Number] = field(default_factory=dict)
+    arrays: dict[str, Number] = field(default_factory=dict)
+    """Gathers in all executions, by scope."""
+    layers: dict[str, Number] = field(default_factory=dict)
+    """Layers in all executions, by part."""
+
+    def add(self, item: Work, compute_s: Number, transfers: Iterable[tuple[Transfer, Number]]) -> None:
+        """Count a piece of work, with the seconds of all its executions."""
+        scope, phase = item.scope, item.phase
+        if not scope.startswith("layers/"):
+            return
+        _add(self.compute, (scope, phase), compute_s)
+        for transfer, seconds in transfers:
+            if transfer.hides == "weight_gather":
+                _add(self.gathers, (scope, phase), seconds)
+                if phase == "forward":
+                    self.layers.setdefault(_part(scope), item.count)
+                    _add(self.arrays, scope, item.count * transfer.pieces * transfer.when)
+            elif transfer.hides == "gradient_scatter":
+                _add(self.scatters, scope, seconds)
+            elif transfer.hides == "tensor":
+                _add(self.tensor, (scope, phase, transfer.kind), seconds)
+
+    def exposed(self) -> dict[Group, Number]:
+        """Seconds of each group that nothing hides."""
+        seconds: dict[Group, Number] = {}
+        for part in self.layers:
+            for window in ("forward", "backward"):
+                first = self._first_gathers_s(window, part)
+                seconds[(window, part), "weight_gather"] = np.maximum(first - self._before_s(window, part), 0.0)
+            seconds[("backward", part), "input_gather"] = self._input_gathers_s(part)
+        seconds[("backward", "layers"), "gradient_scatter"] = self._last_scatters_s
+        seconds[("backward", "attn"), "stream_scatter"] = self._stream_scatter_s
+        return seconds
+
+    def _scopes(self, part: str) -> list[str]:
+        """Scopes of a part in the order of the forward pass."""
+        return list(dict.fromkeys(scope for scope, _ in self.compute if _part(scope) == part))
+
+    def _matmuls(self, part: str) -> list[str]:
+        """Those of them that have weights."""
+        return [scope for scope in self._scopes(part) if scope in self.arrays]
+
+    def _of(self, scope: str, phase: Phase) -> Number:
+        return self.compute.get((scope, phase), 0.0)
+
+    def _gradient_s(self, scope: str) -> Number:
+        """Seconds of the gradients of a scope's weights: inputs' and weights' gradients are matmuls of equal FLOPs."""
+        return self._of(scope, "backward") / 2
+
+    def _pieces(self, scope: str) -> Number:
+        """Arrays of a scope in one layer."""
+        if scope not in self.arrays:
+            return 1.0
+        return np.maximum(self.arrays[scope] / np.maximum(self.layers[_part(scope)], 1e-9), 1.0)
+
+    def _over_tensor_s(self, scopes: Iterable[str], phase: Phase, kind: CollectiveKind) -> Number:
+        return sum((self.tensor.get((scope, phase, kind), 0.0) for scope in scopes), 0.0)
+
+    @cached_property
+    def _alone(self) -> Number:
+        """True where no transfers over tensor stand between a pass's matmuls."""
+        return sum(self.tensor.values(), 0.0) == 0
+
+    def _first_gathers_s(self, window: str, part: str) -> Number:
+        """Seconds in which a part waits for its weights, which are gathered one after the other from its beginning."""
+        scopes = self._scopes(part)
+        forward = window == "forward"
+        waited: Number = 0.0
+        gathered: Number = 0.0
+        computed: Number = 0.0
+        for scope in scopes if forward else reversed(scopes):
+            gather = self.gathers.get((scope, "forward" if forward else "recompute"), 0.0)
+            if forward:
+                compute = self._of(scope, "forward")
+            else:
+                compute = self._of(scope, "recompute") + self._of(scope, "backward")
+                compute = compute - (self._gradient_s(scope) if scope in self.arrays else 0.0)
+            arrays = self._pieces(scope)
+            here = np.maximum(gather / arrays, gather - compute * (1 - 1 / arrays))
+            waited = np.maximum(waited, gathered - computed + here)
+            gathered, computed = gathered + gather, computed + compute
+        return waited
+
+    def _before_s(self, window: str, part: str) -> Number:
+        """Seconds of what stands between the issue of a part's first gather and the matmul that needs it."""
+        own, others = self._scopes(part), [scope for name in ("mlp", "moe") for scope in self._scopes(name)]
+        if window == "forward":
+            gather = self._over_tensor_s(own, "forward", "all_gather")
+            if part == "attn":
+                return gather
+            before = gather + self._over_tensor_s([_OUT], "forward", "reduce_scatter")
+            return np.where(self._alone, self._of(_OUT, "forward"), before)
+        if part == "attn":
+            before = self._over_tensor_s(others, "backward", "reduce_scatter")
+            before = before + self._over_tensor_s([_OUT], "backward", "all_gather")
+            return np.where(self._alone, sum((self._of(scope, "backward") for scope in others), 0.0), before)
+        before = self._over_tensor_s(own, "backward", "all_gather")
+        return np.where(self._alone, self._gradient_s(self._matmuls(part)[-1]), before)
+
+    @property
+    def _last_scatters_s(self) -> Number:
+        """Seconds of scatters beyond the matmuls of gradients that are still to be made."""
+        others = [scope for scope in self.scatters if _part(scope) != "attn"][::-1]
+        order = [*others[:1], _OUT, *others[1:], _QKV]
+        share = np.where(self._alone, 2.0, 1.0)
+        steps = [
+            (share * self._gradient_s(scope), self.scatters.get(scope, 0.0), self._pieces(scope)) for scope in order
+        ]
+        longest: Number = 0.0
+        made: Number = 0.0
+        left = sum((scatter for _, scatter, _ in steps), 0.0)
+        for gradient, scatter, arrays in steps:
+            first = made + gradient / arrays + left
+            last = made + gradient + scatter / arrays + left - scatter
+            longest = np.maximum(longest, np.maximum(first, last))
+            made, left = made + gradient, left - scatter
+        return np.maximum(longest - made, 0.0)
+
+    def _inputs(self) -> Iterator[tuple[str, Number, Number]]:
+        """Each part's inputs that are gathered again, and 1 where they are needed at once: a matmul is repeated."""
+        for part in self.layers:
+            scopes = self._matmuls(part)
+            seconds = self._over_tensor_s(scopes, "recompute", "all_gather")
+            again = sum((self._of(scope, "recompute") for scope in scopes[:1]), 0.0)
+            yield part, seconds, np.where(np.asarray(again) > 0, 1.0, 0.0)
+
+    @cached_property
+    def _free_inputs_s(self) -> Number:
+        """Seconds of inputs that only gradients of weights wait for."""
+        return sum(((1 - needed) * seconds for _, seconds, needed in self._inputs()), 0.0)
+
+    @cached_property
+    def _gradients_s(self) -> Number:
+        """Seconds of gradients of weights, but for the last ones, which hide nothing."""
+        return sum((self._gradient_s(scope) for scope in self.arrays if scope != _QKV), 0.0)
+
+    def _input_gathers_s(self, part: str) -> Number:
+        for name, seconds, needed in self._inputs():
+            if name == part:
+                free = self._free_inputs_s
+                room = self._of(_CORE, "backward") + self._gradients_s
+                share = 1 - np.minimum(free, room) / np.where(free > 0, free, 1.0)
+                before = 0.0 if part == "attn" else self._gradient_s(self._matmuls(part)[-1])
+                return np.where(needed > 0, np.maximum(seconds - before, 0.0), share * seconds)
+        return 0.0
+
+    @property
+    def _stream_scatter_s(self) -> Number:
+        """Seconds of the scatter that ends a layer's backward pass; gradients of weights that stay whole hide it."""
+        seconds = self._over_tensor_s([_QKV], "backward", "reduce_scatter")
+        room = self._gradients_s - np.maximum(self._free_inputs_s - self._of(_CORE, "backward"), 0.0)
+        scattered = sum(self.scatters.values(), 0.0)
+        return seconds - np.where(scattered > 0, 0.0, np.clip(room, 0.0, seconds))
+
+
+_Key = TypeVar("_Key")
+
+
+def _add(sums: dict[_Key, Number], key: _Key, seconds: Number) -> None:
+    sums[key] = sums.get(key, 0.0) + seconds

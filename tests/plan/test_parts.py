@@ -1,0 +1,117 @@
+"""Transfers of a layer in XLA's order on TPU7x: hand-made layers, and their exposed seconds by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rooftop.core.ledger import CollectiveKind
+from rooftop.core.scopes import Phase
+from rooftop.hardware import Slice
+from rooftop.models import load_model
+from rooftop.plan.pricing import Hiding, Transfer, Work
+from rooftop.plan.training.answer import plan_training
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.parts import LayerParts, group
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.workload import Workload
+
+#: Scope, phase, seconds of computation, and transfers: kind, assumption, pieces, seconds.
+_Line = tuple[str, Phase, float, list[tuple[CollectiveKind, Hiding, float, float]]]
+
+_LAYER: list[_Line] = [
+    ("layers/attn/qkv", "forward", 3.0, [("all_gather", "weight_gather", 3, 3.0)]),
+    ("layers/attn/qkv", "recompute", 0.0, [("all_gather", "weight_gather", 3, 3.0)]),
+    ("layers/attn/qkv", "backward", 6.0, [("reduce_scatter", "gradient_scatter", 3, 3.0)]),
+    ("layers/attn/core", "forward", 5.0, []),
+    ("layers/attn/core", "backward", 10.0, []),
+    ("layers/attn/out", "forward", 1.0, [("all_gather", "weight_gather", 1, 1.0)]),
+    ("layers/attn/out", "recompute", 0.0, [("all_gather", "weight_gather", 1, 1.0)]),
+    ("layers/attn/out", "backward", 2.0, [("reduce_scatter", "gradient_scatter", 1, 1.0)]),
+    ("layers/mlp/up", "forward", 4.0, [("all_gather", "weight_gather", 2, 8.0)]),
+    ("layers/mlp/up", "recompute", 0.0, [("all_gather", "weight_gather", 2, 8.0)]),
+    ("layers/mlp/up", "backward", 8.0, [("reduce_scatter", "gradient_scatter", 2, 8.0)]),
+    ("layers/mlp/down", "forward", 2.0, [("all_gather", "weight_gather", 1, 4.0)]),
+    ("layers/mlp/down", "recompute", 0.0, [("all_gather", "weight_gather", 1, 4.0)]),
+    ("layers/mlp/down", "backward", 4.0, [("reduce_scatter", "gradient_scatter", 1, 4.0)]),
+]
+#: Activations over tensor, one second each.
+_TENSOR: list[_Line] = [
+    (scope, phase, 0.0, [(kind, "tensor", 1, 1.0)])
+    for scope, inside, ends in (
+        ("layers/attn/qkv", "all_gather", "reduce_scatter"),
+        ("layers/attn/out", "reduce_scatter", "all_gather"),
+        ("layers/mlp/up", "all_gather", "reduce_scatter"),
+        ("layers/mlp/down", "reduce_scatter", "all_gather"),
+    )
+    for phase, kind in (("forward", inside), ("backward", ends), *([("recompute", inside)] * (inside == "all_gather")))
+]  # type: ignore[misc]
+
+
+def _exposed(lines: list[_Line]) -> dict[tuple[tuple[str, str], str], float]:
+    parts = LayerParts()
+    for scope, phase, compute_s, transfers in lines:
+        item = Work(scope=scope, phase=phase, count=1.0, formula="")
+        priced = [(Transfer(kind, ("fsdp",), 0.0, hides, pieces=n), s) for kind, hides, n, s in transfers]
+        parts.add(item, compute_s, priced)
+    return {key: float(seconds) for key, seconds in parts.exposed().items()}
+
+
+def test_a_part_waits_for_its_first_gathers_and_a_layer_for_its_last_scatters() -> None:
+    exposed = _exposed(_LAYER + _TENSOR)
+    # The gather of activations takes as long as that of the first of three arrays; matmuls of a second hide the others.
+    assert exposed[("forward", "attn"), "weight_gather"] == 0.0
+    # 12 s are gathered from the sum of attention's outputs on, and the last matmul needs the last of them. Before that
+    # are two transfers over tensor and 4 s of matmuls.
+    assert exposed[("forward", "mlp"), "weight_gather"] == 12.0 - 4.0 - 2.0
+    # Backwards the first matmul is down's: then 4 s, and half of up's, are left to hide up's 8 s, one transfer before.
+    assert exposed[("backward", "mlp"), "weight_gather"] == 12.0 - 2.0 - 2.0 - 1.0
+    # The first gradient takes 2 s; 16 s of scatters follow, next to 10 - 2 s of matmuls.
+    assert exposed[("backward", "layers"), "gradient_scatter"] == 2.0 + 16.0 - 10.0
+    assert exposed[("backward", "attn"), "input_gather"] == exposed[("backward", "mlp"), "input_gather"] == 0.0
+    assert exposed[("backward", "attn"), "stream_scatter"] == 1.0
+
+
+def test_without_scatters_gradients_hide_the_layers_last_sum() -> None:
+    lines = [(*line[:3], []) if line[1] == "backward" else line for line in _LAYER]
+    assert _exposed(lines + _TENSOR)[("backward", "attn"), "stream_scatter"] == 0.0
+
+
+def test_a_repeated_matmul_waits_for_its_input() -> None:
+    again = [
+        ("layers/attn/qkv", "recompute", 3.0, []),
+        ("layers/mlp/up", "recompute", 4.0, []),
+    ]
+    exposed = _exposed(_LAYER + _TENSOR + again)  # type: ignore[operator]
+    assert exposed[("backward", "attn"), "input_gather"] == 1.0
+    # The gradient of down's input needs nothing that is repeated: 2 s next to 1 s.
+    assert exposed[("backward", "mlp"), "input_gather"] == 0.0
+
+
+def test_only_transfers_of_layers_have_groups() -> None:
+    gather = Transfer("all_gather", ("fsdp",), 1.0, "weight_gather")
+    assert group(Work(scope="unembed", phase="forward", count=1.0, formula=""), gather) is None
+    experts = Work(scope="layers/moe/experts", phase="recompute", count=1.0, formula="")
+    assert group(experts, gather) == (("backward", "moe"), "weight_gather")
+
+
+def test_assumed_shares_bound_what_parts_hide() -> None:
+    def plan(**hidden: float) -> TrainingPlan:
+        asked = Problem(
+            model=load_model("llama2-7b"),
+            slice=Slice.parse("tpu7x:2x2x2"),
+            workload=Workload(batch_tokens=8 * 4096, seq_len=4096),
+            axes={"fsdp": 8, "tensor": 2},
+            remat="matmuls",
+            microbatches=1,
+        )
+        assumed = replace(asked, assumptions=Assumptions(hidden=hidden))
+        return plan_training(assumed, alternatives=0).plan
+
+    by_schedule = plan()
+    for kind in ("weight_gather", "gradient_scatter"):
+        assert plan(**{kind: 0.0}).expected_s > by_schedule.expected_s
+        assert plan(**{kind: 1.0}).expected_s == pytest.approx(by_schedule.expected_s)
+    assert plan(tensor=1.0).expected_s < by_schedule.expected_s
