@@ -29,6 +29,7 @@ from rooftop.checkpoints.names import Array, Entry, entries, matrix, region, ten
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.models.config import MoE
+from rooftop.models.families import FAMILIES, Keys
 from rooftop.models.widths import PaddedDim
 from rooftop.programs.parameters import Parameter, Transformer, describe
 from rooftop.programs.sharding import axes_of
@@ -329,8 +330,42 @@ _ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "arcee": "ArceeForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "flex_olmo": "FlexOlmoForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
+    "helium": "HeliumForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "olmo": "OlmoForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "vaultgemma": "VaultGemmaForCausalLM",
 }
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_ACTIVATIONS |= {"relu": "relu", "relu2": "relu2"}
 
 
 def to_huggingface(model: ModelConfig) -> dict[str, Any]:
@@ -340,7 +375,7 @@ def to_huggingface(model: ModelConfig) -> dict[str, Any]:
     """
     if model.family not in _ARCHITECTURES:
         raise unknown("model family", model.family, _ARCHITECTURES)
-    keys = _FAMILIES.get(model.family, _decoder)(model)
+    keys = _FAMILIES.get(model.family, _spelled)(model)
     head = {"architectures": [_ARCHITECTURES[model.family]], "model_type": model.family}
     keys = head | ({"text_config": keys} if model.family == "gemma3" else keys)
     back = from_huggingface(keys, model.name)
@@ -371,6 +406,57 @@ def _decoder(model: ModelConfig) -> dict[str, Any]:
         "attention_bias": model.attn_out_bias,
         "mlp_bias": model.mlp_bias,
     }
+
+
+def _spelled(model: ModelConfig) -> dict[str, Any]:
+    """Keys of any other family: of all spellings of the model's fields, those that the family reads."""
+    moe, scaling = model.moe, _rope_scaling(model)
+    candidates: dict[str, Any] = _decoder(model) | _windows(model)
+    candidates |= dict.fromkeys(("layer_norm_eps", "norm_epsilon", "norm_eps"), model.norm_eps)
+    candidates |= dict.fromkeys(("qkv_bias", "use_qkv_bias", "attention_bias"), model.qkv_bias)
+    candidates |= dict.fromkeys(("use_bias", "enable_bias"), model.mlp_bias)
+    query_scale = model.d_head**-0.5 if model.query_scale is None else model.query_scale
+    candidates |= {
+        "activation_function": _ACTIVATIONS[model.activation],
+        "attention_multiplier": query_scale,
+        "attention_out_bias": model.attn_out_bias,
+        "embedding_multiplier": model.embed_scale,
+        "ffn_dim": model.d_ff,
+        "logit_scale": model.logits_scale,
+        "logits_scaling": 1 / model.logits_scale,
+        "no_rope_layers": [int(rotated) for rotated in model.rope_layers or (True,) * model.layers],
+        "partial_rotary_factor": model.rotated / model.d_head,
+        "residual_multiplier": model.residual_scale,
+        "rotary_dim": model.rotated,
+        "use_parallel_residual": model.parallel is not None,
+        "use_qk_norm": model.qk_norm is not None,
+        "use_sliding_window": bool(model.layer_windows),
+    }
+    if model.rope_local_theta is not None:
+        full = {"rope_type": "default", **(scaling or {}), "rope_theta": model.rope_theta}
+        windowed = {"rope_type": "default", "rope_theta": model.rope_local_theta}
+        candidates["rope_scaling"] = None
+        candidates["rope_parameters"] = {"full_attention": full, "sliding_attention": windowed}
+    if moe is not None:
+        experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        candidates |= dict.fromkeys(experts, moe.experts)
+        candidates |= dict.fromkeys(("num_experts_per_tok", "moe_k"), moe.active)
+        candidates |= dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), moe.shared_d_ff)
+        candidates |= dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), moe.shared_d_ff // moe.d_ff)
+        candidates |= dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), moe.dense_layers)
+        candidates |= dict.fromkeys(("decoder_sparse_step", "moe_layer_interval"), moe.every)
+        candidates |= {
+            "moe_intermediate_size": moe.d_ff,
+            "moe_layer_end_index": model.layers - 1,
+            "mlp_only_layers": list(range(moe.dense_layers)) if moe.every == 1 else [],
+            "n_group": moe.groups,
+            "norm_topk_prob": moe.normalise,
+            "routed_scaling_factor": moe.routed_scaling,
+            "topk_group": moe.active_groups,
+        }
+    keys = Keys(candidates, "config")
+    FAMILIES[model.family](keys)
+    return {name: value for name, value in candidates.items() if name in keys.used}
 
 
 def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -519,12 +605,15 @@ def _gpt2(model: ModelConfig) -> dict[str, Any]:
 _FAMILIES: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "mistral": lambda model: _decoder(model) | _one_window(model),
     "mixtral": _mixtral,
+    "kimi_k2": _deepseek,
+    "llama": _decoder,
     "qwen2": _qwen,
     "qwen3": _qwen,
     "qwen3_moe": _qwen3_moe,
     "gemma2": _gemma,
     "gemma3": _gemma,
     "gemma3_text": _gemma,
+    "vaultgemma": _gemma,
     "gpt_oss": _gpt_oss,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,

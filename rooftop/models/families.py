@@ -130,6 +130,11 @@ class Keys:
         """Accept keys that change nothing in this family."""
         self._read.update(names)
 
+    @property
+    def used(self) -> frozenset[str]:
+        """Keys that have been read, whether or not the file has them."""
+        return frozenset(self._read)
+
     def check(self) -> None:
         """Refuse keys that nothing has read, unless they are known to change nothing or are switched off."""
         for key, value in self.data.items():
