@@ -3,9 +3,10 @@
     python bench/compiler_fractions.py                                  # everything: about 90 minutes of one core
     python bench/compiler_fractions.py --sections matmul --chips v6e    # one part; the other rows are kept
 
-Three sections, each chip in a process of its own (libtpu takes its flags once):
+Four sections, each chip in a process of its own (libtpu takes its flags once):
 
 matmul     bare matmuls, forward [M,K]x[K,N] ("nn"), dX ("nt") and dW ("tn"): `estimated_cycles` of the fusion;
+batched    the same for matmuls of several experts at once, [E,M,K]x[E,K,N]; "detail" has E;
 layer      dense LLaMA layers, forward and backward: the same for their matmuls, and HBM bytes of everything else;
 attention  the splash kernels of JAX: the final VLIW listing, issued in order, one bundle a cycle, a matrix push
            waiting until its systolic array is free ("cycles" is one executed block; see docs/achievable.md).
@@ -33,6 +34,7 @@ from rooftop.hardware import chip as find_chip
 
 RESULTS = Path(__file__).parent / "results" / "compiler_fractions.csv"
 COLUMNS = ("section", "chip", "dtype", "case", "m", "k", "n", "flops", "cycles", "fraction", "detail")
+SECTIONS = ("matmul", "batched", "layer", "attention")
 #: Smallest slice that libtpu describes, and the VMEM that a fusion may use (KiB; None leaves the default).
 CHIPS: dict[str, tuple[str, dict[str, str], int | None]] = {
     "v4": ("v4:1x1x1", {"chip_config_name": "megacore"}, None),
@@ -48,6 +50,9 @@ ARRAYS = {"v4": 4, "v5e": 4, "v5p": 4, "v6e": 2, "tpu7x": 2}
 ALL_FORMS = ((4096, 4096), (4096, 14336), (8192, 8192), (1024, 8192))
 FORWARD = ((14336, 4096), (8192, 28672), (28672, 8192), (8192, 3584), (5120, 5120), (4096, 1792), (12288, 12288),
            (4096, 1024), (2048, 2048), (1024, 1024), (4096, 1408), (1408, 4096))  # fmt: skip
+#: Experts at once, tokens of each, and (K, N) of their weights: D 2048 and F 1408, whole and over two devices.
+BATCHES = ((2, 1024), (2, 4096), (8, 256), (8, 1024), (8, 4096))
+EXPERTS = ((2048, 1408), (2048, 704))
 CONTRACT = {"nn": ((1,), (0,)), "nt": ((1,), (1,)), "tn": ((0,), (0,))}
 #: dtype -> (chips with a matrix unit for it, JAX name, dtype of the result).
 DTYPES = {
@@ -88,47 +93,64 @@ def compiled_text(lowered: Any, chip_name: str) -> str:
 
 
 def matmul_rows(chip_name: str) -> Iterator[dict[str, Any]]:
-    """One row per matmul; several share a module, where they stay fusions of their own."""
+    """One row per matmul."""
+    for dtype, (chips, _, _) in DTYPES.items():
+        if chip_name in chips:
+            cases = [(1, form, *_operands(form, m, k, n)) for k, n in ALL_FORMS for m in (1024, 4096, 16384)
+                     for form in CONTRACT if dtype == "bf16"]  # fmt: skip
+            cases += [(1, "nn", m, k, n) for k, n in FORWARD for m in (2048, 8192)]
+            yield from _matmuls(chip_name, dtype, cases)
+
+
+def batched_rows(chip_name: str) -> Iterator[dict[str, Any]]:
+    """One row per matmul of a batch of experts; all figures but "detail" are those of the batch, or of one expert."""
+    cases = [(experts, form, *_operands(form, m, k, n)) for k, n in EXPERTS for experts, m in BATCHES
+             for form in CONTRACT]  # fmt: skip
+    for (experts, *_), row in zip(cases, _matmuls(chip_name, "bf16", cases), strict=True):
+        yield row | {"detail": f"experts={experts}"}
+
+
+def _matmuls(chip_name: str, dtype: str, cases: list[tuple[int, str, int, int, int]]) -> Iterator[dict[str, Any]]:
+    """Rows of matmuls (batch, form, m, k, n); several share a module, where they stay fusions of their own."""
     import jax
     import jax.numpy as jnp
     from jax import lax
 
     sharding = device_sharding(chip_name)
-    for dtype, (chips, kind, result) in DTYPES.items():
-        if chip_name not in chips:
-            continue
-        cases = [(form, *_operands(form, m, k, n)) for k, n in ALL_FORMS for m in (1024, 4096, 16384)
-                 for form in CONTRACT if dtype == "bf16"]  # fmt: skip
-        cases += [("nn", m, k, n) for k, n in FORWARD for m in (2048, 8192)]
-        batches: list[list[tuple[str, int, int, int]]] = [[]]
-        for case in cases:  # Arguments and results of a module have to fit in HBM.
-            if sum(m * k + k * n + m * n for _, m, k, n in [*batches[-1], case]) > 2e9:
-                batches.append([])
-            batches[-1].append(case)
-        for batch in batches:
-            arguments = []
-            for form, m, k, n in batch:
-                shapes = ((k, m) if form == "tn" else (m, k), (n, k) if form == "nt" else (k, n))
-                arguments.append([jax.ShapeDtypeStruct(s, jnp.dtype(kind), sharding=sharding) for s in shapes])
+    _, kind, result = DTYPES[dtype]
+    modules: list[list[tuple[int, str, int, int, int]]] = [[]]
+    for case in cases:  # Arguments and results of a module have to fit in HBM.
+        if sum(e * (m * k + k * n + m * n) for e, _, m, k, n in [*modules[-1], case]) > 2e9:
+            modules.append([])
+        modules[-1].append(case)
+    for module in modules:
+        arguments = []
+        for e, form, m, k, n in module:
+            batch = (e,) if e > 1 else ()
+            shapes = ((k, m) if form == "tn" else (m, k), (n, k) if form == "nt" else (k, n))
+            arguments.append([jax.ShapeDtypeStruct(batch + s, jnp.dtype(kind), sharding=sharding) for s in shapes])
 
-            def run(pairs: Any, batch: Any = batch, result: str = result) -> Any:
-                out = []
-                for index, (a, b) in enumerate(pairs):
-                    with jax.named_scope(f"case{index}"):
-                        contract = (CONTRACT[batch[index][0]], ((), ()))
-                        out.append(lax.dot_general(a, b, contract, preferred_element_type=jnp.dtype(result)))
-                return out
+        def run(pairs: Any, module: Any = module, result: str = result) -> Any:
+            out = []
+            for index, (a, b) in enumerate(pairs):
+                with jax.named_scope(f"case{index}"):
+                    batched = a.ndim - 2
+                    over = [tuple(axis + batched for axis in axes) for axes in CONTRACT[module[index][1]]]
+                    dims = ((over[0], over[1]), (tuple(range(batched)),) * 2)
+                    out.append(lax.dot_general(a, b, dims, preferred_element_type=jnp.dtype(result)))
+            return out
 
-            cycles = [0] * len(batch)
-            for line in compiled_text(jax.jit(run).lower(arguments), chip_name).splitlines():
-                estimate, scope = re.search(r'estimated_cycles":"(\d+)"', line), re.search(r"/case(\d+)/", line)
-                if estimate and scope:
-                    cycles[int(scope[1])] += int(estimate[1])
-            chip = find_chip(chip_name)
-            peak = flops_per_cycle(chip_name) * chip.flops_per_s[dtype] / chip.flops_per_s["bf16"]
-            for (form, m, k, n), count in zip(batch, cycles, strict=True):
-                yield {"dtype": dtype, "case": form, "m": m, "k": k, "n": n, "flops": 2 * m * k * n, "cycles": count,
-                       "fraction": round(2 * m * k * n / count / peak, 4)}  # fmt: skip
+        cycles = [0] * len(module)
+        for line in compiled_text(jax.jit(run).lower(arguments), chip_name).splitlines():
+            estimate, scope = re.search(r'estimated_cycles":"(\d+)"', line), re.search(r"/case(\d+)/", line)
+            if estimate and scope:
+                cycles[int(scope[1])] += int(estimate[1])
+        chip = find_chip(chip_name)
+        peak = flops_per_cycle(chip_name) * chip.flops_per_s[dtype] / chip.flops_per_s["bf16"]
+        for (e, form, m, k, n), count in zip(module, cycles, strict=True):
+            flops = 2 * e * m * k * n
+            yield {"dtype": dtype, "case": form, "m": m, "k": k, "n": n, "flops": flops, "cycles": count,
+                   "fraction": round(flops / count / peak, 4)}  # fmt: skip
 
 
 def _operands(form: str, m: int, k: int, n: int) -> tuple[int, int, int]:
@@ -367,7 +389,7 @@ def work(section: str, chip_name: str) -> None:
             )
             rows = attention_rows(chip_name, Path(dump))
         else:
-            rows = matmul_rows(chip_name) if section == "matmul" else layer_rows(chip_name)
+            rows = {"matmul": matmul_rows, "batched": batched_rows, "layer": layer_rows}[section](chip_name)
         for row in rows:
             writer.writerow({"section": section, "chip": chip_name, **row})
             sys.stdout.flush()
@@ -376,7 +398,7 @@ def work(section: str, chip_name: str) -> None:
 def main() -> None:
     """Run the parts asked for, and write the table with the other parts kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="+", default=["matmul", "layer", "attention"])
+    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=SECTIONS)
     parser.add_argument("--chips", nargs="+", default=list(CHIPS), choices=list(CHIPS))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -397,8 +419,7 @@ def save(section: str, chip_name: str, rows: list[dict[str, str]]) -> None:
     if RESULTS.exists():
         lines = [line for line in RESULTS.read_text().splitlines() if not line.startswith("#")]
         entries = [r for r in csv.DictReader(lines) if (r["section"], r["chip"]) != (section, chip_name)]
-    order = ["matmul", "layer", "attention"]
-    entries = sorted(entries + rows, key=lambda r: (order.index(r["section"]), list(CHIPS).index(r["chip"])))
+    entries = sorted(entries + rows, key=lambda r: (SECTIONS.index(r["section"]), list(CHIPS).index(r["chip"])))
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu"))
     with RESULTS.open("w", newline="") as file:
         file.write(f"# python bench/compiler_fractions.py; {versions}; {datetime.date.today()}\n")

@@ -48,6 +48,19 @@ class MatmulFit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchFit:
+    """Time of several bare matmuls at once, such as those of a device's experts: ``start_s`` once for all of them.
+
+    Then the longer of two: their FLOPs, or their traffic, operands read at the share ``inputs`` of HBM's rate and
+    results written at the share ``results``.
+    """
+
+    start_s: float
+    inputs: float
+    results: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionFit:
     """Attention kernels with square blocks of ``block`` queries and keys.
 
@@ -64,6 +77,7 @@ class Fractions:
     """The named achievable fractions of a chip.
 
     ``matmul`` maps a width ('16-bit', '8-bit') to a fit, ``ici`` a collective kind to the share of the link rate.
+    ``batch`` is of 16-bit matmuls, None where none was compiled.
     ``hbm`` and ``dcn`` are shares of the catalogue's rates; ``collective_start_s`` passes before a collective's first
     byte. ``attention`` is None where no kernel was counted. ``sources`` has the evidence, under 'hbm',
     'ici.all_gather', 'matmul.16-bit' and so on.
@@ -71,6 +85,7 @@ class Fractions:
 
     chip: str
     matmul: Mapping[str, MatmulFit] = field(hash=False)
+    batch: BatchFit | None
     attention: AttentionFit | None
     hbm: float
     ici: Mapping[str, float] = field(hash=False)
@@ -100,11 +115,14 @@ def fractions(chip_name: str) -> Fractions:
         sources[f"matmul.{width}"] = fit["source"] if fit else NO_MEASUREMENT
         if fit:
             matmul[width] = MatmulFit(**{name: value for name, value in fit.items() if name != "source"})
+    batch = entry.get("matmul", {}).get("batch")
+    sources["matmul.batch"] = batch["source"] if batch else NO_MEASUREMENT
     kernels = entry.get("attention")
     sources["attention"] = kernels["source"] if kernels else NO_MEASUREMENT
     return Fractions(
         chip=name,
         matmul=MappingProxyType(matmul),
+        batch=BatchFit(**{name: value for name, value in batch.items() if name != "source"}) if batch else None,
         attention=AttentionFit(block=kernels["block"], vector_cycles=MappingProxyType(kernels["vector_cycles"]))
         if kernels
         else None,
@@ -133,6 +151,18 @@ def matmul_fraction(chip_name: str, m: Number, k: Number, n: Number, dtype: str 
     ideal_s = 2.0 * m * k * n * chip.devices / chip.flops_per_s[dtype]
     matmul_fraction: Number = fit.layer / (1.0 / fit.peak + (fit.start_s + m * n * fit.result_s) / ideal_s)
     return matmul_fraction
+
+
+def batched_matmul_seconds(chip: Chip, batch: Number, m: Number, k: Number, n: Number) -> Number | None:
+    """Expected seconds of a batch of bf16 matmuls [m, k] x [k, n] on one device, inside a layer; None without a fit."""
+    known = fractions(chip.name)
+    fit, alone = known.batch, known.matmul["16-bit"]
+    if fit is None:
+        return None
+    multiplied_s = 2.0 * m * k * n * chip.devices / (alone.peak * chip.flops_per_s["bf16"])
+    moved = 2.0 * ((m * k + k * n) / fit.inputs + m * n / fit.results)
+    seconds: Number = fit.start_s + batch * np.maximum(multiplied_s, moved * chip.devices / chip.hbm_bytes_per_s)
+    return seconds / alone.layer
 
 
 def kernel_flops(chip: Chip, d_qk: int, d_v: int, *, backward: bool = False) -> int:

@@ -6,10 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import numpy as np
+
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
 from rooftop.hardware import Chip
-from rooftop.roofline.achievable import Fractions, attention_seconds, fractions, matmul_fraction
+from rooftop.roofline.achievable import (
+    Fractions,
+    attention_seconds,
+    batched_matmul_seconds,
+    fractions,
+    matmul_fraction,
+)
 from rooftop.roofline.overlap import Overlap, overlap
 
 
@@ -65,12 +73,19 @@ class Rates:
         """Expected seconds to move bytes through HBM."""
         return moved / (self.hbm_bytes_per_s * self.fractions.hbm)
 
-    def matmul_s(self, m: Number, k: Number, n: Number, dtype: str) -> Number:
-        """Expected seconds of [m, k] x [k, n]. Raises RooftopError if the chip has no peak for ``dtype``."""
+    def matmul_s(self, m: Number, k: Number, n: Number, dtype: str, batch: Number = 1.0) -> Number:
+        """Expected seconds of ``batch`` matmuls [m, k] x [k, n] at once.
+
+        Raises RooftopError if the chip has no peak for ``dtype``.
+        """
         if dtype not in self.chip.flops_per_s:
             accepted = ", ".join(self.chip.flops_per_s)
             raise RooftopError(f"matmul dtype on {self.chip.name}", dtype, accepted)
-        return 2.0 * m * k * n / (self.flops_per_s[dtype] * matmul_fraction(self.chip.name, m, k, n, dtype))
+        alone = 2.0 * m * k * n / (self.flops_per_s[dtype] * matmul_fraction(self.chip.name, m, k, n, dtype))
+        if not np.any(np.asarray(batch) > 1):
+            return alone
+        together = batched_matmul_seconds(self.chip, batch, m, k, n) if dtype == "bf16" else None
+        return batch * alone if together is None else np.where(np.asarray(batch) > 1, together, alone)
 
     def attention_s(self, scores: Number, d_qk: int, d_v: int, *, backward: bool) -> Number:
         """Expected seconds of an attention kernel: its matrix unit's, and those in which that waits.

@@ -26,7 +26,7 @@ from rooftop.arrays import AXES, Mesh
 from rooftop.compiler.compiling import Compiled, CompileRequest, compile_ahead_of_time
 from rooftop.compiler.devices import topology_mesh
 from rooftop.compiler.hlo import text as hlo
-from rooftop.compiler.hlo.costs import declared_flops, matmul_flops
+from rooftop.compiler.hlo.costs import MATMULS, declared_flops, matmul_batch, matmul_flops
 from rooftop.compiler.hlo.groups import replica_groups, varying_axes
 from rooftop.compiler.ledger import read_ledger
 from rooftop.compiler.worker import compile_here
@@ -470,6 +470,15 @@ def test_matmul_flops_on_tpu() -> None:
     assert {key: flops for key, flops in flops_by_key(ledger_of(program)).items() if flops} == expected
     assert {row.count for row in ledger_of(program) if row.flops} == {TRIPS}
     assert {dtype for row in ledger_of(program) for dtype in row.flops} == {"bf16"}
+    batches = {
+        (scope, matmul_batch(computation, instruction))
+        for computation in program.module.computations.values()
+        for instruction in computation
+        if instruction.opcode in MATMULS
+        for scope in EINSUMS
+        if scope in instruction.op_name
+    }
+    assert batches == {(scope, 8 if scope == "layers/attn/core" else 1) for scope in EINSUMS}
     assert not program.module.uncounted_loops
     assert 0 < program.peak_bytes < program.mesh.slice.device_hbm_usable_bytes
     assert set(program.versions) == {"jax", "jaxlib", "libtpu"}

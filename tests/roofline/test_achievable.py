@@ -14,6 +14,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import COLLECTIVES
 from rooftop.hardware import catalogue, chip
 from rooftop.roofline.achievable import MEASURED_DIMS, NO_MEASUREMENT, attention_seconds, fractions, matmul_fraction
+from rooftop.roofline.rates import Rates
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "compiler_fractions.csv"
 with RESULTS.open(encoding="utf-8") as file:
@@ -39,7 +40,8 @@ def test_every_figure_is_a_fraction_with_a_source(name: str) -> None:
         assert 0 < value <= 1
         assert table.sources[path]
         assert (table.sources[path] == NO_MEASUREMENT) <= (value == 1)
-    assert set(table.sources) == {*figures, "attention", "collective_start_s"}
+    assert set(table.sources) == {*figures, "matmul.batch", "attention", "collective_start_s"}
+    assert (table.batch is None) == (table.sources["matmul.batch"] == NO_MEASUREMENT)
 
 
 @pytest.mark.parametrize("name", UNMEASURED)
@@ -99,6 +101,28 @@ def test_the_fit_reproduces_what_the_compiler_expects_of_bare_matmuls(name: str,
         fraction = matmul_fraction(name, int(row["m"]), int(row["k"]), int(row["n"]), row["dtype"])
         errors.append(float(fraction) / fractions(name).matmul[width].layer / float(row["fraction"]) - 1)
     assert not rows or np.mean(np.abs(errors)) < 0.07
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_the_fit_reproduces_what_the_compiler_expects_of_batches(name: str) -> None:
+    spec, layer = chip(name), fractions(name).matmul["16-bit"].layer
+    rates, errors, alone = Rates.of(spec), [], []
+    for row in (row for row in ROWS if (row["section"], row["chip"]) == ("batched", name)):
+        sizes, experts = [int(row[dim]) for dim in "mkn"], int(row["detail"].split("=")[1])
+        seconds = int(row["cycles"]) / spec.clock_hz / layer
+        errors.append(float(rates.matmul_s(*sizes, "bf16", experts)) / seconds - 1)
+        alone.append(experts * float(rates.matmul_s(*sizes, "bf16")) / seconds - 1)
+    assert len(errors) == 30
+    assert np.mean(np.abs(errors)) < 0.12
+    # As so many matmuls of their own they are priced less well.
+    assert np.mean(np.abs(alone)) > 1.3 * np.mean(np.abs(errors))
+
+
+def test_a_batch_without_a_fit_is_so_many_matmuls() -> None:
+    rates = Rates.of(chip("v5e"))
+    assert rates.matmul_s(1024, 2048, 1408, "int8", 8) == 8 * rates.matmul_s(1024, 2048, 1408, "int8")
+    together = rates.matmul_s(np.array([1024.0, 1024.0]), 2048, 1408, "bf16", np.array([1.0, 8.0]))
+    assert together.tolist() == [rates.matmul_s(1024, 2048, 1408, "bf16"), rates.matmul_s(1024, 2048, 1408, "bf16", 8)]
 
 
 @pytest.mark.parametrize("name", FITTED)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from rooftop.roofline.achievable import MEASURED_DIMS, kernel_flops, matmul_frac
 from rooftop.roofline.rates import Rates
 
 MATMULS = ("dot", "convolution")
+
+#: M, K and N, the dtype, and the batch: so many matmuls of [M / batch, K] x [K, N].
+Matmul: TypeAlias = tuple[float, float, float, str, int]
 
 _DTYPES = {"bf16": "bf16", "f16": "f16", "f32": "f32", "s8": "int8", "u8": "int8", "s4": "int4", "u4": "int4"}
 
@@ -93,6 +97,26 @@ def matmul_sizes(computation: HloComputation, instruction: Instruction) -> tuple
     n = out.dims[labels.group(1).index("f") if labels else -1] if out.dims else 1
     k = matmul_flops(computation, instruction) / (2.0 * max(1, out.elements))
     return out.elements / n, k, float(n)
+
+
+def matmul_batch(computation: HloComputation, instruction: Instruction) -> int:
+    """Matmuls that one ``dot`` or ``convolution`` does at once: 1 without dims that both operands and the result have.
+
+    In a convolution such a dim is a spatial one whose window reads one element of the input for each of the result.
+    """
+    left, right = (operand.shape[0] for operand in computation.operands(instruction)[:2])
+    if instruction.opcode == "dot":
+        dims = re.search(r"lhs_batch_dims=\{([\d,]*)\}", instruction.attributes)
+        return math.prod(left.dims[int(dim)] for dim in dims.group(1).split(",") if dim) if dims else 1
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    if labels is None:
+        return 1
+    sizes = (
+        {tensor.dims[names.index(str(axis))] for tensor, names in zip(tensors, labels.groups(), strict=True)}
+        for tensors in [(left, right, instruction.shape[0])]
+        for axis in range(sum(label.isdigit() for label in labels.group(3)))
+    )
+    return math.prod(size.pop() for size in sizes if len(size) == 1)
 
 
 def matmul_dtype(computation: HloComputation, instruction: Instruction) -> str:
@@ -220,12 +244,12 @@ _RENAMES = ("bitcast", "reshape", "transpose", "convert", "copy", "pad")
 class InstructionWork:
     """Work of one execution of an instruction.
 
-    ``matmuls`` are M, K, N and dtype of each matmul; ``vector_ops`` the elements computed one by one; ``vmem_bytes``
-    all bytes that are read; ``cycles`` XLA's own estimate (None without one). Of a hand-written ``kernel`` only the
-    arrays that it reads and writes and the declared FLOPs are known.
+    ``vector_ops`` are the elements computed one by one; ``vmem_bytes`` all bytes that are read; ``cycles`` XLA's own
+    estimate (None without one). Of a hand-written ``kernel`` only the arrays that it reads and writes and the declared
+    FLOPs are known.
     """
 
-    matmuls: tuple[tuple[float, float, float, str], ...] = ()
+    matmuls: tuple[Matmul, ...] = ()
     hbm_bytes: float = 0.0
     vmem_bytes: float = 0.0
     vector_ops: float = 0.0
@@ -235,7 +259,7 @@ class InstructionWork:
     @property
     def flops(self) -> float:
         """FLOPs of the matmuls, and those that a kernel declares."""
-        return sum(2.0 * m * k * n for m, k, n, _ in self.matmuls) + self._kernel_flops
+        return sum(2.0 * m * k * n for m, k, n, *_ in self.matmuls) + self._kernel_flops
 
     @property
     def _kernel_flops(self) -> float:
@@ -245,7 +269,7 @@ class InstructionWork:
         """Seconds by resource at peak rates; a dtype that the chip does not support runs as bf16."""
         peak = rates.flops_per_s
         return {
-            "mxu": sum(2.0 * m * k * n / peak.get(dtype, peak["bf16"]) for m, k, n, dtype in self.matmuls)
+            "mxu": sum(2.0 * m * k * n / peak.get(dtype, peak["bf16"]) for m, k, n, dtype, _ in self.matmuls)
             + self._kernel_flops / peak["bf16"],
             "hbm": self.hbm_bytes / rates.hbm_bytes_per_s,
             "vpu": self.vector_ops / rates.vector_flops_per_s,
@@ -254,7 +278,10 @@ class InstructionWork:
     def expected_s(self, rates: Rates) -> float:
         """Seconds at the chip's named fractions, the slowest of matrix unit, HBM, VMEM and vector unit."""
         known = rates.chip.flops_per_s
-        matrix = sum(float(rates.matmul_s(m, k, n, d if d in known else "bf16")) for m, k, n, d in self.matmuls)
+        matrix = sum(
+            float(rates.matmul_s(m / batch, k, n, dtype if dtype in known else "bf16", batch))
+            for m, k, n, dtype, batch in self.matmuls
+        )
         matrix += self.kernel.expected_s(rates) if self.kernel else 0.0
         return max(
             matrix,
@@ -302,11 +329,10 @@ def moved_bytes(start: Instruction) -> float:
     return min((tensor.nbytes for tensor in start.shape[:2]), default=0.0)
 
 
-def _matmuls(
-    module: Module, computation: HloComputation, instruction: Instruction
-) -> list[tuple[float, float, float, str]]:
+def _matmuls(module: Module, computation: HloComputation, instruction: Instruction) -> list[Matmul]:
     if instruction.opcode in MATMULS:
-        return [(*matmul_sizes(computation, instruction), matmul_dtype(computation, instruction))]
+        sizes, dtype = matmul_sizes(computation, instruction), matmul_dtype(computation, instruction)
+        return [(*sizes, dtype, matmul_batch(computation, instruction))]
     if instruction.opcode != "fusion":
         return []
     inner = module.computations[instruction.called[0]]

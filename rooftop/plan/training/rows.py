@@ -596,9 +596,13 @@ def matmuls(
     stream = tokens * step.model.d_model * element / step.tensor
     weights = (step.stored(shapes) - (step.own_keys if keys else 0.0)) * element
 
-    forward_s = sum((step.rates.matmul_s(tokens, m.k, m.n, dtype) for m in shapes), 0.0)
-    dx_s = sum((step.rates.matmul_s(tokens, m.n, m.k, dtype) for m in shapes), 0.0)
-    dw_s = sum((step.rates.matmul_s(m.k, tokens, m.n, dtype) for m in shapes), 0.0)
+    def share_s(m: Number, k: Number, n: Number) -> Number:
+        """Seconds of one expert's part of the batch."""
+        return step.rates.matmul_s(m, k, n, dtype, experts) / experts
+
+    forward_s = sum((share_s(tokens, m.k, m.n) for m in shapes), 0.0)
+    dx_s = sum((share_s(tokens, m.n, m.k) for m in shapes), 0.0)
+    dw_s = sum((share_s(m.k, tokens, m.n) for m in shapes), 0.0)
     pieces = arrays / experts
     gather_weight: tuple[Transfer, ...] = (
         Transfer("all_gather", GATHER_AXES, weights, "weight_gather", pieces=pieces),
