@@ -25,6 +25,7 @@ from rooftop.models import (
     preset_source,
     presets,
 )
+from rooftop.models.stored import StoredWeights
 
 if TYPE_CHECKING:
     from rooftop.present.document import Document
@@ -220,6 +221,7 @@ class ModelRecord(ModelTotals):
     seq_len: int
     flops_per_token: TokenFlops
     kv_cache_bytes: Mapping[str, Number]
+    stored: StoredWeights | None
     config: ModelConfig
 
 
@@ -266,6 +268,7 @@ class ModelResult(Result):
                 total_full_attention=flops_per_token(config, seq_len, attention="full").total,
             ),
             kv_cache_bytes={dtype: kv_cache_bytes(config, dtype, seq_len) for dtype in KV_DTYPES},
+            stored=StoredWeights.of(config),
             config=config,
         ).to_json()
 

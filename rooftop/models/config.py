@@ -7,6 +7,7 @@ E experts of which k are active.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType
@@ -26,6 +27,7 @@ Positions = Literal["rope", "learned", "alibi", "none"]
 RopeScalingKind = Literal["linear", "llama3", "yarn"]
 Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 GroupScore = Literal["max", "top2_sum"]
+StoredMethod = Literal["mxfp4", "fp8", "gptq", "awq"]
 ROPE_SCALINGS: tuple[RopeScalingKind, ...] = get_args(RopeScalingKind)
 
 #: Bounds that no model comes near; they keep a mistyped figure from exhausting memory before it is noticed.
@@ -210,6 +212,52 @@ class OtherWeight(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredFormat(Record):
+    """A format of quantised matrices, [out, in].
+
+    A scale of ``scale_bytes`` covers ``block`` = (outputs, inputs) of a matrix; 0 stands for all of them. ``mxfp4`` has
+    two e2m1 values in a byte, ``fp8`` is e4m3, ``gptq`` and ``awq`` are whole numbers of ``bits`` packed into int32,
+    with a zero point of ``bits`` for each scale. GPTQ says each input's group; ``zeros_less_one``: it stores the zero
+    points less one. Modules that ``skipped`` matches are not quantised: regular expressions of the beginning of a
+    name, up to a dot, or the end of a name.
+    """
+
+    closed = True
+
+    method: StoredMethod
+    bits: int
+    block: tuple[int, int]
+    scale_bytes: int
+    zeros_less_one: bool = False
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The format in words: 'fp8, a scale for 128 x 128 weights'."""
+        name = f"{self.method} of {self.bits} bits" if self.method in ("gptq", "awq") else self.method
+        rows, columns = self.block
+        if not rows and not columns:
+            return f"{name}, a scale for each matrix"
+        if not columns:
+            return f"{name}, a scale for each output"
+        return f"{name}, a scale for {f'{rows} x {columns}' if rows > 1 else columns} weights"
+
+    def matrix_bytes(self, outputs: int, inputs: int) -> int:
+        """Bytes of a matrix with its scales, zero points and groups."""
+        rows, columns = self.block
+        scales = (ceil_div(outputs, rows) if rows else 1) * (ceil_div(inputs, columns) if columns else 1)
+        size = outputs * inputs * self.bits // 8 + scales * self.scale_bytes
+        if self.method in ("gptq", "awq"):
+            size += scales * self.bits // 8
+        # GPTQ says the group of each input in 32 bits.
+        return size + (inputs * 4 if self.method == "gptq" else 0)
+
+    def skips(self, module: str) -> bool:
+        """True if the module of this name is not quantised; as transformers reads the list."""
+        return any(re.match(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", module) or module.endswith(key) for key in self.skipped)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig(Record):
     """A decoder-only language model, as the blocks that it is made of.
 
@@ -246,6 +294,9 @@ class ModelConfig(Record):
 
     ``others`` are weights of parts that these fields do not describe, and ``not_run`` names what else they leave out of
     the computation: such a model is counted and planned, and no program runs it.
+
+    ``stored`` is the format of its matrices in the published checkpoint, None for plain ones. It changes no
+    computation, and models that differ only in it are equal.
 
     Raises RooftopError naming the field if a figure has the wrong type, is not positive, or contradicts another.
     """
@@ -307,6 +358,7 @@ class ModelConfig(Record):
     mla: MLA | None = None
     others: tuple[OtherWeight, ...] = ()
     not_run: tuple[str, ...] = ()
+    stored: StoredFormat | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         _check_fields(self, "")

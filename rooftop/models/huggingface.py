@@ -13,6 +13,7 @@ from typing import Any
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.config import ModelConfig
 from rooftop.models.families import Keys, read_family
+from rooftop.models.stored import read_stored
 
 _PRESETS = resources.files("rooftop.models") / "presets"
 
@@ -33,7 +34,8 @@ def from_huggingface(source: Mapping[str, Any] | str | Path, name: str | None = 
     keys = Keys(data, where)
     try:
         family, fields = read_family(keys)
-        return ModelConfig(name=name or source_name or "config", family=family, **fields)
+        stored = read_stored(keys)
+        return ModelConfig(name=name or source_name or "config", family=family, stored=stored, **fields)
     except RooftopError as error:
         if error.field.startswith(f"{where}:"):
             raise

@@ -7,22 +7,30 @@ from dataclasses import dataclass
 from rooftop.core.records import Record, derived
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params
+from rooftop.models.stored import StoredWeights
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel(Record):
-    """The model of a plan, complete, with its parameters."""
+    """The model of a plan, complete, with its parameters, and with its checkpoint's weights if they are quantised."""
 
     name: str
     params: int
     active_params: int
+    stored: StoredWeights | None = None
     config: ModelConfig
 
     @classmethod
     def of(cls, model: ModelConfig) -> PlannedModel:
         """The record of a model."""
         parameters = count_params(model)
-        return cls(name=model.name, params=parameters.total, active_params=parameters.active, config=model)
+        return cls(
+            name=model.name,
+            params=parameters.total,
+            active_params=parameters.active,
+            stored=StoredWeights.of(model),
+            config=model,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

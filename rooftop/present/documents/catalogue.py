@@ -166,6 +166,12 @@ def model(config: ModelConfig, figures: Mapping[str, Any]) -> Document:
             (f"bytes of one sequence, {dtype}", figures["kv_cache_bytes"][dtype]),
         )
     ]
+    if (stored := figures["stored"]) is not None:
+        rows += [(), (f"Checkpoint, {stored['format']}", "", "")]
+        rows += [
+            (title, f"{stored[key]:,}", format_bytes(stored[key]))
+            for title, key in (("bytes of its weights", "bytes"), ("bytes in bf16", "bf16_bytes"))
+        ]
     return Document(
         title=config.name,
         verdict=ShownVerdict(

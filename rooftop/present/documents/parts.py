@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from rooftop.present.document import (
     Item,
     Items,
     Lines,
+    ShownFigure,
     Table,
     TableColumn,
     columns,
@@ -46,6 +47,13 @@ def layout_text(slice_: str, mesh: Mapping[str, Any]) -> str:
 def place(source: str) -> str:
     """A 'file:line' without its directories."""
     return source.rpartition("/")[2]
+
+
+def stored_figures(model: Mapping[str, Any], loaded: str) -> Iterator[ShownFigure]:
+    """The bytes of a quantised checkpoint, in its format and in bf16; ``loaded`` says as what a program loads it."""
+    if (stored := model.get("stored")) is not None:
+        note = f"{stored['format']}; {format_bytes(stored['bf16_bytes'])} in bf16; {loaded}"
+        yield ShownFigure("checkpoint_bytes", "checkpoint", stored["bytes"], "B", note=note)
 
 
 def sentence(text: str) -> str:

@@ -34,6 +34,7 @@ from rooftop.present.documents.parts import (
     reasons,
     rooflines,
     roofs_of_slice,
+    stored_figures,
     written_by,
 )
 
@@ -215,6 +216,7 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
     classes = ", ".join(f"{name} {format_bytes(memory[name])}" for name in _CLASSES)
     yield ShownFigure("memory_bytes", "memory", memory["total"], "B", "expected",
         note=f"of {format_bytes(memory['capacity'])}: {classes}")  # fmt: skip
+    yield from stored_figures(data["model"], f"planned and served as {data['dtypes']['weights']}")
     yield from _batches(data)
     transfer = data["kv_transfer"]
     yield ShownFigure("prefill_per_generate", "prefill", data["prefill_per_generate"], level="expected",

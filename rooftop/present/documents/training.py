@@ -35,6 +35,7 @@ from rooftop.present.documents.parts import (
     reasons,
     rooflines,
     roofs_of_slice,
+    stored_figures,
     written_by,
 )
 
@@ -182,6 +183,7 @@ def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[
     classes_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
     yield ShownFigure("memory_bytes", "memory", memory["total"], "B", "expected",
         note=f"of {format_bytes(memory['capacity'])} a device: {classes_text}")  # fmt: skip
+    yield from stored_figures(data["model"], f"trained as {data['dtypes']['weights']}")
     if (padding := data.get("padding")) is not None and padding["share"]:
         yield ShownFigure("padding", "padding", padding["share"], "%", "expected", note=_padding(data))
     exposed = {name: seconds for name, seconds in step["exposed_s"].items() if seconds > 0}
