@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.attention import attention_kind
 from rooftop.models.config import ModelConfig
+from rooftop.models.mixers import projections, recurrences
 
 #: Intermediates of a layer, in the order in which they are computed.
 CHECKPOINTS: tuple[str, ...] = (
@@ -77,9 +78,10 @@ def checkpoint_widths(config: ModelConfig, *, moe_layer: bool) -> dict[str, floa
     """Elements per token of each intermediate of one layer, before any sharding.
 
     In a layer of experts each token is held once per active expert (and for the shared ones). MLA makes its latents
-    next to queries, keys and values.
+    next to queries, keys and values. Where layers have different mixers, the figures are their mean.
     """
     widths = attention_kind(config).widths
+    attention, into, inner = _mixed(config)
     hidden: float = config.d_ff
     if moe_layer and config.moe is not None:
         hidden = config.moe.active * config.moe.d_ff + config.moe.shared_d_ff
@@ -87,10 +89,10 @@ def checkpoint_widths(config: ModelConfig, *, moe_layer: bool) -> dict[str, floa
     return {
         "layer_input": config.d_model,
         "attn_normed": config.d_model,
-        "qkv": widths.projected,
-        "rope": widths.rotated if config.positions == "rope" else 0.0,
+        "qkv": attention * widths.projected + into,
+        "rope": attention * widths.rotated if config.positions == "rope" else 0.0,
         # The kernel keeps one float32 log-sum-exp per query and head next to its output.
-        "attn_core": config.heads * config.d_value + 2 * config.heads,
+        "attn_core": attention * (config.heads * config.d_value + 2 * config.heads) + inner,
         "attn_out": config.d_model,
         "mlp_input": config.d_model,
         "mlp_normed": gathered,
@@ -98,6 +100,16 @@ def checkpoint_widths(config: ModelConfig, *, moe_layer: bool) -> dict[str, floa
         "mlp_act": hidden,
         "mlp_down": gathered,
     }
+
+
+def _mixed(config: ModelConfig) -> tuple[float, float, float]:
+    """Share of layers with attention; elements per token into and out of recurrent mixers, in the mean of layers."""
+    into = inner = 0.0
+    for kind, layers in recurrences(config):
+        first, _, (out, _) = projections(kind)
+        into += layers / config.layers * sum(n for _, n in first)
+        inner += layers / config.layers * out
+    return config.attention_layers / config.layers, into, inner
 
 
 def kept_widths(config: ModelConfig, policy: Mapping[str, str], *, moe_layer: bool) -> dict[str, float]:
@@ -113,5 +125,6 @@ def kept_widths(config: ModelConfig, policy: Mapping[str, str], *, moe_layer: bo
         if saved["mlp_input"]:
             saved["attn_out"] = 0.0
     if saved["rope"] and not config.qk_norm:
-        saved["qkv"] = min(saved["qkv"], attention_kind(config).widths.unrotated)
+        attention, into, _ = _mixed(config)
+        saved["qkv"] = min(saved["qkv"], attention * attention_kind(config).widths.unrotated + into)
     return saved

@@ -37,6 +37,11 @@ class Recurrence(Protocol):
         ...
 
     @property
+    def beside_attention(self) -> bool:
+        """True if its layers have attention too, which reads the same normalised stream."""
+        ...
+
+    @property
     def state(self) -> int:
         """Elements of the state of a sequence in a layer."""
         ...
@@ -68,6 +73,13 @@ def recurrences(config: ModelConfig) -> list[tuple[Recurrence, int]]:
     return [(kind, layers) for kind, layers in counts if layers]
 
 
+def projections(kind: Recurrence) -> tuple[list[tuple[int, int]], list[tuple[int, int]], tuple[int, int]]:
+    """Shapes of the matmuls into a mixer from D, between its channels, and out of it to D."""
+    shapes = {part: [w.shape for w in kind.weights() if w.matmul and w.part == part] for part in ("qkv", "core", "out")}
+    into, inside, out = ([(k, n) for k, n in shapes[part]] for part in ("qkv", "core", "out"))
+    return into, inside, out[0]
+
+
 def state_bytes(config: ModelConfig) -> float:
     """Bytes of the states of one sequence, over all layers: 0 for a model that has attention only."""
     return sum(layers * (kind.state * STATE_BYTES + kind.waiting * CONV_BYTES) for kind, layers in recurrences(config))
@@ -95,6 +107,11 @@ class DeltaRule:
             yield MixerWeight(part="core", name=name, shape=(sizes.value_heads,), matmul=False)
         yield MixerWeight(part="core", name="mixer_norm", shape=(sizes.d_value,), matmul=False)
         yield MixerWeight(part="out", name="mixer_out", shape=(values, d))
+
+    @property
+    def beside_attention(self) -> bool:
+        """See ``Recurrence``."""
+        return False
 
     @property
     def state(self) -> int:
@@ -163,6 +180,11 @@ class StateSpace:
         yield MixerWeight(part="out", name="mixer_out", shape=(inner, d))
 
     @property
+    def beside_attention(self) -> bool:
+        """See ``Recurrence``."""
+        return "attention+mamba" in self.config.mixers
+
+    @property
     def state(self) -> int:
         """See ``Recurrence``: d_state of each channel."""
         return self.sizes.d_inner * self.sizes.d_state
@@ -202,6 +224,11 @@ class Lightning:
         yield MixerWeight(part="qkv", name="mixer_gates", shape=(d, width))
         yield MixerWeight(part="core", name="mixer_norm", shape=(width,), matmul=False)
         yield MixerWeight(part="out", name="mixer_out", shape=(width, d))
+
+    @property
+    def beside_attention(self) -> bool:
+        """See ``Recurrence``."""
+        return False
 
     @property
     def state(self) -> int:

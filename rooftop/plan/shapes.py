@@ -6,6 +6,10 @@ dW = [k, tokens] x [tokens, n]. Sizes may be arrays over strategies.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
 from rooftop.arrays.mesh import Floats
@@ -13,20 +17,50 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import ceil_div
 from rooftop.models.attention import MatmulShape
 from rooftop.models.config import ModelConfig
+from rooftop.models.mixers import Recurrence, projections
 
 
 def require_planned(config: ModelConfig) -> None:
     """Raise RooftopError for a model with layers that plans do not price yet."""
-    if config.mixers or config.others or not config.mlp_matrices:
-        raise RooftopError(
-            "model", config.name, "a model whose layers are attention and an MLP: others are only counted"
-        )
+    priced = not any(other.matmul or math.prod(other.shape) > config.d_model for other in config.others)
+    if not (priced and config.mlp_matrices and config.attention_layers):
+        accepted = "a model of attention, recurrent mixers, MLPs and experts: others are only counted"
+        raise RooftopError("model", config.name, accepted)
 
 
 def mlp_matmuls(config: ModelConfig, columns: Floats) -> tuple[list[MatmulShape], list[MatmulShape]]:
     """The matmuls into the ``columns`` of an MLP that a device has (gate and up together) and out of them."""
     d = config.d_model * np.ones_like(columns)
     return [MatmulShape(d, (config.mlp_matrices - 1) * columns)], [MatmulShape(columns, d)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerMatmuls:
+    """The projections of a recurrent mixer on one device: those into its channels, between them, and out of them."""
+
+    into: list[MatmulShape]
+    inside: list[MatmulShape]
+    out: list[MatmulShape]
+
+    @classmethod
+    def of(cls, kind: Recurrence, ways: Any) -> MixerMatmuls:
+        """The projections with channels split over ``ways`` devices; latents of steps are whole on each."""
+        into, inside, (inner, d) = projections(kind)
+        one: Any = np.ones_like(np.asarray(ways, np.float64))
+        shapes = []
+        for k, n in inside:
+            split_rows = k == inner
+            shapes.append(MatmulShape(k / ways if split_rows else k * one, n * one if split_rows else n / ways))
+        return cls(
+            into=[MatmulShape(k * one, n / ways) for k, n in into],
+            inside=shapes,
+            out=[MatmulShape(inner / ways, d * one)],
+        )
+
+    @property
+    def every(self) -> list[MatmulShape]:
+        """All of them."""
+        return self.into + self.inside + self.out
 
 
 def attended_pairs(seq_len: int, window: int | None, block: int) -> float:
@@ -41,6 +75,13 @@ def attended_pairs(seq_len: int, window: int | None, block: int) -> float:
     return blocks * block * block
 
 
+def _layer_pairs(config: ModelConfig, seq_len: int, window: int | None, block: int) -> float:
+    """``attended_pairs`` of one layer: of whole chunks, where the model attends in chunks."""
+    if window is None or not config.windows_chunked or window >= seq_len:
+        return attended_pairs(seq_len, window, block)
+    return seq_len / window * attended_pairs(window, None, block)
+
+
 def full_attention_share(config: ModelConfig, seq_len: int, block: int) -> float:
     """Share of ``mean_attended_pairs`` in layers without a window."""
     windows = config.layer_windows or (None,)
@@ -51,4 +92,4 @@ def full_attention_share(config: ModelConfig, seq_len: int, block: int) -> float
 def mean_attended_pairs(config: ModelConfig, seq_len: int, block: int) -> float:
     """Executed pairs per sequence, averaged over layers (some of which may be windowed)."""
     windows = config.layer_windows or (None,)
-    return sum(attended_pairs(seq_len, window, block) for window in windows) / len(windows)
+    return sum(_layer_pairs(config, seq_len, window, block) for window in windows) / len(windows)

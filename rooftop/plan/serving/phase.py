@@ -29,9 +29,10 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.models import ModelConfig
 from rooftop.models.attention import AttentionKind, AttentionMatmuls, MatmulShape, attention_kind
 from rooftop.models.counting import kv_cache_bytes
+from rooftop.models.mixers import Recurrence, recurrences, state_bytes
 from rooftop.plan.serving.placement import Placed
 from rooftop.plan.serving.workload import ServingNumerics
-from rooftop.plan.shapes import mlp_matmuls
+from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.rules import distinct_experts
 
@@ -113,6 +114,11 @@ class Phase:
         """The projection out of attention on one device."""
         return list(self._projections.out)
 
+    @cached_property
+    def mixers(self) -> list[tuple[Recurrence, MixerMatmuls, int]]:
+        """Recurrent mixers, each with its projections on one device and the number of its layers."""
+        return [(kind, MixerMatmuls.of(kind, self.split), layers) for kind, layers in recurrences(self.model)]
+
     def mlp(self, hidden: float) -> tuple[list[MatmulShape], list[MatmulShape]]:
         """Matmuls into an MLP of ``hidden`` columns, and out of it, on one device."""
         return mlp_matmuls(self.model, np.float64(hidden / self.split))  # type: ignore[arg-type]
@@ -160,7 +166,8 @@ class Phase:
         """Bytes of all weights on one device, and of their scales."""
         model, moe = self.model, self.model.moe
         parts: list[tuple[Number, tuple[Number, Number]]]
-        parts = [(model.layers, self.weight_bytes(self.attention + self.attention_out))]
+        parts = [(model.attention_layers, self.weight_bytes(self.attention + self.attention_out))]
+        parts += [(layers, self.weight_bytes(shapes.every)) for _, shapes, layers in self.mixers]
         if model.dense_layers:
             up, down = self.mlp(model.d_ff)
             parts.append((model.dense_layers, self.weight_bytes(up + down)))
@@ -209,11 +216,12 @@ class Phase:
 def cached_bytes(model: ModelConfig, numerics: ServingNumerics, context: Number, *, stored: bool) -> Number:
     """Bytes of KV of a sequence of ``context`` tokens, scales included, over all heads and layers.
 
-    As read in a step; as ``stored``, layers that share a cache have it once.
+    As read in a step; as ``stored``, layers that share a cache have it once, and recurrent mixers their states.
     """
-    plain = kv_cache_bytes(model, numerics.kv, context)
+    states = state_bytes(model)
+    plain = kv_cache_bytes(model, numerics.kv, context) - states
     scales = 1.0 + numerics.kv_scale_bytes(model) / numerics.kv_bytes
-    return plain * scales / (numerics.kv_sharing if stored else 1)
+    return plain * scales / numerics.kv_sharing + states if stored else plain * scales
 
 
 def _columns(*, ring: bool) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_
 from rooftop.core.ledger import Number
 from rooftop.models import ModelConfig
 from rooftop.models.attention import MatmulShape
+from rooftop.models.mixers import CONV_BYTES, STATE_BYTES
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.serving.phase import ACTIVATION_BYTES, Phase
 from rooftop.plan.shapes import attended_pairs
@@ -24,13 +25,15 @@ from rooftop.roofline.achievable import kernel_flops
 
 def generate_work(phase: Phase, context: Number) -> list[Work]:
     """One token for each of ``phase.tokens`` sequences, which hold ``context`` tokens of KV each."""
-    return [*_embed(phase), *_attention_generate(phase, context), *_blocks(phase), *_head(phase, phase.own_tokens)]
+    attention = [*_attention_generate(phase, context), *_mixers(phase, phase.sequences(phase.tokens), chunked=False)]
+    return [*_embed(phase), *attention, *_blocks(phase), *_head(phase, phase.own_tokens)]
 
 
 def prefill_work(phase: Phase, before: float = 0.0, sequences: int = 1) -> list[Work]:
     """``phase.tokens`` new tokens of ``sequences`` equal sequences, each after ``before`` tokens whose KV is there."""
     last = np.ceil(sequences / phase.ways(*REPLICA_AXES))
-    return [*_embed(phase), *_attention_prefill(phase, before, sequences), *_blocks(phase), *_head(phase, last)]
+    attention = [*_attention_prefill(phase, before, sequences), *_mixers(phase, last, chunked=True)]
+    return [*_embed(phase), *attention, *_blocks(phase), *_head(phase, last)]
 
 
 def chunk_pairs(model: ModelConfig, new: float, before: float, block: int) -> float:
@@ -60,7 +63,7 @@ def _embed(phase: Phase) -> list[Work]:
 
 
 def _attention_generate(phase: Phase, context: Number) -> list[Work]:
-    model, layers, tokens = phase.model, phase.model.layers, phase.own_tokens
+    model, layers, tokens = phase.model, phase.model.attention_layers, phase.own_tokens
     d_qk, d_v = phase.kind.head_sizes
     heads = model.heads / phase.ways(*COLUMN_AXES)
     # The part of a group's sequences that a device attends for: fsdp and context split the cache's tokens.
@@ -99,7 +102,7 @@ def _attention_generate(phase: Phase, context: Number) -> list[Work]:
 
 
 def _attention_prefill(phase: Phase, before: float, sequences: int) -> list[Work]:
-    model, layers, tokens = phase.model, phase.model.layers, phase.own_tokens
+    model, layers, tokens = phase.model, phase.model.attention_layers, phase.own_tokens
     d_qk, d_v = phase.kind.head_sizes
     heads, ring = model.heads / phase.split, phase.ways(*EXPERT_AXES, *SEQUENCE_AXES)
     new = float(phase.tokens) / sequences
@@ -122,6 +125,28 @@ def _attention_prefill(phase: Phase, before: float, sequences: int) -> list[Work
         ),
         *_matmuls(phase, "layers/attn/out", layers, phase.attention_out, tokens, into=False),
     ]  # fmt: skip
+
+
+def _mixers(phase: Phase, sequences: Number, *, chunked: bool) -> list[Work]:
+    """Recurrent mixers of ``sequences`` on a device, one token after the other or in chunks; states in and out."""
+    work: list[Work] = []
+    tokens = phase.own_tokens
+    for kind, shapes, layers in phase.mixers:
+        flops = (kind.chunked_flops if chunked else kind.flops) * tokens / phase.split
+        widths = sum((m.n for m in shapes.into), 0.0) + sum((m.k for m in shapes.out), 0.0)
+        state = (kind.state * STATE_BYTES + kind.waiting * CONV_BYTES) / phase.split
+        work += [
+            *_matmuls(phase, "layers/attn/qkv", layers, shapes.into, tokens, into=True),
+            *_matmuls(phase, "layers/attn/core", layers, shapes.inside, tokens, into=None),
+            _work(
+                phase, "layers/attn/core", layers, flops=flops, flops_dtype="bf16",
+                matmul_s=flops / phase.rates.flops_per_s["bf16"],
+                hbm_bytes=2.0 * sequences * state + tokens * widths * ACTIVATION_BYTES,
+                formula="the state of every sequence here read and written; the recurrence of its new tokens",
+            ),
+            *_matmuls(phase, "layers/attn/out", layers, shapes.out, tokens, into=False),
+        ]  # fmt: skip
+    return work
 
 
 def _blocks(phase: Phase) -> list[Work]:

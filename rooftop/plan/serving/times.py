@@ -202,7 +202,8 @@ class _PrefillTimes:
     def _seconds_per_pair(self, problem: ServingProblem) -> float:
         phase = problem.phase("prefill", self.placement, 1.0)
         d_qk, d_v = attention_kind(problem.model).head_sizes
-        scores = problem.model.heads / phase.split / phase.ways(*EXPERT_AXES, *SEQUENCE_AXES) * problem.model.layers
+        scores = problem.model.heads / phase.split / phase.ways(*EXPERT_AXES, *SEQUENCE_AXES)
+        scores *= problem.model.attention_layers
         return float(problem.rates.attention_s(scores, d_qk, d_v, backward=False))
 
 

@@ -26,8 +26,9 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.core.scopes import Phase
 from rooftop.models.activations import LOSS_CHUNK, POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
+from rooftop.models.mixers import STATE_BYTES, Recurrence
 from rooftop.plan.pricing import StagePart, Transfer, Work
-from rooftop.plan.shapes import mlp_matmuls
+from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
 from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline.achievable import kernel_flops
@@ -89,7 +90,10 @@ def _of(part: StagePart, work: Iterable[Work]) -> list[Work]:
 
 def _layers(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
     """Work of dense layers and of layers of experts, each times its execution count."""
-    work = _attention(step, dense + experts)
+    layers = dense + experts
+    work = _attention(step, layers * step.attention_share) if step.model.attention_layers else []
+    for kind, shapes, share in step.mixers:
+        work += _mixer(step, kind, shapes, layers * share)
     if step.model.dense_layers:
         work += _mlp(step, dense)
     if step.model.moe is not None:
@@ -229,6 +233,36 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         core("backward", per_pair_backward, around),
         *matmuls(step, "layers/attn/out", count, shapes.out, tokens, scattered=stream, again=out_again, residual=True),
         *offloads(step, count, _ATTENTION_CHECKPOINTS, moe_layer=False),
+    ]
+
+
+def _mixer(step: TrainingStep, kind: Recurrence, shapes: MixerMatmuls, count: Number) -> list[Work]:
+    """A recurrent mixer: its projections, and its recurrence in chunks (``rooftop.models.mixers``)."""
+    recomputed, tokens, element = step.strategies.recomputed, step.tokens, step.element_bytes
+    stream = tokens * step.model.d_model * element
+    width = sum((shape.n for shape in shapes.into), 0.0) + sum((shape.k for shape in shapes.out), 0.0)
+    flops = kind.chunked_flops / step.tensor * tokens
+    # With a context axis, the state after a device's part of a sequence goes on to the device of the next part.
+    sequences = tokens * step.strategies.devices(*SEQUENCE_AXES) / step.positions
+    state = Transfer("permute", SEQUENCE_AXES, kind.state / step.tensor * STATE_BYTES * sequences, "tensor")
+
+    def core(phase: Phase, passes: float, factor: Number = 1.0) -> Work:
+        return Work(
+            scope="layers/attn/core", phase=phase, count=count * factor, flops={step.numerics.compute: passes * flops},
+            matmul_s=passes * flops / step.rates.flops_per_s[step.numerics.compute],
+            hbm_bytes=passes * tokens * width * element, collectives=(state,),
+            formula="T tokens through the recurrence in chunks, and through the convolution before it",
+        )  # fmt: skip
+
+    again = recomputed("attn_core")
+    return [
+        *([] if kind.beside_attention else norm(step, "layers/attn/norm", count, recomputed("attn_normed"))),
+        *matmuls(step, "layers/attn/qkv", count, shapes.into, tokens, gathered=stream, again=recomputed("qkv")),
+        *matmuls(step, "layers/attn/core", count, shapes.inside, tokens, again=again),
+        core("forward", 1.0),
+        core("recompute", 1.0, again),
+        core("backward", 2.0),
+        *matmuls(step, "layers/attn/out", count, shapes.out, tokens, scattered=stream, again=0.0, residual=True),
     ]
 
 

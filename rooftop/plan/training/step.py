@@ -34,9 +34,10 @@ from rooftop.core.rounding import next_multiple
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, Weight, weights
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
+from rooftop.models.mixers import Recurrence, recurrences
 from rooftop.models.segments import layers_alone, segments, shared_segment
 from rooftop.models.widths import ModelWidths
-from rooftop.plan.shapes import full_attention_share, mean_attended_pairs, mlp_matmuls
+from rooftop.plan.shapes import MixerMatmuls, full_attention_share, mean_attended_pairs, mlp_matmuls
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Numerics, Workload
@@ -236,6 +237,17 @@ class TrainingStep:
         """The projections of a layer's attention on a device, sizes [C, 1]."""
         return attention_kind(self.model).matmuls(np.asarray(self.widths.heads), self.kv_heads)
 
+    @cached_property
+    def mixers(self) -> list[tuple[Recurrence, MixerMatmuls, float]]:
+        """Recurrent mixers, each with its projections on a device, sizes [C, 1], and its share of the layers."""
+        layers = self.model.layers
+        return [(kind, MixerMatmuls.of(kind, self.tensor), n / layers) for kind, n in recurrences(self.model)]
+
+    @property
+    def attention_share(self) -> float:
+        """Share of layers that have attention."""
+        return self.model.attention_layers / self.model.layers
+
     def columns(self, hidden: int) -> Floats:
         """Columns of an MLP of ``hidden`` ones on a device, [C, 1]."""
         return np.asarray(self.widths.columns(hidden))
@@ -292,15 +304,19 @@ class TrainingStep:
     def layer_parameters(self) -> dict[str, Floats]:
         """Gathered parameters per layer and tensor shard, [C, 1]: 'attn', 'mlp', 'shared', 'experts' (of a shard).
 
-        They are counted as stored.
+        They are counted as stored. 'attn' is the mean of layers with different mixers.
         """
+        attention = self.stored(self.attention.every) - self.own_keys + self.copied_keys / self.tensor
+        mixers = sum(
+            (share * self.stored(shapes.every) for _, shapes, share in self.mixers), np.zeros_like(self.tensor)
+        )
         sizes = {
-            "attn": self.stored(self.attention.every) - self.own_keys + self.copied_keys / self.tensor,
+            "attn": self.attention_share * attention + mixers,
             "mlp": np.zeros_like(self.tensor),
             "experts": np.zeros_like(self.tensor),
         }
         moe = self.model.moe
-        if moe is None or moe.dense_layers:
+        if self.model.dense_layers:
             up, down = mlp_matmuls(self.model, self.columns(self.model.d_ff))
             sizes["mlp"] = self.stored(up + down)
         if moe is not None:

@@ -141,7 +141,7 @@ def attention(
 
 
 def _residual(y: Float[Array, "B T D"], model: ModelConfig) -> Float[Array, "B T D"]:
-    """What attention or an MLP adds to the stream."""
+    """The output of attention or of an MLP, as it is added to the stream."""
     return y if model.residual_scale == 1.0 else y * jnp.asarray(model.residual_scale, y.dtype)
 
 
