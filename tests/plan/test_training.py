@@ -372,7 +372,7 @@ _KNOWN_MISSES = {
         "v5p-stages-uneven": "memory 0.948; a gather over tensor for each microbatch",
         "v5p-uneven-d": "time 0.900: shards that fill no tiles are scattered padded, and moved by permutes",
         "3-7": "gathers over expert and fsdp together",
-        "3-19": "memory 0.949",
+        "3-19": "memory 0.962: heads of 64 are kept in rows of 128",
         "3-32": "time 0.898: gathers of experts are not hidden, four gradients are summed by one AllReduce",
     }.items()
 }
@@ -429,6 +429,12 @@ def test_groups_over_several_axes_are_priced_as_one() -> None:
                 assert planned.seconds_per_byte[resource][index, 0] == pytest.approx(float(seconds))
                 assert planned.latency_s[resource][index, 0] == pytest.approx(float(alone.latency_s[resource]))
             assert planned.wire_per_byte[index, 0] == pytest.approx(float(alone.wire_per_byte))
+
+
+def test_experts_that_fill_no_registers_are_stored_padded() -> None:
+    """gpt-oss-20b's D and F of 2880 and 1440 on a device: 26.780 GB of optimizer state compiled, 26.309 of elements."""
+    asked = replace(problem("gpt-oss-20b", "tpu7x:2x2x1", seqs=4, seq_len=8192), axes={"expert": 4, "tensor": 2})
+    assert best(sweep(replace(asked, remat="none"))).memory["optimizer"] == pytest.approx(26.780e9, rel=0.005)
 
 
 def test_a_search_leaves_the_compiler_room_in_hbm() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from rooftop.arrays.rules import (
     copy_axes,
 )
 from rooftop.arrays.tiles import summed_whole
-from rooftop.capabilities import CONTEXT_CHUNKS, block_size, padded_positions
+from rooftop.capabilities import CONTEXT_CHUNKS, LANES, block_size, padded_positions
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
@@ -364,6 +364,21 @@ class TrainingStep:
             "experts": self.layers * (1 - share) * sizes["experts"] / fsdp,
             "vocab": vocab / fsdp,
         }
+
+    @cached_property
+    def lane_padding(self) -> Floats:
+        """Elements of an expert's weights at rest with those that fill whole registers, over those alone, [C, 1].
+
+        XLA lays that dim into the lanes of registers which it pads least: D or F, as a device has them.
+        """
+        moe = self.model.moe
+        if moe is None or self.slice.chip.kind != "tpu":
+            return np.ones_like(self.tensor)
+        rows = self.widths.stored(self.model.d_model) / self.strategies.devices(*GATHER_AXES)
+        padding: Floats = reduce(
+            np.minimum, (next_multiple(size, LANES) / size for size in (rows, self.columns(moe.d_ff)))
+        )
+        return padding
 
     @cached_property
     def parameters_alone(self) -> Floats:
