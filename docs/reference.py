@@ -1,12 +1,14 @@
 """Reference pages that are generated: ``docs/library.md`` from signatures, ``docs/options.md`` from commands.
 
-``python docs/reference.py`` (or ``make docs``) writes both; the tests check that nothing would change.
+``docs/model-types.md`` is generated from the counts that the tests compare. ``python docs/reference.py`` (or ``make
+docs``) writes all; the tests check that nothing would change.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +16,14 @@ from pathlib import Path
 import click
 
 import rooftop
+from rooftop.capabilities import model_obstacle
 from rooftop.cli import options
 from rooftop.cli.main import cli
 from rooftop.cli.options import GROUPS, GroupedOption
+from rooftop.core.errors import RooftopError
 from rooftop.library.results import Result
+from rooftop.models import ModelConfig, count_params, from_huggingface
+from rooftop.plan.shapes import require_planned
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Options of the process that every verb has.
@@ -188,11 +194,68 @@ def _docstring(value: object) -> str:
     return "\n".join(shown)
 
 
-PAGES = {"library.md": library_page, "options.md": options_page}
+def types_page() -> str:
+    """The page of the model types."""
+    oracle = json.loads((ROOT / "tests" / "oracles" / "type_counts.json").read_text(encoding="utf-8"))
+    made_with = oracle["made_with"]
+    named = json.loads((ROOT / "tests" / "oracles" / "tiny_models.json").read_text(encoding="utf-8"))
+    compared = {keys["model_type"] for keys in named.values()}
+    rows, runs, planned = list[str](), 0, 0
+    for kind, sizes in sorted(oracle["models"].items()):
+        size = "default" if "default" in sizes else "tiny"
+        # A tiny model has all parts that the type can have, its default sizes may not.
+        model, tiny = (from_huggingface(sizes[name]["config"], kind) for name in (size, "tiny"))
+        obstacle = model_obstacle(model) or model_obstacle(tiny)
+        programs = "run" if kind in compared else "run, but read no published weights"
+        if obstacle is not None:
+            parts = obstacle.removeprefix("no program has ").rpartition(": ")[0]
+            programs = f"not: {parts}" if model_obstacle(model) else f"{programs}; not with {parts}"
+        runs += model_obstacle(model) is None and kind in compared
+        is_planned = _is_planned(model) or _is_planned(tiny)
+        planned += is_planned
+        ours, theirs = count_params(model).total, sizes[size]["total"]
+        counts = f"{ours:,} | {'the same' if ours == theirs else f'{theirs:,}'}"
+        rows.append(f"| `{kind}` | {size} | {counts} | {'planned' if is_planned else 'counted only'} | {programs} |")
+    return f"""# Model types
+
+rooftop reads a config.json as the blocks that a model is made of (`rooftop.models.ModelConfig`): norms and where they
+stand, what mixes the tokens of each layer, experts and their router, positions, biases, multipliers. Below are the
+`model_type`s whose keys it knows. The parameters that it counts stand next to those of the module that transformers
+{made_with["transformers"]} builds from the same keys on PyTorch's meta device (torch {made_with["torch"]},
+{made_with["date"]}; `tests/oracles/make_type_counts.py`). Tests compare two models of each type: the sizes that its
+configuration class has as defaults, where they describe a model, and a tiny one that turns on what the type can do.
+
+Of {len(rows)} types all are counted, {planned} are planned, and {runs} run in the programs that train and serve, with
+logits and gradients equal to those of transformers (`tests/programs/test_families.py`). A model with a part that no
+program has is never run: its plan says `executable: false` and names the part, and a program that is asked for it stops
+with the same words. The planner refuses a model that is only counted. `gemma3` is read as `gemma3_text`, and `kimi_k2`
+as `deepseek_v3`; of any other multimodal file the `text_config`, if its type is one of these. Vision and audio are
+other models.
+
+A key of the file that its type does not have is refused by name, unless it is null, false or zero, or known to change
+nothing.
+
+| `model_type` | sizes | parameters | of transformers | plans | programs |
+|---|---|---|---|---|---|
+{chr(10).join(rows)}
+
+This page is written by `docs/reference.py`.
+"""
+
+
+def _is_planned(model: ModelConfig) -> bool:
+    try:
+        require_planned(model)
+    except RooftopError:
+        return False
+    return True
+
+
+PAGES = {"library.md": library_page, "model-types.md": types_page, "options.md": options_page}
 
 
 def main() -> None:
-    """Write both pages."""
+    """Write the pages that have changed."""
     for name, page in PAGES.items():
         path = ROOT / "docs" / name
         text = page()

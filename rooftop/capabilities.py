@@ -217,6 +217,7 @@ UNRUNNABLE: Mapping[str, Callable[[ModelConfig], bool]] = MappingProxyType(
         "Mamba layers": lambda model: model.mamba is not None,
         "lightning attention": lambda model: "lightning" in model.mixers,
         "layers without an MLP": lambda model: not model.mlp_matrices,
+        "parallel attention and MLP with norms of their own": lambda model: model.parallel == "own",
         "a norm of embeddings": lambda model: model.embed_norm,
         "norms of heads with scales of their own, or with none": lambda model: model.qk_norm in ("heads", "unit"),
         "a gate of attention": lambda model: model.attn_gate,

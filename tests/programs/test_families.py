@@ -13,7 +13,8 @@ import pytest
 
 from rooftop.arrays.rules import Rules
 from rooftop.checkpoints.names import entries
-from rooftop.models import count_params, load_model, presets
+from rooftop.core.errors import RooftopError
+from rooftop.models import count_params, from_huggingface, load_model, presets
 from rooftop.models.segments import segments
 from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.model.layer import Computation
@@ -131,6 +132,13 @@ def train(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, Transf
         step = jax.jit(train_step(program, program.specs(mesh)), compiler_options=QUICKLY)
         state, metrics = step(state, Batch(tokens=tokens, targets=targets))
     return float(metrics.loss), jax.tree.map(np.asarray, optax.tree_utils.tree_get(state.optimizer, "mu"))
+
+
+def test_a_family_without_names_is_refused_by_name() -> None:
+    keys = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+    model = from_huggingface({"model_type": "falcon", **keys}, "falcon")
+    with pytest.raises(RooftopError, match="model family: got 'falcon'"):
+        entries(model)
 
 
 def test_layers_become_few_scans() -> None:
