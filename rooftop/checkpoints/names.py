@@ -237,9 +237,7 @@ _UNNAMED = ("falcon", "gpt_neox", "hunyuan_v1_moe")
 
 def _entries(model: ModelConfig) -> Iterator[Entry]:
     if model.family in _UNNAMED:
-        raise RooftopError(
-            "model family", model.family, "one of docs/model-types.md that reads published weights"
-        )
+        raise RooftopError("model family", model.family, "one of docs/model-types.md that reads published weights")
     described, names = describe(model), _MODELS.get(model.family, _MODEL)
     for path, _ in _leaves(_Outside.of(described)):
         yield Entry(name=names[path], leaf=f".{path}", transposed=path == "unembed")
