@@ -232,7 +232,7 @@ def entries(model: ModelConfig) -> tuple[Entry, ...]:
 
 
 #: Families that run, but whose published tensors have no place here yet.
-_UNNAMED = ("falcon", "gpt_neox", "hunyuan_v1_moe")
+_UNNAMED = ("falcon", "gpt_neox", "hunyuan_v1_moe", "qwen3_vl_moe_text", "qwen3_vl_text")
 
 
 def _entries(model: ModelConfig) -> Iterator[Entry]:

@@ -41,17 +41,18 @@ HARMLESS = frozenset(
     gradient_checkpointing hidden_dropout hidden_dropout_prob hidden_dropout_rate id2label im_end_id im_start_id
     image_token_id image_token_index init_std initializer_factor initializer_range input_jitter_noise is_decoder
     is_encoder_decoder is_llama_config label2id layerdrop length_penalty mamba_chunk_size mask_token_id max_length
-    min_length model_type moe_jitter_eps moe_loss_weight mtp_transformer_layers name_or_path no_repeat_ngram_size
-    num_beam_groups num_beams num_logits_to_keep num_mtp_modules num_nextn_predict_layers num_return_sequences
-    org_vocab_size output_attentions output_hidden_states output_router_logits output_scores pad_id pad_token_id
-    prefix pretraining_tp problem_type pruned_heads quantization_config remove_invalid_values repetition_penalty
-    rescale_prenorm_residual resid_pdrop residual_dropout return_dict return_dict_in_generate rope_ratio
-    router_aux_loss router_aux_loss_coef router_z_loss_coef sep_token_id seq_aux slow_but_exact source
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
-    task_specific_params temperature text_end_id text_start_id tf_legacy_loss tokenizer_class top_k top_p
-    torch_dtype torchscript transformers_version typical_p unk_token_id unsloth_fixed unsloth_version
-    use_associative_scan use_bfloat16 use_cache use_flash_attn use_mamba_kernels use_mambapy use_mem_eff_path
-    use_mtp use_mup video_token_id z_loss_coefficient
+    min_length model_type moe_jitter_eps moe_loss_weight mtp_num_hidden_layers mtp_transformer_layers
+    mtp_use_dedicated_embeddings name_or_path no_repeat_ngram_size num_beam_groups num_beams num_logits_to_keep
+    num_mtp_modules num_nextn_predict_layers num_return_sequences org_vocab_size output_attentions
+    output_hidden_states output_router_logits output_scores pad_id pad_token_id prefix pretraining_tp problem_type
+    pruned_heads quantization_config remove_invalid_values repetition_penalty rescale_prenorm_residual resid_pdrop
+    residual_dropout return_dict return_dict_in_generate rope_ratio router_aux_loss router_aux_loss_coef
+    router_z_loss_coef sep_token_id seq_aux slow_but_exact source summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params temperature
+    text_end_id text_start_id tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
+    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_associative_scan use_bfloat16
+    use_cache use_flash_attn use_mamba_kernels use_mambapy use_mem_eff_path use_mtp use_mup video_token_id
+    z_loss_coefficient
     """.split()  # noqa: SIM905
 )
 
@@ -577,6 +578,8 @@ def _qwen2_moe(keys: Keys) -> Fields:
 def _qwen3_moe(keys: Keys) -> Fields:
     fields = _decoder(keys, kv_heads=4, max_seq_len=32_768)
     keys.ignore("max_window_layers")
+    keys.only("use_qk_norm", True)
+    keys.only("shared_expert_intermediate_size", 0)
     moe = _qwen_experts(keys, normalise=False, shared=False)
     fields |= _rope(keys, fields["max_seq_len"]) | _same_window(keys, fields["layers"], _qwen_window(keys))
     return fields | _bias(keys) | {"qk_norm": "head", "moe": moe}
@@ -629,6 +632,16 @@ def _qwen3_5(keys: Keys) -> Fields:
 def _qwen3_5_moe(keys: Keys) -> Fields:
     _three_axes(keys)
     return _qwen_delta(keys, d_ff=512) | {"moe": _qwen_experts(keys, normalise=True, shared=True)}
+
+
+def _qwen3_vl(keys: Keys) -> Fields:
+    _three_axes(keys)
+    return _qwen3(keys)
+
+
+def _qwen3_vl_moe(keys: Keys) -> Fields:
+    _three_axes(keys)
+    return _qwen3_moe(keys)
 
 
 def _three_axes(keys: Keys) -> None:
@@ -1491,6 +1504,8 @@ FAMILIES: Mapping[str, Callable[[Keys], Fields]] = {
     "qwen3_5_text": _qwen3_5,
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
+    "qwen3_vl_moe_text": _qwen3_vl_moe,
+    "qwen3_vl_text": _qwen3_vl,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "stablelm": _stablelm,

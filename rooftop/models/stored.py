@@ -145,7 +145,7 @@ def _block(keys: Keys, key: str, default: list[int] | None) -> tuple[int, int]:
 
 
 def _fp8(keys: Keys) -> StoredFormat:
-    keys.only("fmt", "e4m3")
+    keys.only("fmt", "e4m3", "float8_e4m3fn")
     keys.only("scale_fmt", "float", "ue8m0")
     keys.only("expert_dtype", "fp8")
     # Activations are multiplied in bf16 here, so that it does not matter how others would quantise them.

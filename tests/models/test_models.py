@@ -144,6 +144,13 @@ def test_active_parameters_round_to_the_published_ones(name: str) -> None:
     assert counts.active - (0 if embedding_in else counts.by_component["embed"]) == pytest.approx(published, rel=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama4-scout", 17), ("llama4-maverick", 17), ("qwen3-coder-480b-a35b", 35)]
+)
+def test_active_parameters_are_as_many_whole_billions_as_published(name: str, billions: int) -> None:
+    assert round(count_params(load_model(name)).active / 1e9) == billions
+
+
 # -- the book's problems (chapters 4 to 8) -----------------------------------------------------------------------------
 
 

@@ -20,8 +20,8 @@ from rooftop.programs.model.layer import Computation
 ORACLE = Path(__file__).parents[1] / "oracles" / "type_counts.json"
 COUNTS: dict[str, dict[str, dict[str, Any]]] = json.loads(ORACLE.read_text())["models"]
 MODELS = [(kind, size) for kind, sizes in COUNTS.items() for size in sizes]
-#: Types of files whose language model is counted under its own type, and a type of the same weights as another.
-NOT_COUNTED = {"gemma3", "kimi_k2"}
+#: Types whose language model has the weights of another type: gemma3_text, deepseek_v3, qwen3 and qwen3_moe.
+NOT_COUNTED = {"gemma3", "kimi_k2", "qwen3_vl_moe_text", "qwen3_vl_text"}
 
 
 def _model(kind: str, size: str = "tiny") -> ModelConfig:

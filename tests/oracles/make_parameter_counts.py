@@ -23,6 +23,9 @@ OUTPUT = Path(__file__).with_name("parameter_counts.json")
 
 #: The first of these that is in a parameter's name says which component it counts with.
 COMPONENT_OF = (
+    ("e_score_correction_bias", "router"),
+    ("indexer", "others"),
+    ("linear_attn", "mixer"),
     ("norm", "norms"),
     ("ln_", "norms"),
     ("embed_tokens", "embed"),
@@ -31,7 +34,11 @@ COMPONENT_OF = (
     ("lm_head", "unembed"),
     ("attn", "attn"),
     ("shared_experts", "shared_experts"),
+    ("shared_expert", "shared_experts"),
     ("mlp.experts", "experts"),
+    ("feed_forward.experts", "experts"),
+    ("feed_forward.router", "router"),
+    ("feed_forward", "mlp"),
     ("mlp.gate.", "router"),
     ("mlp.router", "router"),
     ("mlp", "mlp"),
@@ -45,6 +52,8 @@ def describe(model_keys: dict[str, Any]) -> dict[str, Any]:
 
     keys = {name: value for name, value in model_keys.items() if name not in ("_name_or_path", "source", "aliases")}
     keys = keys.get("text_config", keys)
+    if keys["model_type"] == "kimi_k2":  # the same module under another name
+        keys = keys | {"model_type": "deepseek_v3"}
     config = AutoConfig.for_model(**keys)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -54,7 +63,7 @@ def describe(model_keys: dict[str, Any]) -> dict[str, Any]:
     for name, tensor in [*model.named_parameters(), *biases]:
         counts[next(component for part, component in COMPONENT_OF if part in name)] += tensor.numel()
     figures: dict[str, Any] = {"total": sum(counts.values()), "by_component": dict(sorted(counts.items()))}
-    if config.model_type != "gpt2":
+    if config.model_type not in ("gpt2", "qwen3_next", "llama4_text"):
         layers = model.model.layers
         rotary = model.model.rotary_emb
         everywhere = getattr(config, "sliding_window", None)
