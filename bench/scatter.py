@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax import P
 
 import rooftop
+from rooftop.arrays import parse_axes
 from rooftop.core.files import write_text
 from rooftop.explain.compiled.report import CompiledReport
 
@@ -38,11 +40,19 @@ CASES: tuple[tuple[str, str, int, tuple[tuple[int, ...], ...]], ...] = (
         ),
     ),
     ("v6e:4x8", "fsdp=8,expert=4", 8, ((2880, 64, 64), (4096, 64, 64), (3584, 2, 128))),
-    ("v6e:4x8", "fsdp=16,expert=2", 16, ((2880, 4096), (2880, 32, 128), (4096, 32, 128))),
+    ("v6e:4x8", "fsdp=16,expert=2", 16, ((2880, 4096), (2880, 32, 128), (4096, 32, 128), (2048, 576))),
+    ("v5e:8x16", "fsdp=16,expert=8", 16, ((2048, 576), (4096, 576), (6144, 576), (2048, 16, 192))),
     ("v5p:4x4x4", "fsdp=16,tensor=4", 16, ((4096, 151936), (4096, 75968), (4096, 37984), (5120, 8, 128))),
     ("v5e:4x8", "fsdp=8,tensor=4", 8, ((4096, 151936), (2560, 4, 256))),
     ("tpu7x:2x2x4", "fsdp=8,tensor=4", 8, ((4096, 151936), (3072, 8, 128), (2880, 64, 64))),
 )  # fmt: skip
+
+#: The same for weights of experts: [rows, experts on a device, columns].
+EXPERTS: tuple[tuple[str, str, int, tuple[tuple[int, int, int], ...]], ...] = (
+    ("v5e:8x16", "fsdp=16,expert=8", 16, ((1408, 8, 2048), (2048, 8, 1408))),
+    ("v6e:4x8", "fsdp=8,expert=4", 8, ((1408, 16, 2048),)),
+    ("v6e:4x8", "fsdp=16,expert=2", 16, ((1408, 8, 2048),)),
+)
 
 
 def gradient(x: jax.Array, dy: jax.Array, *, dims: str) -> jax.Array:
@@ -52,10 +62,29 @@ def gradient(x: jax.Array, dy: jax.Array, *, dims: str) -> jax.Array:
     return jax.sharding.reshard(partial_sums, P("fsdp", *rest))
 
 
+def expert_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
+    """The gradient of experts' weights [e, d, f], the rows d split over fsdp."""
+    partial_sums = jnp.einsum("etd,etf->edf", x, dy, out_sharding=P("expert", None, None, unreduced={"fsdp"}))
+    return jax.sharding.reshard(partial_sums, P("expert", "fsdp", None))
+
+
 def kind(slice_: str, mesh: str, shape: tuple[int, ...]) -> tuple[str, CompiledReport]:
     """The collective that the gradient becomes, and the compiled program."""
     operands = [f"bf16[{TOKENS}_fsdp,{','.join(map(str, sizes))}]" for sizes in (shape[:1], shape[1:])]
-    program = partial(gradient, dims="dnh"[: len(shape)])
+    return _compiled(partial(gradient, dims="dnh"[: len(shape)]), operands, slice_, mesh)
+
+
+def expert_kind(slice_: str, mesh: str, shape: tuple[int, int, int]) -> tuple[str, CompiledReport]:
+    """The same of the gradient of experts."""
+    rows, local, columns = shape
+    experts = local * parse_axes(mesh)["expert"]
+    operands = [f"bf16[{experts}_expert,{TOKENS}_fsdp,{size}]" for size in (rows, columns)]
+    return _compiled(expert_gradient, operands, slice_, mesh)
+
+
+def _compiled(
+    program: Callable[..., jax.Array], operands: list[str], slice_: str, mesh: str
+) -> tuple[str, CompiledReport]:
     report = rooftop.inspect(program, *operands, on=slice_, mesh=mesh).report
     assert isinstance(report, CompiledReport)
     kinds = {entry.collective.kind for entry in report.timeline.collectives} - {"permute"}
@@ -67,9 +96,9 @@ def main() -> None:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
-    for slice_, mesh, parts, shapes in CASES:
-        for shape in shapes:
-            became, report = kind(slice_, mesh, shape)
+    for read, cases in ((kind, CASES), (expert_kind, EXPERTS)):
+        for slice_, mesh, parts, shape in ((*case[:3], shape) for case in cases for shape in case[3]):
+            became, report = read(slice_, mesh, shape)
             versions = report.compiled.versions
             line = (slice_, mesh, parts, "x".join(map(str, shape)), became, versions["jax"], versions["libtpu"])
             print(*line, flush=True)

@@ -223,11 +223,12 @@ _LARGEST_FACTOR = 397
 def summed_whole(shape: Sequence[int], parts: int, *, whole_tiles: bool = True) -> bool:
     """True if XLA:TPU sums a bf16 array on every device where its rows are to be scattered over ``parts`` of them.
 
-    ``shape`` is that of the partial sums on a device, and each device keeps an equal part of dim 0. An AllReduce sends
-    twice the bytes of a ReduceScatter. XLA takes it where the array cannot be cut into pieces (the tiles across it have
-    a prime factor above 397) and, on chips that scatter ``whole_tiles`` only, where
+    ``shape`` is that of the partial sums on a device, and each device keeps an equal part of dim 0; the weights of
+    several experts count as [rows, experts, columns]. An AllReduce sends twice the bytes of a ReduceScatter. XLA takes
+    it where the array cannot be cut into pieces (the tiles across it have a prime factor above 397) and, on chips that
+    scatter ``whole_tiles`` only, where
 
-    - rows are in the lanes of registers, and a part is no multiple of 128 of them;
+    - rows are in the lanes of registers, and a part is no multiple of 256 of them, two tiles;
     - rows are in sublanes, between other dims, and a part is no multiple of 16, the rows of a bf16 tile;
     - there is one row of columns, a head, on each device.
 
@@ -242,7 +243,7 @@ def summed_whole(shape: Sequence[int], parts: int, *, whole_tiles: bool = True) 
         return next_multiple(size, lanes) / size
 
     if padding(columns) > padding(rows):
-        return (whole_tiles and bool(part % lanes)) or _largest_factor(ceil_div(columns, tile)) > _LARGEST_FACTOR
+        return (whole_tiles and bool(part % (2 * lanes))) or _largest_factor(ceil_div(columns, tile)) > _LARGEST_FACTOR
     if len(shape) > 2:
         return whole_tiles and (shape[1] == 1 or bool(part % tile))
     return _largest_factor(ceil_div(columns, lanes)) > _LARGEST_FACTOR

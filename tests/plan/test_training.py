@@ -373,7 +373,6 @@ _KNOWN_MISSES = {
         "v5p-uneven-d": "time 0.900: shards that fill no tiles are scattered padded, and moved by permutes",
         "3-7": "gathers over expert and fsdp together",
         "3-19": "memory 0.962: heads of 64 are kept in rows of 128",
-        "3-32": "time 0.898: gathers of experts are not hidden, four gradients are summed by one AllReduce",
     }.items()
 }
 

@@ -218,7 +218,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             again=recomputed("qkv"),
             keys=True,
             arrays=3 if model.mla is None else len(shapes.into),
-            head=model.d_head if model.mla is None else model.mla.d_nope + model.mla.d_v,
+            heads=(model.d_head,) if model.mla is None else (model.mla.d_nope + model.mla.d_v, d_qk),
         ),
         rope,
         recompute(rope, recomputed("rope")),
@@ -600,7 +600,7 @@ def matmuls(
     keys: bool = False,
     experts: Number = 1.0,
     arrays: int = 1,
-    head: int = 0,
+    heads: Sequence[int] = (),
     unstacked: Number = 0.0,
 ) -> list[Work]:
     """Forward, recompute and backward of ``shapes``, matmuls that share an input or feed one output.
@@ -610,8 +610,8 @@ def matmuls(
     residual stream. ``dims`` are logical dims of the weights: axes that split none of them hold copies, whose
     gradients are summed at once in pipeline stages, elsewhere once a step. ``keys``: key and value heads are among the
     columns, which are gathered over tensor too where devices have heads in common. Weights are in ``arrays`` arrays,
-    each with collectives of its own, of as many ``experts`` at once; ``shapes`` are of one. Columns may be heads of
-    ``head`` elements. ``unstacked`` are bytes of checkpoints that the backward pass moves before it.
+    each with collectives of its own, of as many ``experts`` at once; ``shapes`` are of one. The columns of each may be
+    ``heads`` of so many elements. ``unstacked`` are bytes of checkpoints that the backward pass moves before it.
     """
     if not shapes:
         return []
@@ -641,12 +641,18 @@ def matmuls(
     gather_weight: tuple[Transfer, ...] = (
         Transfer("all_gather", GATHER_AXES, weights, "weight_gather", pieces=pieces),
     )
-    # Several shapes are one array each; a gate and an up are one shape.
-    columns = shapes[0].n if len(shapes) > 1 or head else shapes[0].n / arrays
-    summed = 0.0 if "expert" in dims else step.summed_whole(MatmulShape(shapes[0].k, columns), head=head)
-    scatter_weight: tuple[Transfer, ...] = (
-        Transfer("reduce_scatter", GATHER_AXES, weights, "gradient_scatter", pieces=pieces, summed=summed),
-    )
+    several_experts = experts if "expert" in dims else 0.0
+    scatter_weight: tuple[Transfer, ...] = ()
+    for shape, head in zip(shapes, heads or (0,) * len(shapes), strict=True):
+        # Several shapes are one array each; a gate and an up are one shape.
+        columns = shape.n if len(shapes) > 1 or head else shape.n / arrays
+        summed = step.summed_whole(MatmulShape(shape.k, columns), head=head, experts=several_experts)
+        share = weights if len(shapes) == 1 else step.stored([shape]) * element
+        scatter_weight += (
+            Transfer(
+                "reduce_scatter", GATHER_AXES, share, "gradient_scatter", pieces=pieces / len(shapes), summed=summed
+            ),
+        )
     if keys and np.any(step.copied_keys):
         copied, both, when = step.copied_keys * element, (*GATHER_AXES, *COLUMN_AXES), step.widths.copied_keys
         gather_weight += (Transfer("all_gather", both, copied, "weight_gather", when, pieces=2),)

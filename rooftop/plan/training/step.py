@@ -257,10 +257,11 @@ class TrainingStep:
         padded = (MatmulShape(np.asarray(self.widths.stored(shape.k)), shape.n) for shape in shapes)
         return parameters(padded)
 
-    def summed_whole(self, shape: MatmulShape, *, head: int = 0) -> Number:
+    def summed_whole(self, shape: MatmulShape, *, head: int = 0, experts: Number = 0.0) -> Number:
         """1 where gradients of a weight are summed on every device instead of scattered over fsdp, [C, 1].
 
-        ``head`` is the size of a head if the weight has a dim of them.
+        ``head`` is the size of a head if the weight has a dim of them. ``shape`` may be that of one of several
+        ``experts``.
         """
         if self.slice.chip.kind != "tpu":
             return 0.0
@@ -272,11 +273,18 @@ class TrainingStep:
             np.broadcast_to(size, parts.shape)[first, 0].astype(np.int64).tolist()
             for size in (self.widths.stored(shape.k), shape.n, parts)
         )
+        several = np.any(np.asarray(experts) > 0)
+
+        def dims(k: int, c: int) -> tuple[int, ...]:
+            # Of experts it matters that there are several: one alone is folded into the rows.
+            return (k, 2, c) if several else (k, c // head, head) if head else (k, c)
+
         summed = [
-            float(n > 1 and summed_whole((k, c // head, head) if head else (k, c), n, whole_tiles=whole_tiles))
+            float(n > 1 and summed_whole(dims(k, c), n, whole_tiles=whole_tiles))
             for k, c, n in zip(rows, columns, ways, strict=True)
         ]
-        return np.array(summed)[index][:, None]
+        whole: Number = np.array(summed)[index][:, None]
+        return np.where(np.asarray(experts) > 1, whole, 0.0) if several else whole
 
     @cached_property
     def _weight_splits(self) -> tuple[Ints, Ints]:
