@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from rooftop.hardware import chip as find_chip
 
+#: Collectives of a layer that XLA runs next to computation.
+Asynchronous = Literal["none", "gathers", "all"]
 #: Without a schedule, transfers off the critical path hide: the expectation is then the bound.
 _UNREAD = {"weight_gather": 1.0, "gradient_scatter": 1.0}
 
@@ -21,9 +24,8 @@ class Overlap:
     ``hidden``: asynchronous share by kind of transfer. ``whole_slice_scatter``: the collective that a ReduceScatter
     over every device of a slice becomes, ``whole_slice_gather`` the same of an AllGather. ``whole_tiles``: it scatters
     whole tiles only (``rooftop.arrays.tiles.summed_whole``). ``windowed_einsum``: False if XLA's own
-    collective matmuls of gathered weights take longer than what they replace. ``by_part``: all transfers of a layer are
-    asynchronous, and XLA's order decides which of them computation hides (``rooftop.plan.training.parts``). ``source``
-    is the evidence.
+    collective matmuls of gathered weights take longer than what they replace. ``asynchronous``: collectives of a layer
+    that XLA runs next to any computation (``rooftop.plan.parts``). ``source`` is the evidence.
     """
 
     hidden: Mapping[str, float]
@@ -31,7 +33,7 @@ class Overlap:
     whole_slice_gather: str
     whole_tiles: bool
     windowed_einsum: bool
-    by_part: bool
+    asynchronous: Asynchronous
     source: str
 
 
@@ -47,6 +49,6 @@ def overlap(chip_name: str) -> Overlap:
         whole_slice_gather=entry.get("whole_slice_gather", "all_gather"),
         whole_tiles=entry.get("whole_tiles", True),
         windowed_einsum=entry.get("windowed_einsum", True),
-        by_part=entry.get("by_part", False),
+        asynchronous=entry.get("asynchronous", "none"),
         source=entry.get("source", "no schedule was read: what may hide, hides"),
     )

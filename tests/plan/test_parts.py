@@ -10,13 +10,14 @@ from rooftop.core.ledger import CollectiveKind
 from rooftop.core.scopes import Phase
 from rooftop.hardware import Slice
 from rooftop.models import load_model
+from rooftop.plan.parts import LayerParts, group
 from rooftop.plan.pricing import Hiding, Transfer, Work
 from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.assumptions import Assumptions
-from rooftop.plan.training.parts import LayerParts, group
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
+from rooftop.roofline.overlap import Asynchronous
 
 #: Scope, phase, seconds of computation, and transfers: kind, assumption, pieces, seconds.
 _Line = tuple[str, Phase, float, list[tuple[CollectiveKind, Hiding, float, float]]]
@@ -50,8 +51,8 @@ _TENSOR: list[_Line] = [
 ]  # type: ignore[misc]
 
 
-def _exposed(lines: list[_Line]) -> dict[tuple[tuple[str, str], str], float]:
-    parts = LayerParts()
+def _exposed(lines: list[_Line], asynchronous: Asynchronous = "all") -> dict[tuple[tuple[str, str], str], float]:
+    parts = LayerParts(asynchronous)
     for scope, phase, compute_s, transfers in lines:
         item = Work(scope=scope, phase=phase, count=1.0, formula="")
         priced = [(Transfer(kind, ("fsdp",), 0.0, hides, pieces=n), s) for kind, hides, n, s in transfers]
@@ -80,21 +81,38 @@ def test_without_scatters_gradients_hide_the_layers_last_sum() -> None:
 
 
 def test_a_repeated_matmul_waits_for_its_input() -> None:
-    again = [
-        ("layers/attn/qkv", "recompute", 3.0, []),
-        ("layers/mlp/up", "recompute", 4.0, []),
-    ]
-    exposed = _exposed(_LAYER + _TENSOR + again)  # type: ignore[operator]
+    again: list[_Line] = [("layers/attn/qkv", "recompute", 3.0, []), ("layers/mlp/up", "recompute", 4.0, [])]
+    exposed = _exposed(_LAYER + _TENSOR + again)
     assert exposed[("backward", "attn"), "input_gather"] == 1.0
     # The gradient of down's input needs nothing that is repeated: 2 s next to 1 s.
     assert exposed[("backward", "mlp"), "input_gather"] == 0.0
+    # Gradients of weights can wait until attention's gradient is gathered.
+    assert exposed[("backward", "attn"), "gradient_gather"] == 0.0
+    assert _exposed(_LAYER + _TENSOR)[("backward", "attn"), "gradient_gather"] == 1.0
+
+
+def test_synchronous_transfers_hide_no_gathers() -> None:
+    exposed = _exposed(_LAYER + _TENSOR, "gathers")
+    assert exposed[("forward", "attn"), "weight_gather"] == 1.0
+    # The matmul of attention's output takes 1 s; the MLP's gathers are 12 s, the matmuls before the last of them 4 s.
+    assert exposed[("forward", "mlp"), "weight_gather"] == 12.0 - 4.0 - 1.0
+    assert exposed[("backward", "attn"), "weight_gather"] == 0.0
+    assert exposed[("backward", "mlp"), "weight_gather"] == 12.0 - 2.0 - 2.0
+    again: list[_Line] = [("layers/attn/qkv", "recompute", 3.0, []), ("layers/mlp/up", "recompute", 4.0, [])]
+    repeated = _exposed(_LAYER + _TENSOR + again, "gathers")
+    for part in ("attn", "mlp"):
+        assert repeated[("backward", part), "weight_gather"] == exposed[("forward", part), "weight_gather"]
 
 
 def test_only_transfers_of_layers_have_groups() -> None:
     gather = Transfer("all_gather", ("fsdp",), 1.0, "weight_gather")
-    assert group(Work(scope="unembed", phase="forward", count=1.0, formula=""), gather) is None
+    assert group(Work(scope="unembed", phase="forward", count=1.0, formula=""), gather, "all") is None
     experts = Work(scope="layers/moe/experts", phase="recompute", count=1.0, formula="")
-    assert group(experts, gather) == (("backward", "moe"), "weight_gather")
+    assert group(experts, gather, "all") == (("backward", "moe"), "weight_gather")
+    scatter = Transfer("reduce_scatter", ("fsdp",), 1.0, "gradient_scatter")
+    assert group(experts, gather, "gathers") == group(experts, gather, "all")
+    assert group(experts, scatter, "gathers") is None
+    assert group(experts, gather, "none") is None
 
 
 def test_assumed_shares_bound_what_parts_hide() -> None:

