@@ -104,7 +104,7 @@ def saved_bytes(step: TrainingStep, action: str) -> Number:
 
 
 def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
-    """Elements per token of a dense layer and of one of experts under ``action``, [1, K]; 0 where there is none."""
+    """Elements per token of a dense layer and of one of experts under ``action``, [C, K]; 0 where there is none."""
     model, strategies = step.model, step.strategies
     # TPU kernels write heads of whole registers, and XLA pads heads that are wider than one.
     (d_qk, d_v), lanes = attention_kind(model).head_sizes, LANES if step.slice.chip.kind == "tpu" else 1
@@ -113,6 +113,11 @@ def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
         if head % lanes:
             padding = next_multiple(head, lanes) / head - 1
             more = more + padding * strategies.kept(action, model, moe_layer=False, names=(name,))
+    if d_qk < lanes and action == "save":
+        # Of several sequences XLA puts the tokens of queries, keys and values into the lanes, of one their heads.
+        alone = step.tokens * strategies.devices(*SEQUENCE_AXES) <= step.positions
+        narrow = strategies.kept(action, model, moe_layer=False, names=("qkv", "rope"))
+        more = more + np.where(alone, (lanes / d_qk - 1) * narrow, 0.0)
     return (
         strategies.kept(action, model, moe_layer=False) + more + _padding(step, action, moe_layer=False)
         if model.dense_layers
