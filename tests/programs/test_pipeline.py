@@ -57,7 +57,20 @@ TAILED = ModelConfig(**(MODEL.__dict__ | {"layer_windows": (4, None, 4, None, 4,
 #: Over four stages two layers on each of the first two, one on the third and none on the last.
 FIVE = ModelConfig(**(MODEL.__dict__ | {"layers": 5}))
 TIED = ModelConfig(**(MODEL.__dict__ | {"tied_embeddings": True}))
+#: Attention beside the MLP, rotated in part and in every second layer.
+PARALLEL = ModelConfig(
+    **(
+        MODEL.__dict__
+        | {"parallel": "shared", "norm": "layer", "norm_bias": False, "rotary_dims": 2, "logits_scale": 0.5}
+        | {"rope_layers": (True, False) * (MODEL.layers // 2), "residual_scale": 0.5}
+    )
+)
+#: Norms of outputs alone, and of all heads together.
+POST = ModelConfig(**(MODEL.__dict__ | {"norm_placement": "post", "qk_norm": "width"}))
 CASES = [
+    pytest.param({"stage": 2, "tensor": 2}, {"model": PARALLEL}, id="parallel", marks=SLOW),
+    pytest.param(MIXED, {"model": POST}, id="post-norms", marks=SLOW),
+    pytest.param({"stage": 2}, {"model": POST, "schedule": "zero_bubble"}, id="post-norms-split", marks=SLOW),
     pytest.param(FOUR, {"schedule": "eager_1f1b"}, id="eager", marks=SLOW),
     pytest.param(FOUR, {"schedule": "eager_1f1b", "model": FIVE}, id="eager-uneven", marks=SLOW),
     pytest.param(FOUR, {"schedule": "gpipe"}, id="gpipe", marks=SLOW),

@@ -70,6 +70,10 @@ def test_outputs_equal_those_of_transformers_in_every_mode(name: str, tmp_path: 
         pytest.param("deepseek_v3", {"expert": 2, "context": 2}, "batch", marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"expert": 2, "tensor": 2}, "seq", marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"context": 2}, "batch", marks=pytest.mark.slow),
+        pytest.param("olmo2", {"tensor": 2, "context": 2}, "seq", marks=pytest.mark.slow),
+        pytest.param("olmo2", {"tensor": 4}, "seq", marks=pytest.mark.slow),
+        pytest.param("cohere2", {"tensor": 2}, "seq", marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", {"expert": 2, "tensor": 2}, "seq", marks=pytest.mark.slow),
     ],
 )
 def test_sharded_outputs_are_the_same(name: str, mesh: dict[str, int], kv_split: str, tmp_path: Path) -> None:
