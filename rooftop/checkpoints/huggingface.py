@@ -7,6 +7,7 @@ that owns it, and each process reads only the parts of its own devices. Writing 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections import defaultdict
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from rooftop.checkpoints.huggingface_files import Checkpoint, CheckpointTensor, write_checkpoint
 from rooftop.checkpoints.names import Array, Entry, entries, matrix, region, tensor_shape
+from rooftop.checkpoints.quantised import open_weights
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.models.config import MoE
@@ -50,11 +52,13 @@ def load_weights(
 
     ``abstract`` has shapes, dtypes and shardings, as returned by ``rooftop.programs.parameters.abstract``; values are
     cast to those dtypes on the device. ``described`` says how dims are padded; by default none is. Tensors that the
-    model does not have are ignored. ``placed`` converts each array to its stored form, before the next one is read.
+    model does not have are ignored, and quantised ones are dequantised. ``placed`` converts each array to its stored
+    form, before the next one is read.
 
-    Raises RooftopError for a file or tensor that is missing, damaged, quantised or of another shape than the model's.
+    Raises RooftopError for a file or tensor that is missing, damaged, quantised in a way that is not read, or of
+    another shape than the model's.
     """
-    checkpoint, parameters = Checkpoint.open(folder), _by_path(describe(model))
+    checkpoint, parameters = open_weights(folder), _by_path(describe(model))
     padded = parameters if described is None else _by_path(described)
     places = defaultdict[str, dict[tuple[int, ...], Entry]](dict)
     for entry in entries(model):
@@ -94,7 +98,7 @@ def save_weights(
     another model, and if no config.json of the family can describe ``model``.
     """
     keys = _config(model, source, config)
-    origin = None if source is None else Checkpoint.open(source)
+    origin = None if source is None else open_weights(source)
     arrays, parameters = _by_path(weights), _by_path(describe(model))
     padded = parameters if described is None else _by_path(described)
     parts = defaultdict[str, list[Entry]](list)
@@ -138,11 +142,21 @@ def _config(model: ModelConfig, source: Path | None, config: Mapping[str, Any] |
     if config is not None and from_huggingface(config, model.name) != model:
         raise RooftopError("config of the export", config.get("model_type"), f"the keys of {model.name}")
     if source is None:
-        return to_huggingface(model) if config is None else dict(config)
+        return to_huggingface(model) if config is None else _plain(config)
     path = source / "config.json"
-    if from_huggingface(path, model.name) != model:
+    origin = from_huggingface(path, model.name)
+    if origin != model:
         raise RooftopError("source of the export", str(path), f"the config.json of the exported model, {model.name}")
-    return path.read_bytes()
+    return path.read_bytes() if origin.stored is None else _plain(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json without those about quantised weights."""
+    return {
+        key: _plain(value) if key == "text_config" else value
+        for key, value in keys.items()
+        if key != "quantization_config"
+    }
 
 
 def _published(name: str, model: ModelConfig, checkpoint: Checkpoint) -> str:

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,6 +32,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+#: Dtypes of 8 bits that NumPy lacks, and with it the library.
+_BYTES = ("F8_E4M3", "F8_E8M0")
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
@@ -83,8 +86,7 @@ class Checkpoint:
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """The dtype of a tensor. Raises RooftopError if there is no such tensor, or its dtype is unsupported."""
-        if name not in self.tensors:
-            raise RooftopError("checkpoint tensor", name, f"a tensor of this name in {self.folder}")
+        self.shape(name)
         path, code, _ = self.tensors[name]
         if code not in _DTYPES:
             raise RooftopError(
@@ -92,19 +94,38 @@ class Checkpoint:
             )
         return _DTYPES[code]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor. Raises RooftopError if there is no such tensor."""
+        if name not in self.tensors:
+            raise RooftopError("checkpoint tensor", name, f"a tensor of this name in {self.folder}")
+        return self.tensors[name][2]
+
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise RooftopError unless the tensor exists, in a supported dtype and of this shape."""
         self.dtype(name)
-        path, _, stored = self.tensors[name]
-        if stored != shape:
-            raise RooftopError(f"{path}: shape of {name}", stored, f"{shape}, as the model has it")
+        if self.shape(name) != shape:
+            raise RooftopError(f"{self.folder}: shape of {name}", self.shape(name), f"{shape}, as the model has it")
 
     def read(self, name: str, region: tuple[slice, ...]) -> Array:
-        """A part of a tensor; only this part is read into memory."""
+        """A part of a tensor; only this part is read into memory. Elements of 8 bits are read as uint8."""
+        path, code, shape = self.tensors[name]
+        if code in _BYTES:
+            start = _offsets(path, path.stat().st_mtime_ns)[name]
+            bytes_: Array = np.array(np.memmap(path, np.uint8, "r", offset=start, shape=shape)[region])
+            return bytes_
         # Opened for each part: pages of an open file count as memory of this process.
-        with _opened(self.tensors[name][0]) as file:
+        with _opened(path) as file:
             part: Array = file.get_slice(name)[region]
             return part
+
+
+@lru_cache(maxsize=1024)
+def _offsets(path: Path, modified: int) -> Mapping[str, int]:
+    """Where the tensors of a file begin; ``modified`` is the time of its last change."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 @contextmanager

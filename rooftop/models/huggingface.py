@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.models.config import ModelConfig
+from rooftop.models.config import ModelConfig, StoredFormat
 from rooftop.models.families import Keys, read_family
 from rooftop.models.stored import read_stored
 
@@ -41,6 +41,15 @@ def from_huggingface(source: Mapping[str, Any] | str | Path, name: str | None = 
             raise
         # The parts of a ModelConfig check themselves and do not know which file they came from.
         raise RooftopError(keys.field(error.field), error.given, error.accepted) from None
+
+
+def stored_format(folder: Path) -> StoredFormat | None:
+    """The format of the matrices of the checkpoint in ``folder``, as its config.json says; None if they are plain.
+
+    Raises RooftopError for a file that cannot be read, and for a format that is not read.
+    """
+    path = folder / "config.json"
+    return read_stored(Keys(_read(path), str(path))) if path.exists() else None
 
 
 def presets() -> tuple[str, ...]:
