@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 
 #: Dtypes of arrays that live from step to step, and of activations.
 STATE_DTYPES: tuple[str, ...] = ("bf16", "f32")
-#: Optimizers, with the number of moments that each keeps per parameter.
-OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "adam": 2, "lion": 1, "sgd": 0})
+#: Optimizers, with the number of moments that each keeps per parameter. Adafactor keeps a row and a column of each
+#: matrix: about a hundredth of a moment.
+OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "adam": 2, "lion": 1, "adafactor": 0, "sgd": 0})
 #: Attention kernels of a train step.
 AttentionKernel = Literal["reference", "chunked", "splash", "cudnn"]
 KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)

@@ -495,8 +495,8 @@ def _refilled(array: Shaped[Array, "*dims"], at: int, parts: int, size: int) -> 
     return split.reshape(*before, parts * size, *after)
 
 
-def shardings(described: Transformer[Parameter], mesh: Mesh | AbstractMesh, specs: Specs) -> Transformer[NamedSharding]:
-    """Sharding of every weight at rest. Raises RooftopError if a dim does not divide over its axes."""
+def shardings(described: Any, mesh: Mesh | AbstractMesh, specs: Specs) -> Any:
+    """Sharding at rest of every parameter of a tree. Raises RooftopError if a dim does not divide over its axes."""
 
     def sharding(path: tuple[object, ...], parameter: Parameter) -> NamedSharding:
         spec = specs.parameter(*parameter.dims)

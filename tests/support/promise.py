@@ -53,6 +53,7 @@ from rooftop.models.activations import POLICIES
 from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.parameters import Parameter
 from rooftop.programs.training import program as program_module
+from rooftop.programs.training.adafactor import describe_moments
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import abstract_batch, init_state, train_step
 from rooftop.scheduling.pipeline import SCHEDULES
@@ -75,7 +76,7 @@ UNSUPPORTED = (
     {"compute": "f16", "matmul": "f16"},
     {"matmul": "int8"},
     *({name: "f16"} for name in ("weights", "moments", "gradients")),
-    {"optimizer": "adafactor"},
+    {"optimizer": "muon"},
     {"schedule": "dual_pipe"},
 )
 
@@ -284,7 +285,7 @@ def difference(program: TrainProgram, spec: TrainingSpec, *, drops: bool) -> str
     if moe and not exact:
         # Rounded scores choose other experts now and then.
         return None
-    spacing = SPACING[spec.moments if spec.optimizer == "lion" else spec.weights]
+    spacing = SPACING[spec.moments if spec.optimizer in ("lion", "adafactor") else spec.weights]
     for path, ours, theirs, old in zip(
         jax.tree_util.tree_leaves_with_path(after),
         jax.tree.leaves(after),
@@ -335,7 +336,10 @@ def without_padding(array: jax.Array, parameter: Parameter) -> np.ndarray:
 
 
 def stepped(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, Any, Any]:
-    """The loss of one step, and float32 weights before and after it (of Lion, whose steps are signs, momenta)."""
+    """The loss of one step, and float32 weights before and after it.
+
+    Lion and Adafactor take steps of the same size for the smallest gradient: of them momenta, and roots of moments.
+    """
     text = np.random.default_rng(0).integers(0, program.model.vocab, (program.batch, program.seq_len + 1))
     state, like = init_state(program, jax.random.key(0), mesh), abstract_batch(program, mesh)
     more = [
@@ -354,10 +358,14 @@ def stepped(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, Any,
     described = program.described(mesh)
 
     def figures(state: Any) -> Any:
-        weights = (
-            optax.tree_utils.tree_get(state.optimizer, "mu") if program.optimizer.name == "lion" else state.weights
-        )
-        return jax.tree.map(without_padding, weights, described)
+        match program.optimizer.name:
+            case "lion":
+                return jax.tree.map(without_padding, optax.tree_utils.tree_get(state.optimizer, "mu"), described)
+            case "adafactor":
+                # Of padding they are a tiny number that nothing is divided by.
+                roots = jax.tree.map(lambda x: np.sqrt(np.asarray(x, np.float32)).round(12), state.optimizer.moments)
+                return jax.tree.map(without_padding, roots, describe_moments(described))
+        return jax.tree.map(without_padding, state.weights, described)
 
     before = figures(state)
     with jax.set_mesh(mesh):

@@ -116,7 +116,9 @@ class Numerics(Dtypes):
     def update_bytes(self) -> float:
         """HBM traffic of the update per parameter: state read and written, gradient read, compute copy made.
 
-        The copy is cast in a pass of its own, which reads the weight again.
+        The copy is cast in a pass of its own, which reads the weight again. Adafactor reads the gradient three times:
+        for the means of rows and columns, for the root mean square of the update, and for the update.
         """
         copy = dtype_bytes(self.weights) + dtype_bytes(self.compute) if self.compute != self.weights else 0.0
-        return 2 * (dtype_bytes(self.weights) + self.optimizer_bytes) + self.gradient_bytes + copy
+        gradients = self.gradient_bytes * (3 if self.optimizer == "adafactor" else 1)
+        return 2 * (dtype_bytes(self.weights) + self.optimizer_bytes) + gradients + copy

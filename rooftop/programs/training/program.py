@@ -31,6 +31,7 @@ from rooftop.programs.attention.context import chunks_of
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.parameters import Parameter, Transformer, describe
 from rooftop.programs.sharding import Specs
+from rooftop.programs.training.adafactor import adafactor
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, require_schedule
 
 #: JAX's dtypes of arrays that live from step to step.
@@ -39,10 +40,11 @@ DTYPES = dict(zip(STATE_DTYPES, (jnp.bfloat16, jnp.float32), strict=True))
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023) or plain SGD, by ``name``.
+    """Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), Lion, Adafactor or plain SGD, by ``name``.
 
-    ``weight_decay`` is decoupled, for adamw and lion only; scales, biases and sinks do not decay. ``clip_norm`` limits
-    the norm of all gradients together. ``moments`` is the dtype of the state.
+    Sources: Lion, Chen et al. 2023; Adafactor, Shazeer and Stern 2018, whose ``learning_rate`` is relative to the root
+    mean square of a weight's matrix. ``weight_decay`` is decoupled, for adamw and lion only; scales, biases and sinks
+    do not decay. ``clip_norm`` limits the norm of all gradients together. ``moments`` is the dtype of the state.
     """
 
     name: str = "adamw"
@@ -70,7 +72,9 @@ class Optimizer:
         return clipped
 
     def transformation(self, described: Transformer[Parameter]) -> optax.GradientTransformation:
-        """The optax transformation from float32 gradients to updates of the weights."""
+        """The optax transformation from float32 gradients to updates of the weights, which are ``described``."""
+        if self.name == "adafactor":
+            return _stored(adafactor(described, self.learning_rate), DTYPES[self.moments])
         decays = jax.tree.map(lambda parameter: parameter.fan_in is not None, described)
         decay = optax.add_decayed_weights(self.weight_decay, decays)
         adam = optax.scale_by_adam(self.b1, self.b2, self.eps)

@@ -23,11 +23,12 @@ from rooftop.programs.parameters import (
     Parameter,
     Transformer,
     abstract,
-    describe,
     initialise,
+    shardings,
     without_padding,
 )
 from rooftop.programs.sharding import Specs, in_parts, named_reshard
+from rooftop.programs.training.adafactor import describe_moments
 from rooftop.programs.training.pipeline import pipelined
 from rooftop.programs.training.program import DTYPES, TrainProgram
 from rooftop.scheduling.pipeline import pipeline_table
@@ -76,41 +77,37 @@ def init_state(program: TrainProgram, key: jax.Array, mesh: Mesh) -> TrainState[
 def abstract_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainState[jax.ShapeDtypeStruct]:
     """Shapes and shardings of the state, without memory."""
     described = program.described(mesh)
-    weights = abstract(described, mesh, program.specs(mesh), DTYPES[program.weights_dtype])
-    transformation = program.optimizer.transformation(described)
-
-    def placed(leaf: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
+    specs = program.specs(mesh)
+    weights = abstract(described, mesh, specs, DTYPES[program.weights_dtype])
+    shapes = jax.eval_shape(program.optimizer.transformation(described).init, weights)
     # Moments have the shardings of their weights. They are stated here: eval_shape does not keep them in every JAX.
-    structure: Any = jax.tree.structure(weights)
-
-    def is_moments(node: Any) -> bool:
-        return bool(structure == jax.tree.structure(node))
-
-    def with_sharding(node: Any) -> Any:
-        if is_moments(node):
-            return jax.tree.map(lambda leaf, weight: placed(leaf, weight.sharding), node, weights)
-        return placed(node, NamedSharding(mesh, P()))
-
-    optimizer = jax.tree.map(with_sharding, jax.eval_shape(transformation.init, weights), is_leaf=is_moments)
-    step = placed(jax.ShapeDtypeStruct((), jnp.int32), NamedSharding(mesh, P()))
+    places = shardings(_described_optimizer(shapes, described), mesh, specs)
+    optimizer = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
+    )
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     return TrainState(step=step, weights=weights, optimizer=optimizer)
 
 
 def described_state(program: TrainProgram, mesh: Mesh | AbstractMesh) -> TrainState[Parameter]:
     """The state as parameters, which say how its arrays are padded."""
     described = program.described(mesh)
-    scalar = Parameter(shape=(), dims=())
-    structure: Any = jax.tree.structure(described)
-
-    def is_moments(node: Any) -> bool:
-        return bool(structure == jax.tree.structure(node))
-
     weights = jax.tree.map(lambda parameter: jax.ShapeDtypeStruct(parameter.shape, jnp.float32), described)
     shapes = jax.eval_shape(program.optimizer.transformation(described).init, weights)
-    optimizer = jax.tree.map(lambda node: described if is_moments(node) else scalar, shapes, is_leaf=is_moments)
-    return TrainState(step=scalar, weights=described, optimizer=optimizer)
+    return TrainState(step=_SCALAR, weights=described, optimizer=_described_optimizer(shapes, described))
+
+
+_SCALAR = Parameter(shape=(), dims=())
+
+
+def _described_optimizer(state: Any, described: Transformer[Parameter]) -> Any:
+    """The optimizer's state as parameters: trees of moments are described as the weights are, counters as scalars."""
+    known = {jax.tree.structure(tree): tree for tree in (described, describe_moments(described))}
+    return jax.tree.map(
+        lambda node: known.get(jax.tree.structure(node), _SCALAR),
+        state,
+        is_leaf=lambda node: jax.tree.structure(node) in known,
+    )
 
 
 def unpadded(state: TrainState[Any], described: TrainState[Parameter]) -> TrainState[jax.ShapeDtypeStruct]:
@@ -166,7 +163,6 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
     how = replace(program.computation, specs=specs)
     compute = jnp.dtype(DTYPES[program.compute_dtype])
     summed = jnp.dtype(DTYPES[program.gradient_dtype or program.compute_dtype])
-    transformation = program.optimizer.transformation(describe(program.model))
 
     def step(
         state: TrainState[jax.Array], batch: Batch[jax.Array]
@@ -209,6 +205,7 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
             norm = optax.tree.norm(gradients) if program.gradient_norm else None
             gradients = program.optimizer.clip(gradients)
         with named_scope("optimizer"):
+            transformation = program.optimizer.transformation(described)
             changes, optimizer = transformation.update(gradients, state.optimizer, state.weights)
             weights = optax.apply_updates(state.weights, changes)
         with named_scope("loss"):
