@@ -118,7 +118,7 @@ def _change(
     *,
     learning_rate: float,
 ) -> Float[Array, "*dims"]:
-    """What is added to a parameter whose moments are up to date."""
+    """The change of a parameter whose moments are up to date."""
     dims, own = factored_dims(parameter), range(int(parameter.stacked), len(parameter.shape))
     if dims is not None and moments.rows is not None and moments.columns is not None:
         row, column = dims
