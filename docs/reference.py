@@ -199,7 +199,7 @@ def types_page() -> str:
     oracle = json.loads((ROOT / "tests" / "oracles" / "type_counts.json").read_text(encoding="utf-8"))
     made_with = oracle["made_with"]
     named = json.loads((ROOT / "tests" / "oracles" / "tiny_models.json").read_text(encoding="utf-8"))
-    compared = {keys["model_type"] for keys in named.values()}
+    compared = {keys.get("text_config", keys)["model_type"] for keys in named.values()}
     rows, runs, planned = list[str](), 0, 0
     for kind, sizes in sorted(oracle["models"].items()):
         size = "default" if "default" in sizes else "tiny"
@@ -228,9 +228,9 @@ configuration class has as defaults, where they describe a model, and a tiny one
 Of {len(rows)} types all are counted, {planned} are planned, and {runs} run in the programs that train and serve, with
 logits and gradients equal to those of transformers (`tests/programs/test_families.py`). A model with a part that no
 program has is never run: its plan says `executable: false` and names the part, and a program that is asked for it stops
-with the same words. The planner refuses a model that is only counted. `gemma3` is read as `gemma3_text`, and `kimi_k2`
-as `deepseek_v3`; of any other multimodal file the `text_config`, if its type is one of these. Vision and audio are
-other models.
+with the same words. The planner refuses a model that is only counted. `gemma3` is read as `gemma3_text`, `kimi_k2`
+as `deepseek_v3`, `qwen3_vl_text` and `qwen3_vl_moe_text` as `qwen3` and `qwen3_moe`; of any other multimodal file the
+`text_config`, if its type is one of these. Vision and audio are other models.
 
 A key of the file that its type does not have is refused by name, unless it is null, false or zero, or known to change
 nothing.

@@ -344,6 +344,7 @@ _ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "qwen3_vl_text": "Qwen3VLForConditionalGeneration",
     "arcee": "ArceeForCausalLM",
     "cohere": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
@@ -391,7 +392,11 @@ def to_huggingface(model: ModelConfig) -> dict[str, Any]:
         raise unknown("model family", model.family, _ARCHITECTURES)
     keys = _FAMILIES.get(model.family, _spelled)(model)
     head = {"architectures": [_ARCHITECTURES[model.family]], "model_type": model.family}
-    keys = head | ({"text_config": keys} if model.family == "gemma3" else keys)
+    if model.family in _PARTS:
+        whole, part = _PARTS[model.family]
+        keys = head | {"model_type": whole, "text_config": {"model_type": part} | keys}
+    else:
+        keys = head | keys
     back = from_huggingface(keys, model.name)
     for field in dataclasses.fields(ModelConfig):
         ours, theirs = getattr(model, field.name), getattr(back, field.name)
@@ -616,12 +621,15 @@ def _gpt2(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+#: Families that are the language model of a multimodal file: its ``model_type``, and that of its ``text_config``.
+_PARTS = {"gemma3": ("gemma3", "gemma3_text"), "qwen3_vl_text": ("qwen3_vl", "qwen3_vl_text")}
 _FAMILIES: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "mistral": lambda model: _decoder(model) | _one_window(model),
     "mixtral": _mixtral,
     "kimi_k2": _deepseek,
     "llama": _decoder,
     "qwen2": _qwen,
+    "qwen3_vl_text": _qwen,
     "qwen3": _qwen,
     "qwen3_moe": _qwen3_moe,
     "gemma2": _gemma,

@@ -215,6 +215,7 @@ _MODELS: Mapping[str, Mapping[str, str]] = {
         "final_norm.bias": "transformer.ln_f.bias",
         "unembed": "lm_head.weight",
     },
+    "qwen3_vl_text": {ours: name.replace("model.", "model.language_model.") for ours, name in _MODEL.items()},
     "opt": {
         "layers": "model.decoder.layers.{layer}.",
         "embed": "model.decoder.embed_tokens.weight",
@@ -232,7 +233,7 @@ def entries(model: ModelConfig) -> tuple[Entry, ...]:
 
 
 #: Families that run, but whose published tensors have no place here yet.
-_UNNAMED = ("falcon", "gpt_neox", "hunyuan_v1_moe", "qwen3_vl_moe_text", "qwen3_vl_text")
+_UNNAMED = ("falcon", "gpt_neox", "hunyuan_v1_moe", "qwen3_vl_moe_text")
 
 
 def _entries(model: ModelConfig) -> Iterator[Entry]:
