@@ -1,4 +1,4 @@
-"""What transformers makes of checkpoints in published formats: writes formats.json.
+"""Tensors and greedy tokens by transformers of checkpoints in published formats: writes formats.json.
 
     pip install torch transformers accelerate compressed-tensors; python tests/oracles/make_formats.py GPTQMODEL AUTOAWQ
 
