@@ -278,7 +278,7 @@ def test_rows_that_say_too_little(tmp_path: Path, change: dict[str, str], why: s
         ({"dtype": "half"}, "line 2 dtype: got 'half'"),
         ({"recompute": "some"}, "line 2 recompute: got 'some'"),
         ({"sp": "maybe"}, "line 2 sp: got 'maybe'; accepted: yes or no, or nothing"),
-        ({"mlp_matrices": "5"}, "line 2 mlp_matrices: got 5; accepted: 3 (gated) or 2"),
+        ({"mlp_matrices": "5"}, "line 2 mlp_matrices: got 5; accepted: 3 (gated), 2, or 0"),
         ({"fsdp": "8"}, "line 2 mesh: got 'pp 1 x dp 1 x fsdp 8 x tp 1'; accepted: axes that multiply to 16 devices"),
         (
             {"model": "llama2-7b", "layers": ""},

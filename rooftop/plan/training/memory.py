@@ -46,9 +46,9 @@ def training_memory(step: TrainingStep) -> Memory:
     A pipeline's stage runs both in a loop: all weights, copies and float32 sums of gradients stay. Its backward pass
     takes one microbatch's activations out of the buffer of all, and makes a chunk's gradients before they are added.
     """
-    strategies, numerics, held = step.strategies, step.numerics, step.held_parameters
-    vocab = held["vocab"]
-    elements = held["dense"] + held["experts"] * step.lane_padding + vocab
+    strategies, numerics, parts = step.strategies, step.numerics, step.held_parameters
+    vocab = parts["vocab"]
+    elements = parts["dense"] + parts["experts"] * step.lane_padding + vocab
     tables = 1 if step.model.tied_embeddings else 2
     weights = elements * numerics.weight_bytes
     staged = step.staged
