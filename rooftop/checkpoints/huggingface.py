@@ -384,7 +384,7 @@ _ACTIVATIONS |= {"relu": "relu", "relu2": "relu2"}
 
 
 def to_huggingface(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a config.json that describes ``model``; reading them returns the same model.
+    """The keys of a config.json that describes ``model`` with plain weights; reading them returns the same model.
 
     Raises RooftopError for an unknown family, and for a field that no config.json of the family can express.
     """
@@ -398,7 +398,7 @@ def to_huggingface(model: ModelConfig) -> dict[str, Any]:
     else:
         keys = head | keys
     back = from_huggingface(keys, model.name)
-    for field in dataclasses.fields(ModelConfig):
+    for field in (field for field in dataclasses.fields(ModelConfig) if field.compare):
         ours, theirs = getattr(model, field.name), getattr(back, field.name)
         if ours != theirs:
             raise RooftopError(f"model {field.name}", ours, f"{theirs}: a config.json of {model.family} says no other")
