@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from rooftop.checkpoints.huggingface_files import Checkpoint, CheckpointTensor, write_checkpoint
 from rooftop.checkpoints.names import Array, Entry, entries, matrix, region, tensor_shape
-from rooftop.checkpoints.quantised import open_weights
+from rooftop.checkpoints.quantised import open_weights, output_scales
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.models.config import MoE
@@ -46,14 +46,16 @@ def load_weights(
     abstract: Transformer[jax.ShapeDtypeStruct],
     *,
     described: Transformer[Parameter] | None = None,
-    placed: Callable[[Parameter, jax.Array], Any] = lambda parameter, array: array,
+    placed: Callable[[Parameter, jax.Array, jax.Array | None], Any] = lambda parameter, array, scales: array,
+    scaled: Callable[[Parameter], int | None] = lambda parameter: None,
 ) -> Transformer[Any]:
     """The weights of ``model`` from the safetensors in ``folder`` (one file, or several with an index).
 
     ``abstract`` has shapes, dtypes and shardings, as returned by ``rooftop.programs.parameters.abstract``; values are
     cast to those dtypes on the device. ``described`` says how dims are padded; by default none is. Tensors that the
     model does not have are ignored, and quantised ones are dequantised. ``placed`` converts each array to its stored
-    form, before the next one is read.
+    form, before the next one is read. It also gets the scales that the checkpoint has for FP8 values of the array, in
+    float32, if one suffices along the dim that ``scaled`` says, whose size is 1 then; else None.
 
     Raises RooftopError for a file or tensor that is missing, damaged, quantised in a way that is not read, or of
     another shape than the model's.
@@ -65,13 +67,14 @@ def load_weights(
         entry = replace(entry, name=_published(entry.name, model, checkpoint))
         checkpoint.check(entry.name, tensor_shape(parameters[entry.leaf], entry))
         places[entry.leaf][entry.index] = entry
-    leaves = [
-        placed(
-            parameters[path],
-            _load(checkpoint, places[path], _Source(parameter=parameters[path], padding=padded[path].padding), leaf),
-        )
-        for path, leaf in _by_path(abstract).items()
-    ]
+    scales, leaves = output_scales(checkpoint), []
+    for path, leaf in _by_path(abstract).items():
+        parameter = parameters[path]
+        source, dim = _Source(parameter=parameter, padding=padded[path].padding), scaled(parameter)
+        array, own = _load(checkpoint, places[path], source, leaf), None
+        if dim is not None and all(entry.name in scales for entry in places[path].values()):
+            own = _load(scales, places[path], source, _thin(leaf, dim))
+        leaves.append(placed(parameter, array, own))
     weights: Transformer[Any] = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     return weights
 
@@ -247,6 +250,16 @@ def _load(
         leaf.shape, leaf.sharding, [shards[device] for device in owned]
     )
     return array
+
+
+def _thin(leaf: jax.ShapeDtypeStruct, dim: int) -> jax.ShapeDtypeStruct:
+    """``leaf`` in float32, with the size 1 in ``dim``."""
+    place = leaf.sharding
+    assert isinstance(place, NamedSharding)
+    spec = [*place.spec, *(None,) * (len(leaf.shape) - len(place.spec))]
+    spec[dim] = None
+    shape = (*leaf.shape[:dim], 1, *leaf.shape[dim + 1 :])
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(place.mesh, P(*spec)))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

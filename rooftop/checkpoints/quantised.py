@@ -72,6 +72,37 @@ class _Dequantised(Checkpoint):
         return part
 
 
+def output_scales(files: Checkpoint) -> Checkpoint:
+    """The scales of the FP8 matrices of ``files`` that have one for each output, or one for all.
+
+    Tensors have the names and shapes of these matrices: each element is its scale, in float32.
+    """
+    matrices = files.matrices if isinstance(files, _Dequantised) else {}
+    scaled = {name: matrix for name, matrix in matrices.items() if isinstance(matrix, _Fp8) and matrix.by_output}
+    return _OutputScales(folder=files.folder, tensors={}, matrices=scaled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OutputScales(Checkpoint):
+    """See ``output_scales``."""
+
+    matrices: Mapping[str, _Fp8]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.matrices
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return np.dtype(np.float32)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.matrices[name].shape
+
+    def read(self, name: str, region: tuple[slice, ...]) -> Array:
+        spans = [part.indices(size) for part, size in zip(region, self.shape(name), strict=True)]
+        bounds = tuple(slice(start, stop) for start, stop, _ in spans)
+        return np.broadcast_to(self.matrices[name].scales(bounds), [span.stop - span.start for span in bounds])
+
+
 def _matrices(files: Checkpoint, stored: StoredFormat) -> dict[str, _Matrix]:
     matrices = dict[str, _Matrix]()
     for name, (_, code, _) in files.tensors.items():
@@ -149,6 +180,11 @@ class _Fp8(_Matrix):
         return _BF16
 
     @property
+    def by_output(self) -> bool:
+        """True if all inputs of an output have the same scale."""
+        return self.block[0] in (0, 1) and not self.block[1]
+
+    @property
     def suffix(self) -> str:
         """The suffix of its scales."""
         return next((suffix for suffix in _FP8_SCALES if f"{self.name}{suffix}" in self.files), _FP8_SCALES[0])
@@ -162,8 +198,8 @@ class _Fp8(_Matrix):
         shapes = [grid[: len(grid) - ones] for ones in range(3) if set(grid[len(grid) - ones :]) <= {1}]
         self.expect(self.suffix, ("F32", "BF16", "F16", "F8_E8M0", "U8"), *shapes)
 
-    def read(self, region: tuple[slice, ...]) -> Array:
-        values = _E4M3[self.tensor("", *region)]
+    def scales(self, region: tuple[slice, ...]) -> NDArray[np.float32]:
+        """The scales of ``region``; a dim along which all are the same has size 1."""
         blocks, within = list[slice](), list[slice]()
         for span, size in zip(region, self.block, strict=True):
             first = span.start // size if size else 0
@@ -174,7 +210,10 @@ class _Fp8(_Matrix):
         scales = scales.reshape(*(span.stop - span.start for span in blocks))
         for dim, size in enumerate(self.block):
             scales = np.repeat(scales, size, axis=dim) if size > 1 else scales
-        part: Array = (values * scales[tuple(within)]).astype(_BF16)
+        return scales[tuple(within)]
+
+    def read(self, region: tuple[slice, ...]) -> Array:
+        part: Array = (_E4M3[self.tensor("", *region)] * self.scales(region)).astype(_BF16)
         return part
 
 

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from rooftop.checkpoints.huggingface import load_weights
+from rooftop.models import from_huggingface
+from rooftop.programs.parameters import Parameter
+from rooftop.programs.serving.quantised import Quantised, scaled_by, summed_dim
 from rooftop.serve.engine.loading import load
 from rooftop.serve.engine.requests import Sampling
-from tests.checkpoints.test_quantised import CASES, NAMES, publish
+from tests.checkpoints.test_huggingface import blank, eight
+from tests.checkpoints.test_quantised import CASES, NAMES, publish, tiny_formats
+from tests.support.checkpoint_tensors import from_checkpoint
 from tests.support.engines import CONFIGURATION, answers
 from tests.support.quickly import QUICKLY
 from tests.support.serving_process import ENGINE, ENVIRONMENT, ROOFTOP, started
@@ -30,6 +42,47 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     samplings = [Sampling(max_tokens=len(case["output"]), temperature=0.0) for case in continuations]
     for tokens, case in zip(answers(serving, prompts, samplings), continuations, strict=True):
         assert [token.token for token in tokens] == case["output"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama_tensors", "llama_channels"])
+def test_fp8_keeps_the_values_and_scales_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    """Over eight devices; f32 of FP8 times its scale, as the checkpoint has them. Other weights have no scales."""
+    folder = publish(name, tmp_path / name)
+    model = from_huggingface(folder, name)
+
+    def placed(parameter: Parameter, array: jax.Array, scales: jax.Array | None) -> Any:
+        assert (scales is not None) == (summed_dim(parameter) is not None)
+        return array if scales is None else scaled_by(array, scales)
+
+    weights = load_weights(folder, model, blank(model, **eight(model)), placed=placed, scaled=summed_dim)
+    tensors = tiny_formats.tensors(CASES[name]["weights"], CASES[name]["config"]["quantization_config"])
+    exact = dict[str, Any]()
+    for tensor, (array, code) in tensors.items():
+        if code == "F8_E4M3":
+            scales = tensors[f"{tensor}_scale"][0].view(ml_dtypes.bfloat16).astype(np.float32)
+            exact[tensor] = array.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales
+        elif not tensor.endswith("_scale"):
+            exact[tensor] = array.view(ml_dtypes.bfloat16).astype(np.float32)
+    expected = jax.tree.leaves(from_checkpoint(model, exact))
+    leaves = jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    for leaf, right in zip(leaves, expected, strict=True):
+        if isinstance(leaf, Quantised):
+            assert leaf.values.dtype == jnp.float8_e4m3fn and leaf.values.size == right.size
+            leaf = np.asarray(leaf.values).astype(np.float32) * np.asarray(leaf.scales)
+        assert np.array_equal(np.asarray(leaf), right)
+
+
+@pytest.mark.slow
+def test_fp8_is_served_as_it_is_stored(tmp_path: Path) -> None:
+    configuration = replace(CONFIGURATION, weights_dtype="f8_e4m3")
+    serving = load(publish("llama_channels", tmp_path / "in"), configuration, options=QUICKLY)
+    serving.stops = frozenset()
+    serving.start()
+    case = CASES["llama_channels"]["greedy"][0]
+    sampling = Sampling(max_tokens=1, temperature=0.0, logprobs=3)
+    ((token,),) = answers(serving, [case["prompt"]], [sampling])
+    assert case["output"][0] in [likely for likely, _ in token.top]
 
 
 @pytest.mark.slow

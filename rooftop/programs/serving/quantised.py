@@ -91,6 +91,12 @@ def quantise(weight: Float[Array, "*dims"], dim: int, name: str) -> Quantised:
     return Quantised(values=_together(pairs, dim), scales=_together(scales, dim))
 
 
+def scaled_by(weight: Float[Array, "*dims"], scales: Float[Array, "*scales"]) -> Quantised:
+    """FP8 values of a weight that is their product with ``scales``, rounded: rounding to FP8 finds the values again."""
+    values = jnp.where(scales == 0, 0, weight.astype(jnp.float32) / scales)
+    return Quantised(values=values.astype(FORMATS["f8_e4m3"].dtype), scales=scales)
+
+
 def in_full(weights: Any, dtype: DTypeLike) -> Any:
     """A tree of weights with each ``Quantised`` one in ``dtype``, and each ``Turned`` one in its original order."""
 

@@ -29,7 +29,7 @@ from rooftop.programs.parameters import Parameter, Transformer, describe, initia
 from rooftop.programs.serving.decode import Decoder, by_layer
 from rooftop.programs.serving.formats import FORMATS
 from rooftop.programs.serving.paged import best_reader
-from rooftop.programs.serving.quantised import Turned, quantise, require_format, summed_dim
+from rooftop.programs.serving.quantised import Turned, quantise, require_format, scaled_by, summed_dim
 from rooftop.serve.engine.configuration import Configuration, Shapes
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.replica import Replica
@@ -38,8 +38,10 @@ from rooftop.serve.engine.replica import Replica
 _PREFILL_TOKENS = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 
 
-#: Converts an array once it is loaded.
-Placed = Callable[[Parameter, jax.Array], Any]
+#: Converts an array once it is loaded, with its scales if the checkpoint has usable ones.
+Placed = Callable[[Parameter, jax.Array, jax.Array | None], Any]
+#: The dim of a parameter along which usable scales do not change, None if none are.
+Scaled = Callable[[Parameter], int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class WeightSource:
 
     model: ModelConfig
     stops: frozenset[int]
-    weights: Callable[[Decoder, Mesh, Placed], Transformer[Any]]
+    weights: Callable[[Decoder, Mesh, Placed, Scaled], Transformer[Any]]
 
 
 def published(checkpoint: Path) -> WeightSource:
@@ -58,8 +60,9 @@ def published(checkpoint: Path) -> WeightSource:
         raise RooftopError("checkpoint", str(checkpoint), "a folder with a config.json")
     model = from_huggingface(path, checkpoint.resolve().name)
 
-    def weights(decoder: Decoder, mesh: Mesh, placed: Placed) -> Transformer[Any]:
-        weights: Transformer[Any] = load_weights(checkpoint, model, decoder.abstract_weights(mesh), placed=placed)
+    def weights(decoder: Decoder, mesh: Mesh, placed: Placed, scaled: Scaled) -> Transformer[Any]:
+        abstract = decoder.abstract_weights(mesh)
+        weights: Transformer[Any] = load_weights(checkpoint, model, abstract, placed=placed, scaled=scaled)
         return weights
 
     return WeightSource(model=model, stops=stop_tokens(checkpoint), weights=weights)
@@ -68,10 +71,12 @@ def published(checkpoint: Path) -> WeightSource:
 def drawn(model: ModelConfig, *, seed: int = 0) -> WeightSource:
     """A model with random weights, for measurements that do not depend on them."""
 
-    def weights(decoder: Decoder, mesh: Mesh, placed: Placed) -> Transformer[Any]:
+    def weights(decoder: Decoder, mesh: Mesh, placed: Placed, scaled: Scaled) -> Transformer[Any]:
         described = describe(model)
         initial = initialise(described, jax.random.key(seed), mesh, decoder.specs, jnp.dtype(decoder.dtype))
-        weights: Transformer[Any] = jax.tree.map(placed, described, initial)
+        weights: Transformer[Any] = jax.tree.map(
+            lambda parameter, array: placed(parameter, array, None), described, initial
+        )
         return weights
 
     return WeightSource(model=model, stops=frozenset(), weights=weights)
@@ -265,14 +270,20 @@ def _placed(
     decoder: Decoder,
     mesh: Mesh,
     configuration: Configuration,
-    weights: Callable[[Decoder, Mesh, Placed], Transformer[Any]],
+    weights: Callable[[Decoder, Mesh, Placed, Scaled], Transformer[Any]],
 ) -> Transformer[Any]:
-    """The weights layer by layer. Each array is quantised or turned, and split into layers, once it is loaded."""
+    """The weights layer by layer. Each array is quantised or turned, and split into layers, once it is loaded.
 
-    def placed(parameter: Parameter, array: jax.Array) -> Any:
+    FP8 with the scales of the checkpoint has the checkpoint's values.
+    """
+    fp8 = configuration.weights_dtype == "f8_e4m3"
+
+    def placed(parameter: Parameter, array: jax.Array, scales: jax.Array | None) -> Any:
         with jax.set_mesh(mesh):
             dim, stored = summed_dim(parameter), array
-            if dim is not None and configuration.weights_dtype != "plain":
+            if scales is not None:
+                stored = jax.jit(scaled_by)(array, scales)
+            elif dim is not None and configuration.weights_dtype != "plain":
                 stored = jax.jit(quantise, static_argnums=(1, 2))(array, dim, configuration.weights_dtype)
             turns = decoder.weights_left and (dim == 1 or parameter.dims == ("embed", "vocab"))
             whole = Turned.of if turns else lambda leaf: leaf
@@ -280,7 +291,7 @@ def _placed(
                 return whole(stored)
             return tuple(whole(jax.tree.map(lambda leaf, at=at: leaf[at], stored)) for at in range(parameter.shape[0]))
 
-    result = by_layer(decoder.model, weights(decoder, mesh, placed))
+    result = by_layer(decoder.model, weights(decoder, mesh, placed, summed_dim if fp8 else _unscaled))
     if result.unembed is None and decoder.specs.rules.parameters["vocab"]:
         # A tied table is split over D, and every step would reshard it to a split over V.
         with jax.set_mesh(mesh):
@@ -288,6 +299,10 @@ def _placed(
             unembed = jax.jit(lambda table: jax.sharding.reshard(table, P(None, None)).T)(result.embed)
             result = replace(result, unembed=jax.device_put(unembed, place))
     return result
+
+
+def _unscaled(parameter: Parameter) -> None:
+    """No parameter has usable scales."""
 
 
 #: Share of the memory left by weights that the cache gets by default: the rest is for steps and the host.
