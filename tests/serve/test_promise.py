@@ -23,7 +23,7 @@ from rooftop.programs.parameters import describe
 from rooftop.programs.serving.decode import Decoder
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.configuration import Configuration, configuration_of
-from rooftop.serve.engine.loading import Placed, WeightSource, drawn, load, parts
+from rooftop.serve.engine.loading import Placed, Scaled, WeightSource, drawn, load, parts
 from rooftop.serve.engine.replica import Replica
 from rooftop.serve.engine.requests import Sampling
 from tests.support.engines import answers
@@ -136,11 +136,11 @@ class Traced(Replica):
 def zeros(model: ModelConfig) -> WeightSource:
     """A model whose weights are zeros, which no program has to be compiled for."""
 
-    def weights(decoder: Decoder, mesh: jax.sharding.Mesh, placed: Placed) -> Any:
+    def weights(decoder: Decoder, mesh: jax.sharding.Mesh, placed: Placed, scaled: Scaled) -> Any:
         arrays = jax.tree.map(
             lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), decoder.abstract_weights(mesh)
         )
-        return jax.tree.map(placed, describe(model), arrays)
+        return jax.tree.map(lambda parameter, array: placed(parameter, array, None), describe(model), arrays)
 
     return WeightSource(model=model, stops=frozenset(), weights=weights)
 
