@@ -18,7 +18,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
@@ -48,6 +48,7 @@ from rooftop.arrays.rules import (
     ways,
 )
 from rooftop.capabilities import CONTEXT_CHUNKS, KERNELS, OPTIMIZERS, TRAINING, AttentionKernel, TrainingSpec
+from rooftop.core.errors import RooftopError
 from rooftop.models import MLA, ModelConfig, MoE
 from rooftop.models.activations import POLICIES
 from rooftop.programs.attention.context import sequence_order
@@ -108,6 +109,8 @@ def random_spec(seed: int, number: int, kernels: tuple[AttentionKernel, ...] = C
             model = _odd(rng, model, odd)
     if rng.random() < 0.1:
         more |= rng.choice(UNSUPPORTED)
+    if rng.random() < 0.4:
+        model = _composed(rng, model)
     if model.positions == "learned" and rng.random() < 0.2:
         sizes["seq_len"] += LONGEST
     return TrainingSpec(
@@ -190,6 +193,25 @@ def _model(rng: Random, axes: dict[str, int], chunks: int) -> ModelConfig:
         moe=moe,
         mla=mla,
     )
+
+
+def _composed(rng: Random, model: ModelConfig) -> ModelConfig:
+    """The model with some of the parts that only a few families have. One in ten has a part that no program has."""
+    parts: list[dict[str, Any]] = [
+        {"norm_placement": "post"}, {"norm_placement": "pre", "parallel": "shared"}, {"qk_norm": "width"},
+        {"residual_scale": 0.5}, {"logits_scale": 0.5}, {"embed_scale": 2.0}, {"rotary_dims": 4},
+        {"rope_interleaved": True}, {"norm_bias": False}, {"norm_scale": False, "norm_bias": False},
+        {"norm_offset": True}, {"query_scale": 0.2},
+        {"rope_layers": tuple(at % 2 == 0 for at in range(model.layers))},
+    ]  # fmt: skip
+    changes = rng.sample(parts, 2)
+    if rng.random() < 0.1:
+        changes.append(rng.choice(({"attn_gate": True}, {"embed_norm": True}, {"not_run": ("a part",)})))
+    for change in changes:
+        # Parts that a model of this kind cannot have.
+        with suppress(RooftopError):
+            model = replace(model, **change)
+    return model
 
 
 def _coin(rng: Random) -> bool:
