@@ -1,8 +1,8 @@
 """Checkpoints with quantised matrices, read as plain ones: every part is dequantised as it is read.
 
 The layouts are those of the published files: scales next to an FP8 matrix, MXFP4 blocks and their exponents, and int32
-words of GPTQ and AWQ. Values are those of transformers and of the libraries that it calls: FP8 and MXFP4 in bf16, GPTQ
-and AWQ in the dtype of their scales.
+words of GPTQ, AWQ and compressed-tensors. Values are those of transformers and of the libraries that it calls: FP8 and
+MXFP4 in bf16, whole numbers in the dtype of their scales.
 """
 
 from __future__ import annotations
@@ -118,6 +118,9 @@ def _matrices(files: Checkpoint, stored: StoredFormat) -> dict[str, _Matrix]:
             case "awq" if name.endswith(".qweight"):
                 plain = name.removesuffix(".qweight")
                 matrices[f"{plain}.weight"] = _Awq(files=files, name=plain, stored=stored)
+            case "packed" if name.endswith("_packed"):
+                plain = name.removesuffix("_packed")
+                matrices[plain] = _Packed(files=files, name=plain, stored=stored)
     for matrix in matrices.values():
         matrix.check()
     return matrices
@@ -283,11 +286,11 @@ class _Words(_Matrix):
         numbers = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**self.stored.bits - 1)
         return numbers.astype(np.int32)
 
-    def words_of(self, outputs: slice) -> tuple[slice, slice]:
-        """The words of a row that hold these outputs, and the place of the outputs in them."""
-        first = outputs.start // self.per_word
-        words = slice(first, ceil_div(outputs.stop, self.per_word))
-        return words, slice(outputs.start - first * self.per_word, outputs.stop - first * self.per_word)
+    def words_of(self, numbers: slice) -> tuple[slice, slice]:
+        """The words of a row that hold these numbers, and the place of the numbers in them."""
+        first = numbers.start // self.per_word
+        words = slice(first, ceil_div(numbers.stop, self.per_word))
+        return words, slice(numbers.start - first * self.per_word, numbers.stop - first * self.per_word)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,6 +355,34 @@ class _Awq(_Words):
         zeros = self.columns(self.tensor(".qzeros", some, words))[groups - some.start]
         scales = self.tensor(".scales", some, outputs)[groups - some.start]
         part: Array = ((numbers - zeros)[:, within].astype(self.dtype) * scales).T
+        return part
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Packed(_Words):
+    """compressed-tensors: a word has numbers of consecutive inputs of one output, and half of their range is zero."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        outputs, words = self.files.shape(f"{self.name}_packed")
+        return outputs, words * self.per_word
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.files.dtype(f"{self.name}_scale")
+
+    def check(self) -> None:
+        (outputs, inputs), group = self.shape, self.stored.block[1]
+        self.expect("_packed", ("I32",), self.files.shape(f"{self.name}_packed")[:2])
+        self.expect("_scale", ("BF16", "F16", "F32"), (outputs, ceil_div(inputs, group) if group else 1))
+
+    def read(self, region: tuple[slice, ...]) -> Array:
+        outputs, inputs = region
+        words, within = self.words_of(inputs)
+        numbers = self.unpacked(self.tensor("_packed", outputs, words)).reshape(outputs.stop - outputs.start, -1)
+        groups = np.arange(inputs.start, inputs.stop) // (self.stored.block[1] or self.shape[1])
+        values = (numbers[:, within] - 2 ** (self.stored.bits - 1)).astype(self.dtype)
+        part: Array = values * self.tensor("_scale", outputs)[:, groups]
         return part
 
 

@@ -27,7 +27,7 @@ Positions = Literal["rope", "learned", "alibi", "none"]
 RopeScalingKind = Literal["linear", "llama3", "yarn"]
 Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 GroupScore = Literal["max", "top2_sum"]
-StoredMethod = Literal["mxfp4", "fp8", "gptq", "awq"]
+StoredMethod = Literal["mxfp4", "fp8", "gptq", "awq", "packed"]
 ROPE_SCALINGS: tuple[RopeScalingKind, ...] = get_args(RopeScalingKind)
 
 #: Bounds that no model comes near; they keep a mistyped figure from exhausting memory before it is noticed.
@@ -217,9 +217,9 @@ class StoredFormat(Record):
 
     A scale of ``scale_bytes`` covers ``block`` = (outputs, inputs) of a matrix; 0 stands for all of them. ``mxfp4`` has
     two e2m1 values in a byte, ``fp8`` is e4m3, ``gptq`` and ``awq`` are whole numbers of ``bits`` packed into int32,
-    with a zero point of ``bits`` for each scale. GPTQ says each input's group; ``zeros_less_one``: it stores the zero
-    points less one. Modules that ``skipped`` matches are not quantised: regular expressions of the beginning of a
-    name, up to a dot, or the end of a name.
+    with a zero point of ``bits`` for each scale; ``packed`` ones, of compressed-tensors, have no zero points. GPTQ says
+    each input's group; ``zeros_less_one``: it stores the zero points less one. Modules that ``skipped`` matches are not
+    quantised: regular expressions of the beginning of a name, up to a dot, or the end of a name.
     """
 
     closed = True
@@ -234,7 +234,7 @@ class StoredFormat(Record):
     @property
     def words(self) -> str:
         """The format in words: 'fp8, a scale for 128 x 128 weights'."""
-        name = f"{self.method} of {self.bits} bits" if self.method in ("gptq", "awq") else self.method
+        name = f"{self.method} of {self.bits} bits" if self.method in ("gptq", "awq", "packed") else self.method
         rows, columns = self.block
         if not rows and not columns:
             return f"{name}, a scale for each matrix"
@@ -249,6 +249,9 @@ class StoredFormat(Record):
         size = outputs * inputs * self.bits // 8 + scales * self.scale_bytes
         if self.method in ("gptq", "awq"):
             size += scales * self.bits // 8
+        if self.method == "packed":
+            # The shape: two numbers of 64 bits.
+            size += 16
         # GPTQ says the group of each input in 32 bits.
         return size + (inputs * 4 if self.method == "gptq" else 0)
 

@@ -162,8 +162,16 @@ def _fbgemm(keys: Keys) -> StoredFormat:
     return StoredFormat(method="fp8", bits=8, block=(1, 0), scale_bytes=4, skipped=skipped)
 
 
+#: Formats of compressed-tensors, with the type of their numbers and the bits that are read.
+_COMPRESSED: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "float-quantized": ("float", (8,)),
+    "naive-quantized": ("float", (8,)),
+    "pack-quantized": ("int", (4, 8)),
+}
+
+
 def _compressed(keys: Keys) -> StoredFormat:
-    keys.only("format", "float-quantized", "naive-quantized")
+    type_, bits = keys.name("format", _COMPRESSED)
     keys.only("quantization_status", "compressed", "frozen")
     keys.ignore("version", "global_compression_ratio", "sparsity_config", "ignore")
     if keys.has("sparsity_config") and (format_ := keys.data["sparsity_config"].get("format")) not in (None, "dense"):
@@ -173,28 +181,33 @@ def _compressed(keys: Keys) -> StoredFormat:
         raise RooftopError(groups.field(""), ", ".join(groups.data), "one group: one format for all matrices")
     group = groups.inner(next(iter(groups.data)))
     group.only("targets", ["Linear"])
-    group.only("format", "float-quantized", "naive-quantized")
+    group.only("format", keys.data["format"])
     group.ignore("input_activations")
     weights = group.inner("weights")
-    weights.name("type", {"float": 8})
-    weights.only("num_bits", 8)
+    weights.name("type", {type_: type_})
+    weights.only("num_bits", *bits)
     weights.only("symmetric", True)
-    weights.only("actorder")
+    # With any other order, inputs of a group are not neighbours.
+    weights.only("actorder", "weight", "static")
     weights.only("dynamic", False)
-    weights.ignore("observer", "observer_kwargs", "group_size", "scale_dtype", "zp_dtype")
-    blocks: Mapping[str, Callable[[], tuple[int, int]]] = {
-        "tensor": lambda: (0, 0),
-        "channel": lambda: (1, 0),
-        "block": lambda: _block(weights, "block_structure", None),
-    }
-    block = weights.name("strategy", blocks)()
-    weights.ignore("block_structure")
+    weights.ignore("observer", "observer_kwargs", "group_size", "block_structure", "scale_dtype", "zp_dtype")
+    blocks: dict[str, Callable[[], tuple[int, int]]] = {"channel": lambda: (1, 0)}
+    if type_ == "float":
+        blocks |= {"tensor": lambda: (0, 0), "block": lambda: _block(weights, "block_structure", None)}
+    else:
+        blocks["group"] = lambda: (1, weights.whole("group_size"))
     # Names are whole, unless they are marked as regular expressions, which begin where a name begins.
     skipped = tuple(
         name.removeprefix("re:") + ".*" if name.startswith("re:") else f"{re.escape(name)}$"
         for name in _patterns(keys, "ignore")
     )
-    return StoredFormat(method="fp8", bits=8, block=block, scale_bytes=2, skipped=skipped)
+    return StoredFormat(
+        method="fp8" if type_ == "float" else "packed",
+        bits=weights.whole("num_bits"),
+        block=weights.name("strategy", blocks)(),
+        scale_bytes=2,
+        skipped=skipped,
+    )
 
 
 #: Keys of GPTQ and AWQ about how the weights were chosen, or who multiplies with them.

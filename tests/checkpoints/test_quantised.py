@@ -69,7 +69,7 @@ def test_the_planned_bytes_are_those_of_the_file(name: str, tmp_path: Path) -> N
     """All tensors of the file; a scale of a whole matrix may have another dtype than is assumed."""
     folder = publish(name, tmp_path / "in")
     model, files = from_huggingface(folder), Checkpoint.open(folder)
-    sizes = {"F8_E4M3": 1, "U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4}
+    sizes = {"F8_E4M3": 1, "U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I32": 4, "I64": 8}
     assert {entry.name for entry in entries(model)} <= CASES[name]["weights"].keys()
     total = sum(int(np.prod(shape)) * sizes[code] for _, code, shape in files.tensors.values())
     stored = StoredWeights.of(model)

@@ -44,6 +44,10 @@ def compressed(**weights: Any) -> dict[str, Any]:
     }
 
 
+INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}
+PACKED = compressed(**INT4) | {"format": "pack-quantized"}
+
+
 def quantised(preset: str, config: dict[str, Any]) -> ModelConfig:
     """A preset with a quantization_config."""
     text = (resources.files("rooftop.models") / "presets" / f"{preset}.json").read_text()
@@ -75,6 +79,8 @@ OTHERS = 2 * 128_256 * 4096 + 65 * 4096
         (FBGEMM, lambda out, in_: out * in_ + 4 * out),
         (compressed(), lambda out, in_: out * in_ + 2 * out),
         (compressed(strategy="tensor"), lambda out, in_: out * in_ + 2),
+        # Packed values, scales in bf16, and the shape.
+        (PACKED, lambda out, in_: out * in_ // 2 + in_ // 128 * out * 2 + 16),
         # Packed values, scales in f16, packed zero points, and the group of each input.
         (GPTQ, lambda out, in_: out * in_ // 2 + in_ // 128 * out * 2 + in_ // 128 * out // 2 + 4 * in_),
         (AWQ, lambda out, in_: out * in_ // 2 + in_ // 128 * out * 2 + in_ // 128 * out // 2),
@@ -132,8 +138,11 @@ def test_the_format_changes_no_model() -> None:
         (BLOCK_FP8 | {"weight_block_size": [128]}, "weight_block_size: got [128]"),
         (BLOCK_FP8 | {"modules_to_convert": ["lm_head"]}, "modules_to_convert: got"),
         (compressed(type="int"), "config_groups.group_0.weights.type: got 'int'"),
+        (PACKED | {"format": "int-quantized"}, "format: got 'int-quantized'; accepted: did you mean"),
+        (compressed(**INT4, symmetric=False) | {"format": "pack-quantized"}, "symmetric: got False"),
+        (compressed(**INT4, actorder="group") | {"format": "pack-quantized"}, "actorder: got 'group'"),
         (compressed(strategy="group"), "strategy: got 'group'"),
-        (compressed() | {"format": "pack-quantized"}, "format: got 'pack-quantized'"),
+        (compressed() | {"format": "pack-quantized"}, "config_groups.group_0.weights.type: got 'float'"),
         (compressed() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: got"),
         (compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format: got"),
     ],

@@ -58,12 +58,20 @@ _GPTQ = {
 }
 
 
-def _compressed(strategy: str) -> dict[str, Any]:
-    activations = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "float"}
-    weights = {"dynamic": False, "num_bits": 8, "strategy": strategy, "symmetric": True, "type": "float"}
+def _compressed(strategy: str, format_: str = "float-quantized", **more: Any) -> dict[str, Any]:
+    activations: dict[str, Any] | None = {
+        "dynamic": True,
+        "num_bits": 8,
+        "strategy": "token",
+        "symmetric": True,
+        "type": "float",
+    }
+    weights = {"dynamic": False, "num_bits": 8, "strategy": strategy, "symmetric": True, "type": "float"} | more
+    if format_ == "pack-quantized":
+        activations = None
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": format_,
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
@@ -77,6 +85,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama_fp8": (_LLAMA, _FP8 | {"weight_block_size": None, "activation_scheme": "static"}),
     "llama_channels": (_LLAMA, _compressed("channel")),
     "llama_tensors": (_LLAMA, _compressed("tensor")),
+    "llama_packed": (_LLAMA, _compressed("group", "pack-quantized", type="int", num_bits=4, group_size=32)),
+    "llama_packed_channels": (_LLAMA, _compressed("channel", "pack-quantized", type="int")),
     "llama_gptq": (_LLAMA, _GPTQ),
     "llama_gptq_ordered": (_LLAMA, _GPTQ | {"desc_act": True, "sym": False, "group_size": 16}),
     "llama_gptq_v2": (_LLAMA, _GPTQ | {"bits": 8, "sym": False, "group_size": -1, "checkpoint_format": "gptq_v2"}),

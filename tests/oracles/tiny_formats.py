@@ -34,6 +34,8 @@ def tensors(shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any]) -> d
             result |= _mxfp4(name, shape, random)
         elif method in ("gptq", "awq") and _MATRIX.search(name):
             result |= _words(name.removesuffix(".weight"), shape, config, random)
+        elif config.get("format") == "pack-quantized" and _MATRIX.search(name):
+            result |= _packed(name, shape, config["config_groups"]["group_0"]["weights"], random)
         elif method in ("fp8", "fbgemm_fp8", "compressed-tensors") and _MATRIX.search(name):
             result |= _fp8(name, shape, config, random)
         elif method in ("gptq", "awq"):
@@ -87,6 +89,17 @@ def _mxfp4(name: str, shape: Sequence[int], random: Any) -> dict[str, Tensor]:
     return {
         f"{name}_blocks": (random.randint(0, 256, (*grid, 16)).astype(np.uint8), "U8"),
         f"{name}_scales": (exponents.astype(np.uint8), "U8"),
+    }
+
+
+def _packed(name: str, shape: Sequence[int], weights: Mapping[str, Any], random: Any) -> dict[str, Tensor]:
+    (outputs, inputs), bits = shape, weights["num_bits"]
+    grid = (outputs, inputs // weights["group_size"] if weights["strategy"] == "group" else 1)
+    words = random.randint(-(2**31), 2**31, (outputs, inputs * bits // 32)).astype(np.int32)
+    return {
+        f"{name}_packed": (words, "I32"),
+        f"{name}_scale": (_bf16(_scales(shape, grid, _RMS[bits], random)), "BF16"),
+        f"{name}_shape": (np.array(shape, np.int64), "I64"),
     }
 
 
