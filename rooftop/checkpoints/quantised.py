@@ -38,8 +38,8 @@ _FP8_SCALES = ("_scale_inv", "_scale")
 def open_weights(folder: Path) -> Checkpoint:
     """The checkpoint in ``folder``, whose quantised matrices are read as if they were plain.
 
-    Raises RooftopError for files that are missing or damaged, for a ``quantization_config`` that is not read, and for
-    tensors that are not as it says.
+    Raises RooftopError for files that are missing or damaged, and for a ``quantization_config`` that is not read;
+    ``check`` raises it for tensors that are not as the config says.
     """
     plain, stored = Checkpoint.open(folder), stored_format(folder)
     if stored is None:
@@ -61,6 +61,11 @@ class _Dequantised(Checkpoint):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.matrices[name].shape if name in self.matrices else super().shape(name)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        if name in self.matrices:
+            self.matrices[name].check()
+        super().check(name, shape)
 
     def read(self, name: str, region: tuple[slice, ...]) -> Array:
         if name not in self.matrices:
@@ -121,8 +126,6 @@ def _matrices(files: Checkpoint, stored: StoredFormat) -> dict[str, _Matrix]:
             case "packed" if name.endswith("_packed"):
                 plain = name.removesuffix("_packed")
                 matrices[plain] = _Packed(files=files, name=plain, stored=stored)
-    for matrix in matrices.values():
-        matrix.check()
     return matrices
 
 
@@ -161,6 +164,12 @@ class _Matrix(ABC):
         if shape not in shapes:
             raise RooftopError(f"{path}: shape of {name}", shape, " or ".join(map(str, shapes)))
 
+    def expect_dims(self, suffix: str, dims: str) -> None:
+        """Raise RooftopError unless the tensor has as many dims as ``dims`` names."""
+        shape = self.files.shape(f"{self.name}{suffix}")
+        if len(shape) != len(dims.split()):
+            raise RooftopError(f"shape of {self.name}{suffix}", shape, f"[{', '.join(dims.split())}]")
+
     def tensor(self, suffix: str, *region: slice) -> Array:
         """A part of one of its tensors; dims without a slice are whole."""
         name = f"{self.name}{suffix}"
@@ -193,8 +202,7 @@ class _Fp8(_Matrix):
         return next((suffix for suffix in _FP8_SCALES if f"{self.name}{suffix}" in self.files), _FP8_SCALES[0])
 
     def check(self) -> None:
-        if len(self.shape) != 2:
-            raise RooftopError(f"shape of {self.name}", self.shape, "[out, in]: a matrix")
+        self.expect_dims("", "out in")
         (outputs, inputs), (rows, columns) = self.shape, self.block
         grid = (ceil_div(outputs, rows) if rows else 1, ceil_div(inputs, columns) if columns else 1)
         # Scales of one column are stored as vectors too, and those of a whole matrix as scalars.
@@ -237,9 +245,8 @@ class _Mxfp4(_Matrix):
         return _BF16
 
     def check(self) -> None:
+        self.expect_dims("_blocks", "expert out block 16")
         blocks = self.files.shape(f"{self.name}_blocks")
-        if len(blocks) != 4:
-            raise RooftopError(f"shape of {self.name}_blocks", blocks, "[expert, out, block, 16]")
         self.expect("_blocks", ("U8",), (*blocks[:3], 16))
         self.expect("_scales", ("U8",), blocks[:3])
 
@@ -303,7 +310,8 @@ class _Gptq(_Words):
         return outputs, rows * self.per_word
 
     def check(self) -> None:
-        self.expect(".qweight", ("I32",), self.files.shape(f"{self.name}.qweight")[:2])
+        self.expect_dims(".qweight", "row column")
+        self.expect(".qweight", ("I32",), self.files.shape(f"{self.name}.qweight"))
         self.check_scales()
         self.expect(".g_idx", ("I32",), self.shape[1:])
 
@@ -335,7 +343,8 @@ class _Awq(_Words):
         return words * self.per_word, inputs
 
     def check(self) -> None:
-        self.expect(".qweight", ("I32",), self.files.shape(f"{self.name}.qweight")[:2])
+        self.expect_dims(".qweight", "row column")
+        self.expect(".qweight", ("I32",), self.files.shape(f"{self.name}.qweight"))
         self.check_scales()
 
     def columns(self, words: Array) -> NDArray[np.int32]:
@@ -372,8 +381,9 @@ class _Packed(_Words):
         return self.files.dtype(f"{self.name}_scale")
 
     def check(self) -> None:
+        self.expect_dims("_packed", "out word")
+        self.expect("_packed", ("I32",), self.files.shape(f"{self.name}_packed"))
         (outputs, inputs), group = self.shape, self.stored.block[1]
-        self.expect("_packed", ("I32",), self.files.shape(f"{self.name}_packed")[:2])
         self.expect("_scale", ("BF16", "F16", "F32"), (outputs, ceil_div(inputs, group) if group else 1))
 
     def read(self, region: tuple[slice, ...]) -> Array:

@@ -122,23 +122,24 @@ def test_fbgemm_is_a_scale_for_each_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("deepseek_v3_fp8", {"weight_block_size": [32, 8]}, "shape of model.layers.0.mlp.down_proj.weight_scale_inv"),
+        ("deepseek_v3_fp8", {"weight_block_size": [32, 8]}, "weight_scale_inv: got (2, 8); accepted: (1, 8)"),
         (
             "llama_channels",
             {"quant_method": "fp8", "weight_block_size": None},
             "quantization_config.format: got 'float-quantized'; accepted: no such key",
         ),
-        ("llama_gptq", {"group_size": 16}, "shape of model.layers.0.mlp.down_proj.scales: got (3, 64)"),
-        ("llama_gptq", {"bits": 8}, "shape of model.layers.0.mlp.down_proj.scales"),
-        ("llama_awq", {"group_size": 64}, "shape of model.layers.0.mlp.down_proj.scales"),
+        ("llama_gptq", {"group_size": 16}, "q_proj.scales: got (2, 64); accepted: (4, 64)"),
+        ("llama_gptq", {"bits": 8}, "q_proj.scales: got (2, 64); accepted: (1, 64)"),
+        ("llama_awq", {"group_size": 64}, "q_proj.scales: got (2, 64); accepted: (1, 64)"),
         ("llama_awq", {"quant_method": "bitsandbytes"}, "quant_method: got 'bitsandbytes'; accepted: one of awq"),
     ],
 )
 def test_tensors_that_are_not_as_the_config_says_are_refused(
     name: str, change: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
+    folder, model = publish(name, tmp_path / "in", **change), from_huggingface(CASES[name]["config"], name)
     with pytest.raises(RooftopError, match=re.escape(words)):
-        open_weights(publish(name, tmp_path / "in", **change))
+        load_weights(folder, model, blank(model))
 
 
 def test_missing_parts_are_refused(tmp_path: Path) -> None:
@@ -151,7 +152,19 @@ def test_missing_parts_are_refused(tmp_path: Path) -> None:
         del tensors[f"model.layers.1.mlp.up_proj.{missing}"]
         tiny_formats.write(folder, case["config"], tensors)
         with pytest.raises(RooftopError, match=re.escape(f"got 'model.layers.1.mlp.up_proj.{missing}'")):
-            open_weights(folder)
+            load_weights(folder, from_huggingface(folder), blank(from_huggingface(folder)))
+    # Tensors that the model does not have may be anything.
+    folder = tmp_path / "more"
+    folder.mkdir()
+    more = {"vision.qweight": (np.zeros((2, 2, 2), np.int32), "I32")}
+    tiny_formats.write(folder, case["config"], tiny_formats.tensors(case["weights"], stored) | more)
+    model = from_huggingface(folder)
+    assert load_weights(folder, model, blank(model)).embed.shape == (96, 64)
+    # A tensor that it has may not.
+    more = {"model.layers.0.mlp.up_proj.qweight": (np.zeros((2, 2, 2), np.int32), "I32")}
+    tiny_formats.write(folder, case["config"], tiny_formats.tensors(case["weights"], stored) | more)
+    with pytest.raises(RooftopError, match=re.escape("up_proj.qweight: got (2, 2, 2); accepted: [row, column]")):
+        load_weights(folder, model, blank(model))
     # Without a quantization_config nothing is guessed.
     plain = publish("llama_fp8", tmp_path / "plain")
     keys = json.loads((plain / "config.json").read_text())
