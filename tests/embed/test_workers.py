@@ -236,6 +236,7 @@ def trained(clicks: Path, run: Path, **asked: Any) -> tuple[Trainer, list[float]
     return trainer, trainer.train()
 
 
+@pytest.mark.slow
 def test_a_run_with_workers_is_the_same_run(clicks: Path, tmp_path: Path) -> None:
     """Bit for bit, in two parts as well; and what is evaluated too."""
     here, losses = trained(clicks, tmp_path / "here")

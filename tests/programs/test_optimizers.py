@@ -79,7 +79,7 @@ def test_adafactor_keeps_a_row_and_a_column_of_each_matrix() -> None:
 )
 def test_adafactor_on_a_mesh_is_that_of_one_device(sizes: dict[str, int]) -> None:
     adafactor = Optimizer(name="adafactor", learning_rate=0.1)
-    trained = program_of(model=WIDE, batch=16, seq_len=16, compute_dtype="f32", microbatches=2, optimizer=adafactor)
+    trained = program_of(model=WIDE, batch=16, seq_len=16, compute_dtype="f32", optimizer=adafactor)
     (loss, alone), (same, split) = (two_steps(trained, mesh) for mesh in (mesh_of(), mesh_of(**sizes)))
     assert same == pytest.approx(loss, rel=1e-5)
     for ours, theirs in zip(split, alone, strict=True):

@@ -310,6 +310,7 @@ def test_balance_loss_counts_in_proportion_to_its_weight(name: str) -> None:
     np.testing.assert_allclose(twice, 2 * once, atol=1e-3 * np.abs(twice).max())
 
 
+@SLOW
 def test_gradient_norm_is_told_before_clipping() -> None:
     model = model_of("llama")
     batch = packed(model.vocab)

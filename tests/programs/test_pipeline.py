@@ -94,7 +94,7 @@ CASES = [
         marks=SLOW,
     ),
     pytest.param({"stage": 2}, {"model": DENSE_FIRST, "balance_loss": 0.1}, id="dense-first", marks=SLOW),
-    pytest.param({"stage": 4}, {"model": DENSE_FIRST, "balance_loss": 0.1}, id="dense-first-uneven"),
+    pytest.param({"stage": 4}, {"model": DENSE_FIRST, "balance_loss": 0.1}, id="dense-first-uneven", marks=SLOW),
     pytest.param({"stage": 2, "fsdp": 2, "tensor": 2}, {"model": DENSE_FIRST}, id="dense-first-mixed", marks=SLOW),
     pytest.param({"stage": 2}, {"model": TAILED, "schedule": "gpipe"}, id="tailed", marks=SLOW),
     pytest.param({"stage": 4, "data": 2}, {"model": TIED, "microbatches": 2, "z_loss": 1e-2}, id="tied", marks=SLOW),

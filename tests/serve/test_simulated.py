@@ -137,7 +137,7 @@ class Rounds(Decisions):
         patch.setattr(Scheduler, "complete", completed)
 
 
-@pytest.fixture(scope="module", params=["copies", "parts"])
+@pytest.fixture(scope="module", params=["copies", pytest.param("parts", marks=pytest.mark.slow)])
 def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PagedEngine:
     """Two copies, or a part that prefills and one that generates, with 12 pages each."""
     if request.param == "copies":
