@@ -279,13 +279,12 @@ class _Words(_Matrix):
 
     def check_scales(self, codes: tuple[str, ...] = ("F16", "BF16", "F32")) -> None:
         """Raise RooftopError if scales and zero points do not fit the matrix."""
-        (outputs, inputs), group = self.shape, self.stored.block[1]
-        groups = ceil_div(inputs, group) if group else 1
+        outputs = self.shape[0]
         if outputs % self.per_word:
             accepted = f"outputs that {self.per_word} divides: so many are in a word"
             raise RooftopError(f"shape of {self.name}.qweight", outputs, accepted)
-        self.expect(".scales", codes, (groups, outputs))
-        self.expect(".qzeros", ("I32",), (groups, outputs // self.per_word))
+        self.expect(".scales", codes, (self.groups, outputs))
+        self.expect(".qzeros", ("I32",), (self.groups, outputs // self.per_word))
 
     def unpacked(self, words: Array) -> NDArray[np.int32]:
         """[..., word] -> [..., word, number], lowest bits first."""
@@ -298,6 +297,16 @@ class _Words(_Matrix):
         first = numbers.start // self.per_word
         words = slice(first, ceil_div(numbers.stop, self.per_word))
         return words, slice(numbers.start - first * self.per_word, numbers.stop - first * self.per_word)
+
+    @property
+    def groups(self) -> int:
+        """Groups of inputs that have a scale in common."""
+        size = self.stored.block[1]
+        return ceil_div(self.shape[1], size) if size else 1
+
+    def groups_of(self, inputs: slice) -> NDArray[np.int64]:
+        """The group of each of these inputs, where those of a group are neighbours."""
+        return np.arange(inputs.start, inputs.stop) // (self.stored.block[1] or self.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,8 +366,7 @@ class _Awq(_Words):
     def read(self, region: tuple[slice, ...]) -> Array:
         outputs, inputs = region
         words, within = self.words_of(outputs)
-        size = self.stored.block[1] or self.shape[1]
-        groups = np.arange(inputs.start, inputs.stop) // size
+        groups = self.groups_of(inputs)
         some = slice(int(groups[0]), int(groups[-1]) + 1)
         numbers = self.columns(self.tensor(".qweight", inputs, words))
         zeros = self.columns(self.tensor(".qzeros", some, words))[groups - some.start]
@@ -383,16 +391,14 @@ class _Packed(_Words):
     def check(self) -> None:
         self.expect_dims("_packed", "out word")
         self.expect("_packed", ("I32",), self.files.shape(f"{self.name}_packed"))
-        (outputs, inputs), group = self.shape, self.stored.block[1]
-        self.expect("_scale", ("BF16", "F16", "F32"), (outputs, ceil_div(inputs, group) if group else 1))
+        self.expect("_scale", ("BF16", "F16", "F32"), (self.shape[0], self.groups))
 
     def read(self, region: tuple[slice, ...]) -> Array:
         outputs, inputs = region
         words, within = self.words_of(inputs)
         numbers = self.unpacked(self.tensor("_packed", outputs, words)).reshape(outputs.stop - outputs.start, -1)
-        groups = np.arange(inputs.start, inputs.stop) // (self.stored.block[1] or self.shape[1])
         values = (numbers[:, within] - 2 ** (self.stored.bits - 1)).astype(self.dtype)
-        part: Array = values * self.tensor("_scale", outputs)[:, groups]
+        part: Array = values * self.tensor("_scale", outputs)[:, self.groups_of(inputs)]
         return part
 
 

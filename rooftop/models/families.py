@@ -624,31 +624,23 @@ def _qwen3_next(keys: Keys) -> Fields:
     return _qwen_delta(keys, d_ff=5632) | {"moe": _qwen_experts(keys, normalise=True, shared=True)}
 
 
-def _qwen3_5(keys: Keys) -> Fields:
-    _three_axes(keys)
-    return _qwen_delta(keys)
-
-
 def _qwen3_5_moe(keys: Keys) -> Fields:
-    _three_axes(keys)
     return _qwen_delta(keys, d_ff=512) | {"moe": _qwen_experts(keys, normalise=True, shared=True)}
 
 
-def _qwen3_vl(keys: Keys) -> Fields:
-    _three_axes(keys)
-    return _qwen3(keys)
+def _on_three_axes(read: Callable[[Keys], Fields]) -> Callable[[Keys], Fields]:
+    """A reader of the language model of a multimodal one, whose rotations have three axes.
 
+    Positions of text are the same along all three, whatever shares these have.
+    """
 
-def _qwen3_vl_moe(keys: Keys) -> Fields:
-    _three_axes(keys)
-    return _qwen3_moe(keys)
+    def fields_of(keys: Keys) -> Fields:
+        for key in ("rope_parameters", "rope_scaling"):
+            if keys.has(key):
+                keys.inner(key).ignore("mrope_section", "mrope_interleaved")
+        return read(keys)
 
-
-def _three_axes(keys: Keys) -> None:
-    """Positions of text are the same along the three axes of multimodal rotations, whatever shares these have."""
-    for key in ("rope_parameters", "rope_scaling"):
-        if keys.has(key):
-            keys.inner(key).ignore("mrope_section", "mrope_interleaved")
+    return fields_of
 
 
 # -- Gemma -------------------------------------------------------------------------------------------------------------
@@ -1500,12 +1492,12 @@ FAMILIES: Mapping[str, Callable[[Keys], Fields]] = {
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
-    "qwen3_5_moe_text": _qwen3_5_moe,
-    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _on_three_axes(_qwen3_5_moe),
+    "qwen3_5_text": _on_three_axes(_qwen_delta),
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
-    "qwen3_vl_moe_text": _qwen3_vl_moe,
-    "qwen3_vl_text": _qwen3_vl,
+    "qwen3_vl_moe_text": _on_three_axes(_qwen3_moe),
+    "qwen3_vl_text": _on_three_axes(_qwen3),
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "stablelm": _stablelm,

@@ -57,7 +57,7 @@ TAILED = ModelConfig(**(MODEL.__dict__ | {"layer_windows": (4, None, 4, None, 4,
 #: Over four stages two layers on each of the first two, one on the third and none on the last.
 FIVE = ModelConfig(**(MODEL.__dict__ | {"layers": 5}))
 TIED = ModelConfig(**(MODEL.__dict__ | {"tied_embeddings": True}))
-#: Attention beside the MLP, rotated in part and in every second layer.
+#: Attention and MLP are parallel; every second layer rotates a part of each head.
 PARALLEL = ModelConfig(
     **(
         MODEL.__dict__

@@ -407,22 +407,16 @@ def _head(step: TrainingStep) -> list[Work]:
     sums = tuple(Transfer("all_reduce", COLUMN_AXES, 4.0 * step.tokens * floats, "tensor") for floats in (1, 2))
     mean = Transfer("all_reduce", TOKEN_AXES, 4.0, "tensor")
     unembed = matmuls(step, "unembed", count, [table], step.tokens, gathered=stream, again=0.0)
+    loss = Work(
+        scope="loss", phase="forward", count=count, hbm_bytes=8.0 * logits, collectives=(*sums, mean),
+        vector_flops=VECTOR_OPS["loss"] * logits,
+        formula="float32 logits read twice; maximum and sums over the split vocabulary",
+    )  # fmt: skip
+    losses = [loss, backward(loss, 1.0, collectives=False)]
     if step.assumptions.own_program and step.slice.chip.kind == "tpu":
         unembed = _in_chunks(step, table, unembed)
-        read_back = _stored_logits(step, logits)
-        loss = Work(
-            scope="loss", phase="forward", count=count, hbm_bytes=read_back, collectives=(*sums, mean),
-            vector_flops=VECTOR_OPS["loss"] * logits,
-            formula="float32 logits read for the sums over the split vocabulary; gradients are fused into matmuls",
-        )  # fmt: skip
-        losses = [loss]
-    else:
-        loss = Work(
-            scope="loss", phase="forward", count=count, hbm_bytes=8.0 * logits, collectives=(*sums, mean),
-            vector_flops=VECTOR_OPS["loss"] * logits,
-            formula="float32 logits read twice; maximum and sums over the split vocabulary",
-        )  # fmt: skip
-        losses = [loss, backward(loss, 1.0, collectives=False)]
+        formula = "float32 logits read for the sums over the split vocabulary; gradients are fused into matmuls"
+        losses = [replace(loss, hbm_bytes=_stored_logits(step, logits), formula=formula)]
     work = [*norm(step, "final_norm", count, 0.0), *unembed]
     if model.tied_embeddings:
         turned = Transfer("all_to_all", COLUMN_AXES, step.held_parameters["vocab"] * step.element_bytes, "all_to_all")
