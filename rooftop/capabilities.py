@@ -32,6 +32,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
+from rooftop.models.optimizers import OPTIMIZERS
 from rooftop.models.segments import stage_parts
 from rooftop.models.widths import HeadSplit
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 
 #: Dtypes of arrays that live from step to step, and of activations.
 STATE_DTYPES: tuple[str, ...] = ("bf16", "f32")
-#: Optimizers, with the number of moments that each keeps per parameter. Adafactor keeps a row and a column of each
-#: matrix: about a hundredth of a moment.
-OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "adam": 2, "lion": 1, "adafactor": 0, "sgd": 0})
 #: Attention kernels of a train step.
 AttentionKernel = Literal["reference", "chunked", "splash", "cudnn"]
 KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)

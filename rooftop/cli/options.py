@@ -54,7 +54,7 @@ GROUPS = (HARDWARE, WORKLOAD, PARALLELISM, NUMERICS, ASSUMPTIONS, CACHE, RUN, SE
 
 #: Names that options accept, in the words of the modules that read them; tests hold them equal.
 SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved", "zero_bubble")
-OPTIMIZERS = ("adamw", "adam", "lion", "adafactor", "sgd")
+OPTIMIZERS = ("adamw", "adam", "lion", "muon", "adafactor", "sgd")
 BATCHINGS = ("static", "interleaved", "disaggregated")
 LEVELS = ("bound", "expected", "book")
 

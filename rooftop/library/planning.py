@@ -173,7 +173,7 @@ def plan_training(
         microbatches: Microbatches of a step; searched by default.
         schedule: Of pipeline stages: eager_1f1b, gpipe, 1f1b, interleaved or zero_bubble.
         chunks: Model chunks of a stage (interleaved).
-        optimizer: adamw, adam, lion, adafactor or sgd.
+        optimizer: adamw, adam, lion, muon, adafactor or sgd.
         matmul_dtype: Dtype of the layers' matmuls.
         weights_dtype: Dtype of the stored weights.
         moments_dtype: Dtype of the optimizer's moments.

@@ -37,7 +37,7 @@ _NOT_NEGATIVE = (
     "balance_loss", "expert_capacity", "divergence", "peak_flops", "temperature",
 )  # fmt: skip
 _NAMES: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("adamw", "adam", "lion", "adafactor", "sgd"),
+    "optimizer": ("adamw", "adam", "lion", "muon", "adafactor", "sgd"),
     "context_attention": ("ring", "all_gather"),
     "compute_dtype": ("bf16", "f32"),
     "weights_dtype": ("bf16", "f32"),

@@ -13,6 +13,7 @@ import pytest
 from rooftop.models import ModelConfig
 from rooftop.programs.parameters import Batch, Parameter, Transformer, describe
 from rooftop.programs.training.adafactor import SecondMoments, adafactor, factored_dims
+from rooftop.programs.training.muon import stack_dims
 from rooftop.programs.training.program import Optimizer, TrainProgram
 from rooftop.programs.training.step import abstract_batch, abstract_state, described_state, train_step
 from tests.support.curves import initial_state, mesh_of, program_of
@@ -53,6 +54,46 @@ def test_adafactor_is_that_of_optax() -> None:
             np.testing.assert_allclose(own, expected, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.oracle
+def test_muon_is_that_of_optax() -> None:
+    """Three updates: matrices as in optax.contrib.muon, and the rest as in optax.adamw."""
+    described, random = describe(WIDE), np.random.default_rng(0)
+
+    def draw(scale: float) -> Transformer[jax.Array]:
+        return jax.tree.map(lambda p: jnp.asarray(scale * random.normal(size=p.shape), jnp.float32), described)
+
+    ours = Optimizer(name="muon", learning_rate=0.01, matmul="f32").transformation(described)
+    stacks = stack_dims(described)
+    decays = jax.tree.map(lambda parameter: parameter.fan_in is not None, described)
+    matrices = jax.tree.map(lambda stack: stack > 0, stacks)
+
+    def dims(stack: int, parameter: Parameter) -> optax.contrib.MuonDimensionNumbers | None:
+        columns = tuple(range(stack + 1, len(parameter.shape)))
+        return optax.contrib.MuonDimensionNumbers((stack,), columns) if stack else None
+
+    muon = optax.contrib.muon(
+        0.01, weight_decay=0.1, consistent_rms=0.2, adam_weight_decay=0.1,
+        muon_weight_dimension_numbers=jax.tree.map(dims, stacks, described),
+    )  # fmt: skip
+    adamw = optax.adamw(0.01, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=decays)
+    mine = whole = plain = draw(0.1)
+    states = [optimizer.init(mine) for optimizer in (ours, muon, adamw)]
+    for step in range(3):
+        gradients = draw(10.0**step)
+        changes, states[0] = jax.jit(ours.update)(gradients, states[0], mine)
+        mine = optax.apply_updates(mine, changes)
+        changes, states[1] = jax.jit(muon.update)(gradients, states[1], whole)
+        whole = optax.apply_updates(whole, changes)
+        changes, states[2] = jax.jit(adamw.update)(gradients, states[2], plain)
+        plain = optax.apply_updates(plain, changes)
+        for is_matrix, own, of_muon, of_adamw in zip(
+            *map(jax.tree.leaves, (matrices, mine, whole, plain)), strict=True
+        ):
+            np.testing.assert_allclose(own, of_muon if is_matrix else of_adamw, rtol=2e-4, atol=2e-6)
+    ((layer,),) = stacks.layers
+    assert (layer.attn.q, layer.attn.out, layer.mlp.up, layer.mlp.norm.scale, stacks.embed) == (1, 1, 1, 0, 0)
+
+
 def test_adafactor_keeps_a_row_and_a_column_of_each_matrix() -> None:
     described = describe(WIDE)
     trained = program_of(model=WIDE, batch=4, seq_len=16, optimizer=Optimizer(name="adafactor"))
@@ -73,17 +114,18 @@ def test_adafactor_keeps_a_row_and_a_column_of_each_matrix() -> None:
     "sizes",
     [
         {"fsdp": 2, "tensor": 4},  # F and the vocabulary are padded.
-        pytest.param({"data": 2, "fsdp": 4}, marks=pytest.mark.slow),
+        {"data": 2, "fsdp": 4},  # Two layers go to four devices, and those with copies share them out.
         pytest.param({"stage": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_adafactor_on_a_mesh_is_that_of_one_device(sizes: dict[str, int]) -> None:
-    adafactor = Optimizer(name="adafactor", learning_rate=0.1)
-    trained = program_of(model=WIDE, batch=16, seq_len=16, compute_dtype="f32", optimizer=adafactor)
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_optimizers_on_a_mesh_are_those_of_one_device(name: str, sizes: dict[str, int]) -> None:
+    optimizer = Optimizer(name=name, learning_rate=0.1, matmul="f32")
+    trained = program_of(model=WIDE, batch=16, seq_len=16, compute_dtype="f32", optimizer=optimizer)
     (loss, alone), (same, split) = (two_steps(trained, mesh) for mesh in (mesh_of(), mesh_of(**sizes)))
     assert same == pytest.approx(loss, rel=1e-5)
     for ours, theirs in zip(split, alone, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=5e-5 if name == "muon" else 1e-5)
 
 
 def two_steps(trained: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, list[np.ndarray]]:

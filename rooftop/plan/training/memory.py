@@ -58,7 +58,8 @@ def training_memory(step: TrainingStep) -> Memory:
     gradients = sums + numerics.gradient_bytes * later
     copies = np.where(staged, 0.0, vocab * (numerics.weight_bytes - dtype_bytes(numerics.weights)))
     taken = staged * saved_bytes(step, "save") / in_flight(step) / strategies.chunks
-    optimizer = elements * numerics.optimizer_bytes + _table_copies(step)
+    state = (elements - vocab) * numerics.optimizer_bytes + vocab * numerics.table_optimizer_bytes
+    optimizer = state + _table_copies(step)
     loss, layer = _loss(step) + staged * _stage_loss(step), _layer_backward(step)
     at_loss = weights + sums + loss > weights - copies + gradients + layer + taken
     return Memory(
@@ -217,7 +218,7 @@ def _table_copies(step: TrainingStep) -> Number:
     rows = step.widths.vocab * step.tensor
     padded = next_multiple(columns, LANES)
     turned = padded / columns > next_multiple(rows, LANES) / rows
-    copies: Number = turned * rows * padded * (dtype_bytes(numerics.weights) + numerics.optimizer_bytes)
+    copies: Number = turned * rows * padded * (dtype_bytes(numerics.weights) + numerics.table_optimizer_bytes)
     return copies
 
 

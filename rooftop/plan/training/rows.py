@@ -29,6 +29,7 @@ from rooftop.models.attention import MatmulShape, attention_kind, parameters
 from rooftop.models.mixers import STATE_BYTES, Recurrence
 from rooftop.plan.pricing import StagePart, Transfer, Work
 from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
+from rooftop.plan.training.muon import orthogonalise
 from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline.achievable import kernel_flops
@@ -526,9 +527,12 @@ def _update(step: TrainingStep) -> list[Work]:
             formula="gradient shards summed over the axes that hold copies; float32 sums over microbatches; norm",
         ),
         Work(
-            scope="optimizer", phase="update", count=1, hbm_bytes=total * step.numerics.update_bytes,
+            scope="optimizer", phase="update", count=1,
+            hbm_bytes=(total - shards["vocab"]) * step.numerics.update_bytes
+            + shards["vocab"] * step.numerics.table_update_bytes,
             vector_flops=VECTOR_OPS["update"] * total, formula="state read and written once per parameter held",
         ),
+        *(orthogonalise(step) if step.numerics.update.orthogonalised else ()),
     ]  # fmt: skip
 
 

@@ -181,7 +181,7 @@ class TrainingStep:
         )
 
     @cached_property
-    def _periods(self) -> Floats:
+    def periods(self) -> Floats:
         """Periods of layers that a pipeline stage has room for, of those that stages share, [C, 1]."""
         shared, chunks = segments(self.model)[shared_segment(self.model)], self.strategies.chunks
         parts = self.strategies.devices(*STAGE_AXES) * chunks
@@ -195,14 +195,14 @@ class TrainingStep:
         It is priced as if it did them all, but for ``padding_layers``.
         """
         period = len(segments(self.model)[shared_segment(self.model)].kinds)
-        layers: Floats = np.where(self.staged, self._periods * period + self.layers_alone.every, self.model.layers)
+        layers: Floats = np.where(self.staged, self.periods * period + self.layers_alone.every, self.model.layers)
         return layers
 
     @cached_property
     def last_chunk(self) -> Floats:
         """Periods in the last chunk of all stages, over those that a chunk has room for, [C, 1]."""
         repeats = segments(self.model)[shared_segment(self.model)].repeats
-        room = self._periods / self.strategies.chunks
+        room = self.periods / self.strategies.chunks
         others = self.strategies.devices(*STAGE_AXES) * self.strategies.chunks - 1
         share: Floats = np.maximum(repeats - others * room, 0) / room
         return share
@@ -348,7 +348,7 @@ class TrainingStep:
     def dense_layers(self) -> Floats:
         """Dense layers that a stage has room for, [C, 1]."""
         period = sum(not kind.moe for kind in segments(self.model)[shared_segment(self.model)].kinds)
-        dense = self._periods * period + self.layers_alone.every_dense
+        dense = self.periods * period + self.layers_alone.every_dense
         layers: Floats = np.where(self.staged, dense, self.model.dense_layers)
         return layers
 

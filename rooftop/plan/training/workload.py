@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rooftop.capabilities import OPTIMIZERS
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.records import Record, field_values
+from rooftop.models.optimizers import OPTIMIZERS, OptimizerKind
 
 #: The most tokens of a step: their products with anything that is counted here stay exact in 64 bits.
 MOST_TOKENS = 10**12
@@ -103,9 +103,19 @@ class Numerics(Dtypes):
         return dtype_bytes(self.weights) + copy
 
     @property
+    def update(self) -> OptimizerKind:
+        """The kind of the optimizer."""
+        return OPTIMIZERS[self.optimizer]
+
+    @property
     def optimizer_bytes(self) -> float:
         """Bytes per parameter of optimizer state."""
-        return OPTIMIZERS[self.optimizer] * dtype_bytes(self.moments)
+        return self.update.moments * dtype_bytes(self.moments)
+
+    @property
+    def table_optimizer_bytes(self) -> float:
+        """Bytes per parameter of optimizer state of embedding tables."""
+        return self.update.table_moments * dtype_bytes(self.moments)
 
     @property
     def gradient_bytes(self) -> float:
@@ -116,9 +126,18 @@ class Numerics(Dtypes):
     def update_bytes(self) -> float:
         """HBM traffic of the update per parameter: state read and written, gradient read, compute copy made.
 
-        The copy is cast in a pass of its own, which reads the weight again. Adafactor reads the gradient three times:
-        for the means of rows and columns, for the root mean square of the update, and for the update.
+        The copy is cast in a pass of its own, which reads the weight again. What is orthogonalised is written before
+        and read after, in the compute dtype.
         """
+        direction = 2 * dtype_bytes(self.compute) if self.update.orthogonalised else 0.0
+        return self._update_bytes(self.optimizer_bytes) + direction
+
+    @property
+    def table_update_bytes(self) -> float:
+        """HBM traffic of the update per parameter of embedding tables."""
+        return self._update_bytes(self.table_optimizer_bytes)
+
+    def _update_bytes(self, state: float) -> float:
         copy = dtype_bytes(self.weights) + dtype_bytes(self.compute) if self.compute != self.weights else 0.0
-        gradients = self.gradient_bytes * (3 if self.optimizer == "adafactor" else 1)
-        return 2 * (dtype_bytes(self.weights) + self.optimizer_bytes) + gradients + copy
+        gradients = self.gradient_bytes * self.update.gradient_reads
+        return 2 * (dtype_bytes(self.weights) + state) + gradients + copy

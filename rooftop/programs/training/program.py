@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.capabilities import (
-    OPTIMIZERS,
     STATE_DTYPES,
     TRAINING,
     TrainingSpec,
@@ -26,12 +25,14 @@ from rooftop.core.records import field_values
 from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.activations import LOSS_CHUNK
+from rooftop.models.optimizers import OPTIMIZERS
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.programs.attention.context import chunks_of
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.parameters import Parameter, Transformer, describe
 from rooftop.programs.sharding import Specs
 from rooftop.programs.training.adafactor import adafactor
+from rooftop.programs.training.muon import Muon
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, require_schedule
 
 #: JAX's dtypes of arrays that live from step to step.
@@ -40,11 +41,13 @@ DTYPES = dict(zip(STATE_DTYPES, (jnp.bfloat16, jnp.float32), strict=True))
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), Lion, Adafactor or plain SGD, by ``name``.
+    """Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), Lion, Muon, Adafactor or plain SGD, by ``name``.
 
     Sources: Lion, Chen et al. 2023; Adafactor, Shazeer and Stern 2018, whose ``learning_rate`` is relative to the root
-    mean square of a weight's matrix. ``weight_decay`` is decoupled, for adamw and lion only; scales, biases and sinks
-    do not decay. ``clip_norm`` limits the norm of all gradients together. ``moments`` is the dtype of the state.
+    mean square of a weight's matrix. Muon (``rooftop.programs.training.muon``) updates the matrices of layers, by steps
+    in the dtype ``matmul``, and AdamW all others. ``weight_decay`` is decoupled, for adamw, lion and muon only; scales,
+    biases and sinks do not decay. ``clip_norm`` limits the norm of all gradients together. ``moments`` is the dtype of
+    the state.
     """
 
     name: str = "adamw"
@@ -55,12 +58,15 @@ class Optimizer:
     weight_decay: float = 0.1
     clip_norm: float | None = None
     moments: str = "f32"
+    matmul: str = "bf16"
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
             raise unknown("optimizer", self.name, OPTIMIZERS)
         if self.moments not in DTYPES:
             raise unknown("dtype of moments", self.moments, DTYPES)
+        if self.matmul not in DTYPES:
+            raise unknown("dtype of an optimizer's matmuls", self.matmul, DTYPES)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise RooftopError("clip_norm", self.clip_norm, "a positive number, or none")
 
@@ -75,6 +81,12 @@ class Optimizer:
         """The optax transformation from float32 gradients to updates of the weights, which are ``described``."""
         if self.name == "adafactor":
             return _stored(adafactor(described, self.learning_rate), DTYPES[self.moments])
+        if self.name == "muon":
+            muon = Muon(
+                learning_rate=self.learning_rate, b1=self.b1, b2=self.b2, eps=self.eps,
+                weight_decay=self.weight_decay, dtype=DTYPES[self.matmul],
+            )  # fmt: skip
+            return _stored(muon.transformation(described), DTYPES[self.moments])
         decays = jax.tree.map(lambda parameter: parameter.fan_in is not None, described)
         decay = optax.add_decayed_weights(self.weight_decay, decays)
         adam = optax.scale_by_adam(self.b1, self.b2, self.eps)
@@ -201,7 +213,7 @@ class TrainProgram:
             compute_dtype=spec.compute,
             weights_dtype=spec.weights,
             gradient_dtype=spec.gradients,
-            optimizer=Optimizer(name=spec.optimizer, moments=spec.moments),
+            optimizer=Optimizer(name=spec.optimizer, moments=spec.moments, matmul=spec.compute),
         )
 
     def padded(self, mesh: Mesh | AbstractMesh) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from rooftop.programs.parameters import (
 )
 from rooftop.programs.sharding import Specs, in_parts, named_reshard
 from rooftop.programs.training.adafactor import describe_moments
+from rooftop.programs.training.muon import describe_squares
 from rooftop.programs.training.pipeline import pipelined
 from rooftop.programs.training.program import DTYPES, TrainProgram
 from rooftop.scheduling.pipeline import pipeline_table
@@ -102,7 +103,8 @@ _SCALAR = Parameter(shape=(), dims=())
 
 def _described_optimizer(state: Any, described: Transformer[Parameter]) -> Any:
     """The optimizer's state as parameters: trees of moments are described as the weights are, counters as scalars."""
-    known = {jax.tree.structure(tree): tree for tree in (described, describe_moments(described))}
+    trees = described, describe_moments(described), describe_squares(described)
+    known = {jax.tree.structure(tree): tree for tree in trees}
     return jax.tree.map(
         lambda node: known.get(jax.tree.structure(node), _SCALAR),
         state,
