@@ -31,15 +31,16 @@ from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.workload import Workload
+from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule
 
 RESULTS = Path(__file__).parent / "results" / "compile.csv"
 COLUMNS = (
     "name", "model", "layers", "slice", "mesh", "remat", "microbatches", "sequences", "seq_len", "attention",
-    "planned_flops", "compiled_flops", "planned_kernel_flops", "compiled_kernel_flops", "planned_peak_bytes",
-    "compiled_peak_bytes", "planned_collective_bytes", "compiled_collective_bytes", "planned_s", "compiled_s",
-    "unexpected", "unexplained", "missing", "rematerialised_s", "differs", "compile_s", "jax", "libtpu", "date", "note",
+    "optimizer", "planned_flops", "compiled_flops", "planned_kernel_flops", "compiled_kernel_flops",
+    "planned_peak_bytes", "compiled_peak_bytes", "planned_collective_bytes", "compiled_collective_bytes",
+    "planned_s", "compiled_s", "unexpected", "unexplained", "missing", "rematerialised_s",
+    "differs", "compile_s", "jax", "libtpu", "date", "note",
 )  # fmt: skip
 
 
@@ -57,6 +58,7 @@ class Case:
     microbatches: int = 1
     layers: int | None = None
     attention: str = "flash"
+    optimizer: str = "adamw"
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
 
     @property
@@ -68,6 +70,7 @@ class Case:
             slice=Slice.parse(self.slice),
             workload=Workload(batch_tokens=self.sequences * self.seq_len, seq_len=self.seq_len),
             assumptions=Assumptions(attention=self.attention),
+            numerics=Numerics(optimizer=self.optimizer),
             axes=parse_axes(self.mesh),
             remat=self.remat,
             microbatches=self.microbatches,
@@ -83,6 +86,8 @@ def _case(name: str, model: str, slice_: str, mesh: str, remat: str, sequences: 
 CASES = (
     _case("v5e-fsdp", "llama3-8b", "v5e:4x4", "fsdp=16", "block", 16),
     _case("v5e-fsdp-tensor", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 16),
+    _case("v5e-muon", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 16, optimizer="muon"),
+    _case("v5p-muon", "llama3-8b", "v5p:4x4x4", "fsdp=16,tensor=4", "block", 128, optimizer="muon"),
     _case("v5e-tensor", "llama3-8b", "v5e:4x4", "data=2,tensor=8", "block", 4, layers=8),
     _case("v5e-matmuls", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "matmuls", 8),
     _case("v5e-two-slices", "llama3-8b", "v5e:4x4@2", "data=2,fsdp=4,tensor=4", "block", 32),
@@ -117,6 +122,7 @@ def row(case: Case) -> dict[str, Any]:
     described = {
         "name": case.name, "slice": case.slice, "mesh": case.mesh, "remat": case.remat, "sequences": case.sequences,
         "microbatches": case.microbatches, "seq_len": case.seq_len, "attention": case.attention, "model": case.model,
+        "optimizer": case.optimizer,
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }  # fmt: skip
     try:
@@ -147,6 +153,7 @@ def priced_again(row: Mapping[str, Any]) -> dict[str, Any]:
         slice=Slice.parse(row["slice"]),
         workload=Workload(batch_tokens=int(row["sequences"]) * int(row["seq_len"]), seq_len=int(row["seq_len"])),
         assumptions=Assumptions(attention=row["attention"]),
+        numerics=Numerics(optimizer=row.get("optimizer") or "adamw"),
         axes=parse_axes(row["mesh"]),
         remat=row["remat"],
         microbatches=int(row["microbatches"]),
@@ -207,8 +214,10 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     ]
     for entry in rows:
         model = f"{entry['model']} ({entry['layers']} layers)"
+        optimizer = "" if entry["optimizer"] in ("", "adamw") else f", {entry['optimizer']}"
         what = (
             f"{model}, {entry['slice']}, {entry['mesh']}, {entry['remat']}, {entry['sequences']} x {entry['seq_len']}"
+            f"{optimizer}"
         )
         if not entry["compiled_s"]:
             lines.append(f"| {what} | | | | | {entry['note']} |")

@@ -398,6 +398,7 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
         slice=Slice.parse(row["slice"]),
         workload=Workload(batch_tokens=int(row["sequences"]) * int(row["seq_len"]), seq_len=int(row["seq_len"])),
         assumptions=Assumptions(attention=row["attention"]),
+        numerics=Numerics(optimizer=row.get("optimizer") or "adamw"),
         axes=parse_axes(row["mesh"]),
         remat=row["remat"],
         microbatches=int(row["microbatches"]),

@@ -113,6 +113,17 @@ def test_a_run_that_goes_on_has_the_same_losses(corpus: Path, whole: Path) -> No
     assert [session["step"] for session in about["sessions"]] == [0, 4, 5]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_other_optimizers_go_on_bit_for_bit(corpus: Path, optimizer: str) -> None:
+    straight, parts = (corpus / f"{optimizer}-{name}" for name in ("straight", "parts"))
+    assert run(command(corpus, straight, steps=4, optimizer=optimizer)).status == 0
+    for steps in (2, 4):
+        assert run(command(corpus, parts, steps=steps, optimizer=optimizer)).status == 0
+    assert losses(parts) == losses(straight)
+    assert checkpoint_arrays(parts, 4) == checkpoint_arrays(straight, 4)
+
+
 def losses_before_kill(folder: Path) -> list[int]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()[:-1]
     return [json.loads(line)["step"] for line in lines]
