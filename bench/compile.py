@@ -214,7 +214,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     ]
     for entry in rows:
         model = f"{entry['model']} ({entry['layers']} layers)"
-        optimizer = "" if entry["optimizer"] in ("", "adamw") else f", {entry['optimizer']}"
+        optimizer = "" if entry["optimizer"] == "adamw" else f", {entry['optimizer']}"
         what = (
             f"{model}, {entry['slice']}, {entry['mesh']}, {entry['remat']}, {entry['sequences']} x {entry['seq_len']}"
             f"{optimizer}"
