@@ -109,8 +109,9 @@ class TrainingSpec:
     """The train step that is asked for: the model, sizes of mesh ``axes``, the batch, and how the step is computed.
 
     A batch has ``sequences`` of ``seq_len`` tokens, in ``microbatches``. ``kernel`` computes attention, in blocks of
-    ``attention_block`` positions. Dtypes: ``compute`` of activations, ``matmul`` of the layers' matmuls, ``weights``
-    of the stored weights, ``gradients`` of sums over devices, ``moments`` of the optimizer's state.
+    ``attention_block`` positions. ``collective_matmuls``: dense matmuls overlap their collectives over tensor. Dtypes:
+    ``compute`` of activations, ``matmul`` of the layers' matmuls, ``weights`` of the stored weights, ``gradients`` of
+    sums over devices, ``moments`` of the optimizer's state.
     """
 
     model: ModelConfig
@@ -123,6 +124,7 @@ class TrainingSpec:
     remat: str = "block"
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
     chunks: int = 1
+    collective_matmuls: bool = False
     optimizer: str = "adamw"
     compute: str = "bf16"
     matmul: str = "bf16"
@@ -394,6 +396,12 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
         accepted=f"splash (TPU): any length, padded to a multiple of {LANES} positions, {CONTEXT_CHUNKS} x context "
         "times as many over a context axis; cudnn (GPU): no softcap, no sinks, values as large as keys",
         obstacle=_kernel,
+    ),
+    Capability(
+        name="collective matmuls",
+        accepted="queries, keys, values and outputs of attention, and dense MLPs, on any mesh; where devices share "
+        "key/value heads, or these come from latents, not the matmuls into them; no experts",
+        obstacle=_runs,
     ),
     Capability(name="sequence length", accepted="any; at most the table's with learned positions", obstacle=_positions),
 )

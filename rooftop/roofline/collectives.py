@@ -15,13 +15,14 @@ The book (chapter 3) counts whole shards on even rings, V/W for W the bytes/s bo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
 
 from rooftop.arrays.mesh import AxisSpan, Floats
+from rooftop.arrays.rings import closes
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import COLLECTIVES, Number
 
@@ -132,6 +133,15 @@ def price(kind: str, group: AxisSpan, form: str = "exact") -> Price:
         latency_s=latency_s,
         wire_per_byte=_wire_per_byte(kind, group.devices),
     )
+
+
+def ring_hop(group: AxisSpan) -> Price:
+    """The price of a hop of a ring through all devices of ``group``: each sends so many bytes to its neighbours.
+
+    Half of them go each way round where the ring closes (``rooftop.arrays.rings``), elsewhere all go one way.
+    """
+    hop, ways = price("permute", group), np.where(closes(group), 2.0, 1.0)
+    return replace(hop, seconds_per_byte={name: rate / ways for name, rate in hop.seconds_per_byte.items()})
 
 
 def _book(kind: str, group: AxisSpan, mask: npt.NDArray[np.bool_], exact: Floats) -> Floats:

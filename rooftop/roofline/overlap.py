@@ -25,7 +25,8 @@ class Overlap:
     over every device of a slice becomes, ``whole_slice_gather`` the same of an AllGather. ``whole_tiles``: it scatters
     whole tiles only (``rooftop.arrays.tiles.summed_whole``). ``windowed_einsum``: False if XLA's own
     collective matmuls of gathered weights take longer than what they replace. ``asynchronous``: collectives of a layer
-    that XLA runs next to any computation (``rooftop.plan.parts``). ``source`` is the evidence.
+    that XLA runs next to any computation (``rooftop.plan.parts``). ``collective_matmuls``: True if it overlaps the
+    permutes of our collective matmuls, so that plans may have them. ``source`` is the evidence.
     """
 
     hidden: Mapping[str, float]
@@ -34,6 +35,7 @@ class Overlap:
     whole_tiles: bool
     windowed_einsum: bool
     asynchronous: Asynchronous
+    collective_matmuls: bool
     source: str
 
 
@@ -50,5 +52,6 @@ def overlap(chip_name: str) -> Overlap:
         whole_tiles=entry.get("whole_tiles", True),
         windowed_einsum=entry.get("windowed_einsum", True),
         asynchronous=entry.get("asynchronous", "none"),
+        collective_matmuls=entry.get("collective_matmuls", False),
         source=entry.get("source", "no schedule was read: what may hide, hides"),
     )

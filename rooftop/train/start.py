@@ -133,7 +133,8 @@ def _of_plan(request: TrainRequest, data: Mapping[str, Any], here: Local) -> tup
     layout = plan.mesh if here.is_slice(plan.problem.slice) and not moved else None
     if layout is None:
         spec = replace(spec, kernel=here.attention(spec.compute))
-    program = TrainProgram.from_spec(spec, "a plan that is executable, on a mesh and with a batch that divide")
+    accepted = "a plan that is executable, on a mesh and with a batch that divide"
+    program = TrainProgram.from_spec(spec, accepted, mesh=layout)
     return program, mesh_of(spec.axes, here, layout=layout), note
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -126,6 +127,14 @@ CASES = [
     ({"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "block", "loss_chunks": 2}),  # one sequence on a device
     ({"fsdp": 2, "tensor": 4}, {"remat": "matmuls"}),  # two
     ({"fsdp": 2}, {"microbatches": 2, "remat": "block,qkv=offload,layer_input=offload", "loss_chunks": 2}),
+    ({"fsdp": 2, "tensor": 4}, {"remat": "matmuls", "collective_matmuls": True}),
+    pytest.param(
+        {"fsdp": 2, "tensor": 4},
+        {"remat": "block", "collective_matmuls": True, "ring_order": (0, 1, 3, 2), "both_ways": True},
+        marks=SLOW,
+    ),
+    pytest.param({"context": 2, "data": 2, "tensor": 2}, {"remat": "block", "collective_matmuls": True}, marks=SLOW),
+    pytest.param({"fsdp": 4, "tensor": 2}, {"remat": "none", "collective_matmuls": True}, marks=SLOW),
     pytest.param({"fsdp": 4}, {"remat": "none", "loss_chunks": 4}, marks=SLOW),
     pytest.param({"data": 4}, {"remat": "minimal"}, marks=SLOW),
     pytest.param({"data": 2, "expert": 2}, {}, marks=SLOW),
@@ -158,6 +167,24 @@ def test_step_equals_plain_transformer(
     )
     assert largest_error(state.weights, changed) < 1e-5
     assert state.step == 1
+
+
+def test_collective_matmuls_send_shards_and_gather_nothing() -> None:
+    """In layers all data over tensor goes in permutes. A sum over all devices is what a CPU makes of a scatter."""
+    mesh = mesh_of(tensor=4)
+    counts = {}
+    for overlaps in (False, True):
+        trained = program(remat="block", collective_matmuls=overlaps)
+        with jax.set_mesh(mesh):
+            step = jax.jit(train_step(trained, trained.specs(mesh)))
+            text = step.lower(abstract_state(trained, mesh), abstract_batch(trained, mesh)).compile().as_text()
+        counts[overlaps] = [
+            sum(f" {kind}(" in line and "layers" in line for line in text.splitlines())
+            for kind in ("all-gather", "all-reduce", "collective-permute")
+        ]
+    assert counts[False][2] == 0 < min(counts[False][:2])
+    assert counts[True][0] == 0 < counts[True][2]
+    assert counts[True][1] < counts[False][1]
 
 
 def test_bf16_stays_near_float32(expected: tuple[float, Any, Any]) -> None:
@@ -209,6 +236,8 @@ def test_json_round_trip() -> None:
         optimizer=Optimizer(learning_rate=1e-3, clip_norm=1.0), specs=Specs(Rules().only({"data": 1, "fsdp": 1}))
     )
     assert TrainProgram.from_json(trained.to_json()) == trained
+    rings = program(collective_matmuls=True, ring_order=(0, 1, 3, 2))
+    assert TrainProgram.from_json(json.loads(json.dumps(rings.to_json()))) == rings
 
 
 @pytest.mark.parametrize(
@@ -226,14 +255,19 @@ def test_what_does_not_fit_is_refused_in_one_line(changes: dict[str, Any], sizes
     assert "\n" not in str(refused.value)
 
 
-def plan(layout: str, **changes: Any) -> TrainingPlan:
+def plan(layout: str, collective_matmuls: bool = False, **changes: Any) -> TrainingPlan:
     """A plan.json for LLaMA-3 8B on 16 chips."""
     slice_ = Slice.parse(changes.pop("on", "v5e:4x4"))
     problem = Problem(
         model=load_model("llama3-8b"), slice=slice_, workload=Workload(batch_tokens=2**19, seq_len=4096), **changes
     )
     axes = {name: () for name in AXES} | dict(Mesh.from_layout(slice_, layout).axes)
-    choice = Choice(remat="block,qkv=offload", policy=parse_policy("block,qkv=offload"), microbatches=4)
+    choice = Choice(
+        remat="block,qkv=offload",
+        policy=parse_policy("block,qkv=offload"),
+        microbatches=4,
+        collective_matmuls=collective_matmuls,
+    )
     return TrainingPlan(problem=problem, mesh=Mesh(slice_, axes), choice=choice)
 
 
@@ -254,6 +288,9 @@ def test_program_of_a_plan() -> None:
     # 8 sequences of 4096 on each device, 1024 of their tokens at a time.
     assert trained.loss_chunks == 32
     assert TrainProgram.from_json(trained.to_json()) == trained
+    rings = TrainProgram.from_plan(plan("fsdp=x+y[2:2],tensor=z+y[1:2]", collective_matmuls=True, on="v5p:2x4x2"))
+    assert rings.computation.collective_matmuls
+    assert (rings.computation.ring_order, rings.computation.both_ways) == ((0, 1, 3, 2), True)
     stored = TrainProgram.from_plan(plan("context=x,fsdp=y", assumptions=Assumptions(attention="reference")))
     assert (stored.computation.attention, stored.loss_chunks) == ("reference", 8)
 

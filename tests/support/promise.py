@@ -123,6 +123,7 @@ def random_spec(seed: int, number: int, kernels: tuple[AttentionKernel, ...] = C
         remat=rng.choice((*POLICIES, "block,qkv=offload", "full,mlp_up=save")),
         chunks=chunks,
         rules=Rules().only({axis: size for axis, size in axes.items() if size > 1}),
+        collective_matmuls=_coin(rng),
         **(sizes | {"schedule": schedule} | more),
     )
 

@@ -121,12 +121,13 @@ class Padding(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSummary(Record):
-    """The fields in which alternatives differ: mesh, remat, microbatches, time and memory."""
+    """The fields in which alternatives differ: mesh, remat, microbatches, collective matmuls, time and memory."""
 
     mesh: Mapping[str, int]
     layout: str
     remat: str
     microbatches: int
+    collective_matmuls: bool = False
     expected_s: float
     mfu: float
     memory_bytes: float
@@ -151,6 +152,7 @@ class TrainingPlanDocument(Record):
     optimizer: str
     remat: PlannedRemat
     microbatches: int
+    collective_matmuls: bool = False
     schedule: PlannedSchedule
     assumptions: PlannedAssumptions
     flops: StepFlops
@@ -185,6 +187,7 @@ class TrainingPlanDocument(Record):
             microbatches=self.microbatches,
             schedule=problem.schedule,
             chunks=problem.chunks,
+            collective_matmuls=self.collective_matmuls,
         )
         return TrainingPlan(problem=problem, mesh=self.mesh.on(slice_), choice=choice)
 
@@ -352,6 +355,7 @@ class TrainingPlan:
             layout=self.mesh.layout,
             remat=self.choice.remat,
             microbatches=self.choice.microbatches,
+            collective_matmuls=self.choice.collective_matmuls,
             expected_s=expected_s,
             mfu=self._mfu(expected_s),
             memory_bytes=memory_bytes,
@@ -378,6 +382,7 @@ class TrainingPlan:
             optimizer=numerics.optimizer,
             remat=PlannedRemat(name=self.choice.remat, policy=self.choice.policy),
             microbatches=self.choice.microbatches,
+            collective_matmuls=self.choice.collective_matmuls,
             schedule=PlannedSchedule(name=self.choice.schedule, chunks=self.choice.chunks),
             assumptions=PlannedAssumptions(
                 hidden=problem.assumptions.shares(self.step.rates.overlap),

@@ -35,6 +35,7 @@ class Problem:
     mesh: Mesh | None = None
     remat: str | None = None
     microbatches: int | None = None
+    collective_matmuls: bool | None = None
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
     chunks: int = 1
     bounds: Bounds = "usable"
@@ -80,6 +81,7 @@ class Problem:
             remat=choice.remat,
             schedule=choice.schedule,
             chunks=choice.chunks,
+            collective_matmuls=choice.collective_matmuls,
             optimizer=numerics.optimizer,
             compute=numerics.compute,
             matmul=numerics.matmul,

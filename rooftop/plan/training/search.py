@@ -40,6 +40,7 @@ from rooftop.plan.training.pricing import expected_s
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_work
 from rooftop.plan.training.strategies import Choice, Strategies, choices
+from rooftop.roofline.overlap import overlap
 
 #: The batch in one piece: padding of layouts, before any other choice.
 _WHOLE = Choice(remat="none", policy=POLICIES["none"])
@@ -448,7 +449,16 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
         replicas = layouts.along(*BATCH_AXES)
         most = max(1, problem.workload.batch_seqs // int(replicas.min(initial=1)))
         counts = [2**power for power in range(8) if 2**power <= most]
-    return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks)
+    switches = _searched_switches(problem, layouts)
+    return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks, collective_matmuls=switches)
+
+
+def _searched_switches(problem: Problem, layouts: Layouts) -> tuple[bool, ...]:
+    """Collective matmuls, or none, or both to be priced: they are where the chip's compiler overlaps them."""
+    if problem.collective_matmuls is not None:
+        return (problem.collective_matmuls,)
+    pays = overlap(problem.slice.chip.name).collective_matmuls and problem.assumptions.own_program
+    return (False, True) if pays and layouts.along(*COLUMN_AXES).max(initial=1) > 1 else (False,)
 
 
 def allowed_candidates(problem: Problem, strategies: Strategies) -> Mask:

@@ -37,13 +37,23 @@ IDLE_SHARES: Mapping[PipelineSchedule, float] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The part of a strategy that is not its layout. ``chunks``: model chunks per stage of the interleaved schedule."""
+    """The part of a strategy that is not its layout.
+
+    ``chunks``: model chunks per stage of the interleaved schedule. ``collective_matmuls``: the layers' matmuls overlap
+    their collectives over tensor.
+    """
 
     remat: str
     policy: Mapping[str, str]
     microbatches: int = 1
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
     chunks: int = 1
+    collective_matmuls: bool = False
+
+    @property
+    def rest(self) -> tuple[int, bool]:
+        """All that choices of one search differ in but ``remat``."""
+        return self.microbatches, self.collective_matmuls
 
 
 @dataclass(frozen=True)
@@ -89,10 +99,10 @@ class Strategies:
         )
 
     def choices_with(self, priced: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-        """Indices of the choices that combine the remat policies and the microbatches of those ``priced``, [K]."""
+        """Indices of the choices that combine remat policies, microbatches and switches of those ``priced``, [K]."""
         some = [choice for choice, is_priced in zip(self.choices, priced, strict=True) if is_priced]
-        remats, counts = {choice.remat for choice in some}, {choice.microbatches for choice in some}
-        return np.flatnonzero([choice.remat in remats and choice.microbatches in counts for choice in self.choices])
+        remats, rest = {choice.remat for choice in some}, {choice.rest for choice in some}
+        return np.flatnonzero([choice.remat in remats and choice.rest in rest for choice in self.choices])
 
     def factored(self) -> Strategies:
         """The same candidates with remat policies as an axis of their own, if these are combined with all the rest.
@@ -175,6 +185,12 @@ class Strategies:
         """Model chunks per pipeline stage, [1, K], or [1, 1] if all choices have as many."""
         chunks = [float(choice.chunks) for choice in self.choices]
         return np.array([chunks if len(set(chunks)) > 1 else chunks[:1]])
+
+    @cached_property
+    def collective_matmuls(self) -> Floats:
+        """1 where matmuls overlap their collectives over tensor, [1, K], or [1, 1] if all choices are alike."""
+        switches = [float(choice.collective_matmuls) for choice in self.choices]
+        return np.array([switches if len(set(switches)) > 1 else switches[:1]])
 
     @cached_property
     def idle_share(self) -> Floats:
@@ -300,9 +316,12 @@ def choices(
     *,
     schedule: PipelineSchedule = DEFAULT_SCHEDULE,
     chunks: int = 1,
+    collective_matmuls: Sequence[bool] = (False,),
 ) -> tuple[Choice, ...]:
-    """Every combination of remat policies and microbatches under one schedule."""
+    """Every combination of remat policies, microbatches and ``collective_matmuls`` under one schedule."""
     return tuple(
-        Choice(remat=name, policy=policy, microbatches=count, schedule=schedule, chunks=chunks)
-        for (name, policy), count in product(policies.items(), microbatches)
+        Choice(
+            remat=name, policy=policy, microbatches=count, schedule=schedule, chunks=chunks, collective_matmuls=overlaps
+        )
+        for (name, policy), overlaps, count in product(policies.items(), collective_matmuls, microbatches)
     )

@@ -18,9 +18,10 @@ on an open line, where a ring returns through the links of the other direction.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -116,10 +117,14 @@ def einsum_all_reduce(
 
 @dataclass(frozen=True, kw_only=True)
 class _ShardRing:
-    """The devices along ``axis`` as a ring: the last one is linked with the first."""
+    """The devices along ``axis`` as a ring: the last one is linked with the first.
+
+    ``order`` lists the devices' indices along ``axis`` as the ring visits them; None: as they are.
+    """
 
     axis: Axis
     bidirectional: bool
+    order: tuple[int, ...] | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -132,7 +137,11 @@ class _ShardRing:
     def place(self, ahead: int) -> jax.Array:
         """Index of the device ``ahead`` steps further along the ring."""
         here = lax.axis_index(self.axis)
-        return lax.rem(here + ahead % self.size, jnp.asarray(self.size, here.dtype))
+        if self.order is None:
+            return lax.rem(here + ahead % self.size, jnp.asarray(self.size, here.dtype))
+        order = np.array(self.order)
+        table = order[(np.argsort(order) + ahead) % self.size]
+        return lax.dynamic_index_in_dim(jnp.asarray(table, here.dtype), here, keepdims=False)
 
     def send(self, x: jax.Array, places: int) -> jax.Array:
         """``x`` of the device ``places`` steps back along the ring."""
@@ -140,7 +149,8 @@ class _ShardRing:
         # A permute numbers devices in the order of the mesh, whatever the order of its axes here.
         ordered = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes]
         number = np.arange(self.size).reshape([lax.axis_size(axis) for axis in ordered])
-        ring = number.transpose([ordered.index(axis) for axis in axes]).ravel().tolist()
+        ring = number.transpose([ordered.index(axis) for axis in axes]).ravel()[list(self.order or range(self.size))]
+        ring = ring.tolist()
         pairs = [(device, ring[(place + places) % self.size]) for place, device in enumerate(ring)]
         return lax.ppermute(x, tuple(ordered), pairs)
 
@@ -372,3 +382,100 @@ def _reduce_backward(
 
 
 _reduce.defvjp(lambda op, *operands: (_reduce(op, *operands), operands), _reduce_backward)
+
+
+def multiply_gathered(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    *,
+    axis: Axis,
+    order: tuple[int, ...] | None = None,
+    bidirectional: bool = False,
+    transposed: bool = False,
+    keeps_whole: bool = False,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Products of x [B, T_axis, D], gathered over ``axis``, with weights [D, *F]: [B, T, *F] each.
+
+    All weights multiply the same travelling shard of x. ``transposed`` weights are [*F, D]. The second result is x
+    [B, T, D] if it ``keeps_whole``. There is no derivative: ``multiply_scattered`` is the transpose.
+    """
+    ring = _ShardRing(axis=axis, bidirectional=bidirectional, order=order)
+    batch, width, depth = x.shape
+    outs = [
+        _buffer((batch, width * ring.size, *(weight.shape[:1] if transposed else weight.shape[1:])), x.dtype, number)
+        for number, weight in enumerate(weights)
+    ]
+    whole = _buffer((batch, width * ring.size, depth), x.dtype, len(outs)) if keeps_whole else None
+    tracks = ring.tracks(width, ways=2 if bidirectional else 1)
+    shards = [lax.slice_in_dim(x, track.start, track.start + track.size, axis=1) for track in tracks]
+    for step in range(ring.size):
+        arriving = [ring.send(shard, track.way) for shard, track in zip(shards, tracks, strict=True)]
+        for shard, track in zip(shards, tracks, strict=True):
+            start = ring.place(-track.way * step) * width + track.start
+            products = (_product(shard, weight, transposed=transposed).astype(x.dtype) for weight in weights)
+            outs = [_update(out, product, start, 1) for out, product in zip(outs, products, strict=True)]
+            whole = None if whole is None else _update(whole, shard, start, 1)
+        if step < ring.size - 1:
+            # No shard is used before the matmuls of those before it are done. Otherwise XLA puts several of these next
+            # to one hop, and none next to others.
+            shards, outs = lax.optimization_barrier((arriving, outs))
+    return tuple(outs), whole
+
+
+def _buffer(shape: tuple[int, ...], dtype: DTypeLike, number: int) -> jax.Array:
+    """A buffer for an output. XLA would take those of one shape for one value, and copy it: each has another shape."""
+    return lax.empty((1,) * number + shape, dtype).reshape(shape)
+
+
+def multiply_scattered(
+    xs: Sequence[jax.Array],
+    weights: Sequence[jax.Array],
+    *,
+    axis: Axis,
+    order: tuple[int, ...] | None = None,
+    bidirectional: bool = False,
+    transposed: bool = False,
+) -> jax.Array:
+    """The sum of products of xs [B, T, *F] with weights [*F, D], scattered over ``axis``: [B, T_axis, D].
+
+    Each device's products are its part of the sum. ``transposed`` weights are [D, *F].
+    """
+    ring = _ShardRing(axis=axis, bidirectional=bidirectional, order=order)
+    dtype, width = xs[0].dtype, xs[0].shape[1] // ring.size
+
+    def term(owner: int, start: int, size: int, tied: Sequence[jax.Array]) -> jax.Array:
+        """This device's products for ``size`` rows from ``start`` on of the device ``owner`` places ahead."""
+        first = ring.place(owner) * width + start
+        rows = (lax.dynamic_slice_in_dim(x, first, size, 1, allow_negative_indices=False) for x in xs)
+        *others, last = (_product(x, weight, transposed=transposed) for x, weight in zip(rows, tied, strict=True))
+        # Sums of several matmuls are stored between them, in ``dtype``.
+        return functools.reduce(jnp.add, (lax.optimization_barrier(y.astype(dtype)) for y in others), last)
+
+    tied = tuple(weights)
+    if ring.size == 1:
+        return term(0, 0, width, tied).astype(dtype)
+    # Two sums alternate: while one travels, the other gets its term. Barriers keep the order, and tie each matmul to
+    # the sum that has arrived, so that XLA fuses the addition into the matmul.
+    tracks = ring.tracks(width, ways=2)
+    sums: list[jax.Array | None] = [None] * len(tracks)
+    for ahead in range(ring.size - 1, 0, -1):
+        for number, track in enumerate(tracks):
+            arrived = sums[number]
+            if arrived is not None:
+                arrived, *tied_again = lax.optimization_barrier((arrived, *tied))
+                tied = tuple(tied_again)
+            total = term(ahead * track.way, track.start, track.size, tied)
+            total, *tied_again = lax.optimization_barrier(
+                ((total if arrived is None else total + arrived).astype(dtype), *tied)
+            )
+            tied, sums[number] = tuple(tied_again), ring.send(total, track.way)
+    arrived_all = [total for total in sums if total is not None]
+    own = lax.optimization_barrier(term(0, 0, width, tied).astype(dtype))
+    return own + (lax.concatenate(arrived_all, 1) if len(arrived_all) > 1 else arrived_all[0])
+
+
+def _product(x: jax.Array, weight: jax.Array, *, transposed: bool) -> jax.Array:
+    """[B, T, D] x [D, *F] -> [B, T, *F], or [B, T, *F] x [D, *F] -> [B, T, D]; summed in float32."""
+    dims = tuple(range(1, weight.ndim)) if transposed else (0,)
+    own = tuple(range(2, 2 + len(dims)))
+    return lax.dot_general(x, weight, ((own, dims), ((), ())), preferred_element_type=jnp.float32)

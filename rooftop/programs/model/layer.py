@@ -30,6 +30,7 @@ from rooftop.programs.attention.scores import BLOCK, Scores
 from rooftop.programs.model.mla import latent_qkv
 from rooftop.programs.model.moe import EXPERT_MATMULS, activate, moe_mlp
 from rooftop.programs.model.operations import add_bias, norm, project, project_left, scale_norm, width_norm
+from rooftop.programs.model.overlapped import Ring, project_gathered, project_scattered
 from rooftop.programs.model.positions import rotate, within_segments
 from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, Layer, MoEWeights, Norm
 from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence, varying
@@ -44,7 +45,9 @@ class Computation:
     gathered (``attention.context``). Experts use ``expert_matmul``; ``expert_capacity`` is the ``capacity_factor`` of
     ``moe``: None drops no token. ``z_loss`` and ``balance_loss`` are the coefficients of terms added to the
     cross-entropy (see ``objective``). ``weights_left`` multiplies by weights of attention and MLPs on one device as
-    ``project_left`` does.
+    ``project_left`` does. ``collective_matmuls``: those of attention and dense MLPs overlap the AllGather before and
+    the ReduceScatter after them, as rings (``programs.model.overlapped``). Rings visit the devices over tensor in
+    ``ring_order`` (None: as they are), and go ``both_ways`` round or one way.
     """
 
     model: ModelConfig
@@ -59,6 +62,9 @@ class Computation:
     z_loss: float = 0.0
     balance_loss: float = 0.0
     weights_left: bool = False
+    collective_matmuls: bool = False
+    ring_order: tuple[int, ...] | None = None
+    both_ways: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -80,6 +86,17 @@ class Computation:
             raise RooftopError("model", missing, "a model that programs can run; others are planned")
         parse_policy(self.remat)
 
+    @property
+    def ring(self) -> Ring | None:
+        """The ring of collective matmuls; None without them."""
+        if not self.collective_matmuls:
+            return None
+        return Ring.of(self.specs, order=self.ring_order, bidirectional=self.both_ways)
+
+    def saves(self, name: str) -> bool:
+        """True if the backward pass has the checkpoint ``name``, and does not compute it again."""
+        return parse_policy(self.remat)[name] != "recompute"
+
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values; of ``specs`` their ``rules``."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "specs"}
@@ -89,6 +106,8 @@ class Computation:
     def from_json(cls, data: Mapping[str, Any]) -> Computation:
         """The inverse of ``to_json``. Raises TypeError or KeyError on fields that a computation does not have."""
         fields = dict(data)
+        if fields.get("ring_order") is not None:
+            fields["ring_order"] = tuple(fields["ring_order"])
         if "rules" in fields:
             fields["specs"] = Specs(Rules.from_json(fields.pop("rules")))
         return cls(**fields | {"model": ModelConfig.from_json(fields["model"])})
@@ -173,18 +192,33 @@ def qkv(
     model, specs = how.model, how.specs
     heads, kv_heads = (specs.activation("batch", "seq", name, None) for name in ("heads", "kv_heads"))
     with named_scope("qkv"):
-        h = split_sequence(x, specs.activation("batch", "seq", None, reduced="heads"))
-        # Not ``project``: with one head on a device, XLA:TPU would turn the gradient's ReduceScatter into an AllReduce.
-        into = project_left if how.weights_left else partial(jnp.einsum, "btd,dnh->btnh")
-        q = into(h, gather(layer.q, specs, "embed", "heads", None, rows=model.d_model))
-        q = checkpoint_name(add_bias(q, layer.q_bias, heads), "qkv")
         tensor = ways(jax.sharding.get_abstract_mesh().shape, *specs.rules.parameters["kv_heads"])
-        if layer.k.shape[1] % tensor:
-            k, v = (_of_own_heads(h, *weights, how) for weights in ((layer.k, layer.k_bias), (layer.v, layer.v_bias)))
+        copies_keys, ring = layer.k.shape[1] % tensor > 0, how.ring
+
+        def of_heads(weight: jax.Array, name: str) -> jax.Array:
+            return gather(weight, specs, "embed", name, None, rows=model.d_model)
+
+        if ring is not None and not copies_keys:
+            weights = of_heads(layer.q, "heads"), of_heads(layer.k, "kv_heads"), of_heads(layer.v, "kv_heads")
+            q, k, v = project_gathered(x, weights, ring, saved=how.saves("qkv"))
+            q, k, v = (
+                add_bias(q, layer.q_bias, heads),
+                add_bias(k, layer.k_bias, kv_heads),
+                add_bias(v, layer.v_bias, kv_heads),
+            )
         else:
-            k = into(h, gather(layer.k, specs, "embed", "kv_heads", None, rows=model.d_model))
-            v = into(h, gather(layer.v, specs, "embed", "kv_heads", None, rows=model.d_model))
-            k, v = add_bias(k, layer.k_bias, kv_heads), add_bias(v, layer.v_bias, kv_heads)
+            h = split_sequence(x, specs.activation("batch", "seq", None, reduced="heads"))
+            # Not ``project``: with one head on a device, XLA:TPU turns the gradient's ReduceScatter into an AllReduce.
+            into = project_left if how.weights_left else partial(jnp.einsum, "btd,dnh->btnh")
+            q = add_bias(into(h, of_heads(layer.q, "heads")), layer.q_bias, heads)
+            if copies_keys:
+                k, v = (
+                    _of_own_heads(h, *weights, how) for weights in ((layer.k, layer.k_bias), (layer.v, layer.v_bias))
+                )
+            else:
+                k, v = into(h, of_heads(layer.k, "kv_heads")), into(h, of_heads(layer.v, "kv_heads"))
+                k, v = add_bias(k, layer.k_bias, kv_heads), add_bias(v, layer.v_bias, kv_heads)
+        q = checkpoint_name(q, "qkv")
         k, v = checkpoint_name(k, "qkv"), checkpoint_name(v, "qkv")
         if not model.qk_norm_after_rope:
             q, k = _qk_norm(q, k, layer, how)
@@ -336,14 +370,19 @@ def _mlp(x: Float[Array, "B T D"], layer: MLP[jax.Array], how: Computation) -> F
     specs = how.specs
     hidden = specs.activation("batch", "seq", "mlp")
 
-    def into(h: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-        y = (project_left if how.weights_left else project)(h, gather(weight, specs, "embed", "mlp", rows=h.shape[-1]))
-        return checkpoint_name(add_bias(y, bias, hidden), "mlp_up")
+    def projected() -> tuple[jax.Array, ...]:
+        """x times the gate, if there is one, and times up."""
+        stored = (layer.up,) if layer.gate is None else (layer.gate, layer.up)
+        weights = [gather(weight, specs, "embed", "mlp", rows=x.shape[-1]) for weight in stored]
+        if (ring := how.ring) is not None:
+            return project_gathered(x, weights, ring, saved=how.saves("mlp_up"))
+        h = split_sequence(x, specs.activation("batch", "seq", None, reduced="mlp"))
+        return tuple((project_left if how.weights_left else project)(h, weight) for weight in weights)
 
     with named_scope("up"):
-        h = split_sequence(x, specs.activation("batch", "seq", None, reduced="mlp"))
-        gate = None if layer.gate is None else into(h, layer.gate, layer.gate_bias)
-        up = into(h, layer.up, layer.up_bias)
+        *gates, up = projected()
+        gate = checkpoint_name(add_bias(gates[0], layer.gate_bias, hidden), "mlp_up") if gates else None
+        up = checkpoint_name(add_bias(up, layer.up_bias, hidden), "mlp_up")
     with named_scope("act"):
         act = checkpoint_name(activate(gate, up, how.model), "mlp_act")
     with named_scope("down"):
@@ -359,8 +398,10 @@ def _scattered(
     FSDP may store more rows than x has, zeros among them.
     """
     specs = how.specs
+    weight = gather(weight, specs, (dim, "embed"), None, rows=x.shape[-1])
     if how.weights_left:
-        return project_left(x, gather(weight, specs, (dim, "embed"), None, rows=x.shape[-1]))
-    partial_sums = specs.activation("batch", "seq", None, unreduced=dim)
-    y = project(x, gather(weight, specs, (dim, "embed"), None, rows=x.shape[-1]), partial_sums)
+        return project_left(x, weight)
+    if (ring := how.ring) is not None:
+        return project_scattered(x, weight, ring)
+    y = project(x, weight, specs.activation("batch", "seq", None, unreduced=dim))
     return split_sequence(y, specs.residual)

@@ -66,10 +66,17 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
     (dx,) = jax.vjp(partial(_product, weight=weight, out=out, dtype=dtype), x)[1](dy)
+    return dx, weight_gradient(x, dy, weight, dtype)
+
+
+def weight_gradient(
+    x: Float[Array, "B T D"], dy: Float[Array, "B T *F"], weight: Float[Array, " D *F"], dtype: DTypeLike | None = None
+) -> Float[Array, " D *F"]:
+    """The gradient of a weight that x is multiplied by, unreduced over the weight's ``reduced`` axes."""
     spec = jax.typeof(weight).sharding.spec
     unreduced = P(*spec.partitions, unreduced=spec.reduced)
     dw = lax.dot_general(x, dy, (((0, 1), (0, 1)), ((), ())), preferred_element_type=dtype, out_sharding=unreduced)
-    return dx, dw.astype(weight.dtype)
+    return dw.astype(weight.dtype)
 
 
 _project.defvjp(_forward, _backward)

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from rooftop.arrays.rules import STAGE_AXES, ways
+from rooftop.arrays.mesh import Mesh as LaidMesh
+from rooftop.arrays.rings import DeviceRing
+from rooftop.arrays.rules import COLUMN_AXES, STAGE_AXES, ways
 from rooftop.capabilities import (
     STATE_DTYPES,
     TRAINING,
@@ -179,18 +181,20 @@ class TrainProgram:
     @classmethod
     def from_plan(cls, plan: TrainingPlan) -> TrainProgram:
         """The program of a plan. Raises RooftopError with the first obstacle of a plan that is not executable."""
-        return cls.from_spec(plan.spec, "an executable plan, such as its nearest_executable")
+        return cls.from_spec(plan.spec, "an executable plan, such as its nearest_executable", mesh=plan.mesh)
 
     @classmethod
-    def from_spec(cls, spec: TrainingSpec, accepted: str) -> TrainProgram:
+    def from_spec(cls, spec: TrainingSpec, accepted: str, *, mesh: LaidMesh | None = None) -> TrainProgram:
         """The program of a train step that is asked for.
 
         Attention is the spec's kernel, in its blocks. Experts keep as many tokens as evenly chosen ones need, as a plan
-        counts. In pipeline stages keys and values are gathered over a context axis. Raises RooftopError with the first
+        counts. In pipeline stages keys and values are gathered over a context axis. Rings of collective matmuls visit
+        neighbours on the network if the ``mesh`` is laid on it. Raises RooftopError with the first
         obstacle of the spec, if there is one; ``accepted`` says what to give instead.
         """
         require(TRAINING, spec, accepted)
         axes, (sequences, positions) = spec.rules.activations, spec.padded
+        ring = DeviceRing.of(mesh, *COLUMN_AXES) if mesh is not None and spec.collective_matmuls else None
         computation = Computation(
             model=spec.model,
             specs=Specs(spec.rules),
@@ -199,6 +203,9 @@ class TrainProgram:
             attention_block=spec.attention_block,
             context_attention="all_gather" if spec.ways(*STAGE_AXES) > 1 else "ring",
             expert_capacity=1.0,
+            collective_matmuls=spec.collective_matmuls,
+            ring_order=None if ring is None else ring.order,
+            both_ways=ring is not None and ring.closed,
         )
         return cls(
             computation=computation,
