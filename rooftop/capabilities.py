@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 #: Dtypes of arrays that live from step to step, and of activations.
 STATE_DTYPES: tuple[str, ...] = ("bf16", "f32")
+#: Dtypes of the layers' matmuls beyond that of activations: operands are quantised on the spot.
+MATMUL_DTYPES: tuple[str, ...] = ("int8", "f8_e4m3")
 #: Attention kernels of a train step.
 AttentionKernel = Literal["reference", "chunked", "splash", "cudnn"]
 KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
@@ -155,7 +157,7 @@ class TrainingSpec:
         return replace(
             self,
             compute=known(self.compute),
-            matmul=known(self.compute),
+            matmul=self.matmul if self.matmul in MATMUL_DTYPES else known(self.compute),
             weights=known(self.weights),
             moments=known(self.moments),
             gradients=known(self.gradients),
@@ -287,9 +289,11 @@ def _experts(spec: TrainingSpec) -> str | None:
 
 
 def _matmul_dtype(spec: TrainingSpec) -> str | None:
-    if spec.matmul != spec.compute:
-        return f"no program multiplies in {spec.matmul} yet, only in {spec.compute}"
-    return None
+    if spec.matmul in MATMUL_DTYPES and spec.collective_matmuls:
+        return f"collective matmuls are in the dtype of activations, not in {spec.matmul}"
+    if spec.matmul in (spec.compute, *MATMUL_DTYPES):
+        return None
+    return f"no program multiplies in {spec.matmul}: {', '.join((spec.compute, *MATMUL_DTYPES))}"
 
 
 def _state_dtypes(spec: TrainingSpec) -> str | None:
@@ -379,7 +383,11 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
         accepted="any: padded with zeros where a mesh does not divide them",
         obstacle=_runs,
     ),
-    Capability(name="matmul dtype", accepted="as activations", obstacle=_matmul_dtype),
+    Capability(
+        name="dtype of the layers' matmuls",
+        accepted=f"as activations; {', '.join(MATMUL_DTYPES)}, quantised on the spot, without collective matmuls",
+        obstacle=_matmul_dtype,
+    ),
     Capability(
         name="dtypes of activations, weights, moments, gradients",
         accepted=", ".join(STATE_DTYPES),

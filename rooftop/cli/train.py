@@ -36,6 +36,7 @@ from rooftop.cli.options import (
     coordinator_option,
     devices_option,
     json_option,
+    matmul_dtype_option,
     mesh_option,
     microbatches_option,
     moments_dtype_option,
@@ -113,6 +114,7 @@ _PROCESSES = ("coordinator", "processes", "process")
     "--expert-capacity", group=PARALLELISM, type=NUMBER, help="Room of an expert, in even shares. [default: dropless]"
 )
 @compute_dtype_option(help="bf16 or f32. [default: the plan's, else bf16, on a CPU f32]")
+@matmul_dtype_option(help="bf16, f32, int8 or f8_e4m3. [default: the plan's, else --compute-dtype]")
 @weights_dtype_option(help="Dtype of the stored weights. [default: the plan's, else f32]")
 @moments_dtype_option(help="Dtype of the optimizer's moments. [default: the plan's, else f32]")
 @optimizer_option(type=Name(*OPTIMIZERS), help="The optimizer. [default: the plan's, else adamw]")

@@ -119,7 +119,7 @@ def gather(
     return first_rows(reshard(weight, specs.in_use(*dims, sequence=sequence)), rows)
 
 
-def first_rows(weight: Float[Array, " stored *dims"], rows: int) -> Float[Array, " rows *dims"]:
+def first_rows(weight: Shaped[Array, " stored *dims"], rows: int) -> Shaped[Array, " rows *dims"]:
     """The first rows that each device has of a weight, so that there are ``rows`` in all."""
     if weight.shape[0] == rows:
         return weight

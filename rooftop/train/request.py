@@ -40,6 +40,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "adam", "lion", "muon", "adafactor", "sgd"),
     "context_attention": ("ring", "all_gather"),
     "compute_dtype": ("bf16", "f32"),
+    "matmul_dtype": ("bf16", "f32", "int8", "f8_e4m3"),
     "weights_dtype": ("bf16", "f32"),
     "moments_dtype": ("bf16", "f32"),
 }
@@ -73,6 +74,7 @@ class TrainRequest:
     Optimization
         ``learning_rate`` is the largest; it rises over ``warmup`` steps (None: a tenth of the steps, at most 1000) and
         decays to the share ``final_learning_rate`` at ``decay_steps`` (None: the steps). ``clip_norm`` 0 does not clip.
+        ``matmul_dtype`` is that of the layers' matmuls: int8 or f8_e4m3, or ``compute_dtype``.
     Run
         ``steps`` is the last step of the run. A checkpoint every ``save_every`` steps; the newest ``keep`` stay, and
         multiples of ``keep_every``. ``divergence``: nats by which the loss may rise; 0: any. ``profile`` is the first
@@ -105,6 +107,7 @@ class TrainRequest:
     context_attention: str | None = None
     expert_capacity: float | None = None
     compute_dtype: str | None = None
+    matmul_dtype: str | None = None
     weights_dtype: str | None = None
     moments_dtype: str | None = None
     optimizer: str | None = None

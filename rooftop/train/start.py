@@ -16,7 +16,7 @@ import jax
 from rooftop import __version__
 from rooftop.arrays import AXES
 from rooftop.arrays.rules import BATCH_AXES, GATHER_AXES, SEQUENCE_AXES, STAGE_AXES, ways
-from rooftop.capabilities import TrainingSpec
+from rooftop.capabilities import MATMUL_DTYPES, TrainingSpec
 from rooftop.compiler.devices import Local, local_devices, mesh_of, write_axes
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import parse_count
@@ -204,10 +204,14 @@ def _completed(request: TrainRequest, program: TrainProgram) -> TrainProgram:
         },
         schedule=request.learning_rates,
     )
+    compute, matmul = request.compute_dtype or program.compute_dtype, request.matmul_dtype
+    if matmul not in (None, compute, *MATMUL_DTYPES):
+        raise RooftopError("matmul-dtype", matmul, f"{', '.join(MATMUL_DTYPES)}, or {compute} as everything else")
     balance = _BALANCE if program.model.moe is not None and request.balance_loss is None else request.balance_loss
     computation = replace(
         program.computation,
         z_loss=request.z_loss,
+        matmul=program.computation.matmul if matmul is None else None if matmul == compute else matmul,
         **_present(
             balance_loss=balance,
             expert_capacity=request.expert_capacity,

@@ -131,11 +131,12 @@ def test_what_no_program_runs_stands_apart(rooftop: Run) -> None:
     job = ("plan", "train", "llama3-8b", "--on", "v5p:4x4x4", "--batch-seqs", "32", "--mesh", "fsdp=16,tensor=4")
     out = rooftop(*job).out
     possible, _, missing = out[out.index("What would change it") :].partition("What no program runs")
-    assert "ICI twice as fast" in possible and "int8" not in possible
-    assert "int8 matmuls in the layers: no program" in missing
-    planned = rooftop(*job, "--matmul-dtype", "int8")
+    assert "ICI twice as fast" in possible and "int8 matmuls in the layers" in possible
+    assert "tensor collectives overlapped (collective matmuls): no layer" in missing
+    planned = rooftop(*job, "--matmul-dtype", "int4")
     assert planned.out.splitlines()[0].endswith("(not executable)")
-    assert rooftop(*job, "--matmul-dtype", "int8", "--json").json["executable"] is False
+    assert rooftop(*job, "--matmul-dtype", "int4", "--json").json["executable"] is False
+    assert rooftop(*job, "--matmul-dtype", "int8", "--json").json["executable"] is True
 
 
 def test_slices_are_compared_in_one_table(rooftop: Run) -> None:

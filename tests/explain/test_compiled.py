@@ -278,9 +278,9 @@ def test_the_request_is_the_plan() -> None:
 
 
 def test_a_plan_that_cannot_run_is_refused() -> None:
-    workload, numerics = Workload(batch_tokens=4 * 512, seq_len=512), Numerics(matmul="int8")
+    workload, numerics = Workload(batch_tokens=4 * 512, seq_len=512), Numerics(matmul="int4")
     narrow = Problem(model=TOY, slice=Slice.parse("v5e:2x2"), workload=workload, numerics=numerics)
-    with pytest.raises(RooftopError, match="no program multiplies in int8"):
+    with pytest.raises(RooftopError, match="no program multiplies in int4"):
         request(plan_training(narrow, alternatives=0).plan)
 
 

@@ -298,7 +298,7 @@ def test_program_of_a_plan() -> None:
 @pytest.mark.parametrize(
     ("layout", "changes", "obstacle"),
     [
-        ("fsdp=x,tensor=y", {"numerics": Numerics(matmul="int8")}, "no program multiplies in int8"),
+        ("fsdp=x,tensor=y", {"numerics": Numerics(matmul="int4")}, "no program multiplies in int4"),
         ("fsdp=x,tensor=y", {"numerics": Numerics(weights="f16")}, "no program has weights in f16"),
     ],
 )

@@ -613,32 +613,47 @@ def matmuls(
     """
     if not shapes:
         return []
-    element = step.element_bytes
-    dtype = step.numerics.matmul if scope.startswith("layers") else step.numerics.compute
+    element, compute = step.element_bytes, step.numerics.compute
+    # Routers and the unembedding multiply in the dtype of activations.
+    dtype = step.numerics.matmul if scope.startswith("layers") and scope != "layers/moe/router" else compute
     operand = min(element, dtype_bytes(dtype))
+    narrow = operand < element
+    of_gradient = "f8_e5m2" if dtype == "f8_e4m3" else dtype
     weights = parameters(shapes)
     inputs = sum((tokens * m.k for m in shapes), 0.0)
     outputs = sum((tokens * m.n for m in shapes), 0.0)
     flops = 2.0 * sum((tokens * m.parameters for m in shapes), 0.0)
-    moved = (inputs + weights) * operand + outputs * element
-    # A narrower dtype is made on the spot: each operand read for its scale, read again and written.
-    passes = 2 * element + operand if operand < element else 0.0
-    quantised = (inputs + weights) * passes
-    quantised_again = (inputs + 2 * outputs + weights) * passes
+    forward_bytes = (inputs + weights) * operand + outputs * element
+    backward_bytes = (outputs + weights) * operand + inputs * element + (inputs + outputs + weights) * element
+    # An activation is read and written in fewer bits: its maxima are fused into what makes it. A device quantises its
+    # own part of a weight, which it reads for the maxima and once more.
+    of_weight = weights / step.strategies.devices(*GATHER_AXES) * (2.0 * element + operand) if narrow else 0.0
+    of_inputs, of_outputs = (size * (element + operand) if narrow else 0.0 for size in (inputs, outputs))
     stream = tokens * step.model.d_model * element / step.tensor
     weights = (step.stored(shapes) - (step.own_keys if keys else 0.0)) * element
 
-    def share_s(m: Number, k: Number, n: Number) -> Number:
+    def share_s(m: Number, k: Number, n: Number, dtype: str) -> Number:
         """Seconds of one expert's part of the batch."""
         return step.rates.matmul_s(m, k, n, dtype, experts) / experts
 
-    forward_s = sum((share_s(tokens, m.k, m.n) for m in shapes), 0.0)
-    dx_s = sum((share_s(tokens, m.n, m.k) for m in shapes), 0.0)
-    dw_s = sum((share_s(m.k, tokens, m.n) for m in shapes), 0.0)
+    forward_s = sum((share_s(tokens, m.k, m.n, dtype) for m in shapes), 0.0)
+    dx_s = sum((share_s(tokens, m.n, m.k, of_gradient) for m in shapes), 0.0)
+    dw_s = sum((share_s(m.k, tokens, m.n, compute) for m in shapes), 0.0)
     pieces = arrays / experts
     gather_weight: tuple[Transfer, ...] = (
-        Transfer("all_gather", GATHER_AXES, weights, "weight_gather", pieces=pieces),
+        Transfer("all_gather", GATHER_AXES, weights * operand / element, "weight_gather", pieces=pieces),
     )
+    # Maxima of whole columns of weights, and of whole tokens, each a float32, where devices split the summed dim.
+    input_maxima: tuple[Transfer, ...] = ()
+    gradient_maxima: tuple[Transfer, ...] = ()
+    if narrow:
+        columns = 4.0 * sum((m.n for m in shapes), 0.0)
+        split = GATHER_AXES if scattered is None else (*GATHER_AXES, *COLUMN_AXES)
+        gather_weight += (Transfer("all_reduce", split, columns, "tensor", pieces=pieces),)
+        if scattered is not None:
+            input_maxima = (Transfer("all_reduce", COLUMN_AXES, 4.0 * tokens, "tensor", pieces=1 / experts),)
+        elif gathered is not None:
+            gradient_maxima = (Transfer("all_reduce", COLUMN_AXES, 4.0 * tokens * arrays, "tensor", pieces=pieces),)
     several_experts = experts if "expert" in dims else 0.0
     scatter_weight: tuple[Transfer, ...] = ()
     for shape, head in zip(shapes, heads or (0,) * len(shapes), strict=True):
@@ -669,22 +684,26 @@ def matmuls(
     once = scope == "unembed"  # Outside the layers nothing is recomputed and the gathered weight is still there.
     forward = Work(
         scope=scope, phase="forward", count=count, flops={dtype: flops}, matmul_s=forward_s,
-        hbm_bytes=moved, elementwise_bytes=quantised,
+        hbm_bytes=forward_bytes, elementwise_bytes=of_inputs + of_weight,
         vector_flops=VECTOR_OPS["add"] * stream / element if residual else 0.0,
-        collectives=gather_weight + gather_input + scatter_output, formula=terms,
+        collectives=gather_weight + gather_input + input_maxima + scatter_output, formula=terms,
     )  # fmt: skip
     backward = Work(
-        scope=scope, phase="backward", count=count, flops={dtype: 2 * flops},
-        matmul_s=dx_s + dw_s, hbm_bytes=2 * moved, elementwise_bytes=quantised_again + unstacked,
-        collectives=scatter_weight + gather_output + scatter_input, formula=f"dX and dW: 2 x ({terms})",
+        scope=scope, phase="backward", count=count,
+        flops={compute: 2 * flops} if of_gradient == compute else {of_gradient: flops, compute: flops},
+        matmul_s=dx_s + dw_s, hbm_bytes=backward_bytes, elementwise_bytes=of_outputs + unstacked,
+        collectives=scatter_weight + gather_output + gradient_maxima + scatter_input,
+        formula=f"dX and dW: 2 x ({terms})",
     )  # fmt: skip
     # In the backward pass weights, and inputs that are kept as shards, are gathered whether or not the matmul is
     # repeated; the matmul and its scattered output only if its result was not kept.
     regather = Work(
         scope=scope, phase="recompute", count=0 if once else count,
         flops={dtype: flops * again}, matmul_s=forward_s * again,
-        hbm_bytes=moved * again, elementwise_bytes=quantised * again,
-        collectives=gather_weight + gather_input + tuple(replace(t, payload=t.payload * again) for t in scatter_output),
+        hbm_bytes=forward_bytes * again, elementwise_bytes=of_inputs * again + of_weight,
+        collectives=gather_weight
+        + gather_input
+        + tuple(replace(t, payload=t.payload * again) for t in (*input_maxima, *scatter_output)),
         formula="weights and inputs gathered again; the matmul repeated where its output was not kept",
     )  # fmt: skip
     return [forward, backward] if once else [forward, regather, backward]

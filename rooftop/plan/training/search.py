@@ -458,6 +458,8 @@ def _searched_switches(problem: Problem, layouts: Layouts) -> tuple[bool, ...]:
     if problem.collective_matmuls is not None:
         return (problem.collective_matmuls,)
     pays = overlap(problem.slice.chip.name).collective_matmuls and problem.assumptions.own_program
+    if problem.numerics.matmul != problem.numerics.compute:
+        return (False,)
     return (False, True) if pays and layouts.along(*COLUMN_AXES).max(initial=1) > 1 else (False,)
 
 

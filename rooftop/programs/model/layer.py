@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from rooftop.arrays.rules import Rules, ways
-from rooftop.capabilities import KERNELS, model_obstacle
+from rooftop.capabilities import KERNELS, MATMUL_DTYPES, model_obstacle
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.activations import parse_policy
 from rooftop.models.config import ModelConfig
@@ -29,7 +29,16 @@ from rooftop.programs.attention.context import CONTEXT_ATTENTIONS, ORDERS, conte
 from rooftop.programs.attention.scores import BLOCK, Scores
 from rooftop.programs.model.mla import latent_qkv
 from rooftop.programs.model.moe import EXPERT_MATMULS, activate, moe_mlp
-from rooftop.programs.model.operations import add_bias, norm, project, project_left, scale_norm, width_norm
+from rooftop.programs.model.narrow import NarrowWeight, gather_in, narrow_matmul
+from rooftop.programs.model.operations import (
+    add_bias,
+    norm,
+    project,
+    project_heads,
+    project_left,
+    scale_norm,
+    width_norm,
+)
 from rooftop.programs.model.overlapped import Ring, project_gathered, project_scattered
 from rooftop.programs.model.positions import rotate, within_segments
 from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, Layer, MoEWeights, Norm
@@ -44,10 +53,11 @@ class Computation:
     the sequence is in ``context_order``, and keys and values arrive by ``context_attention``: around a ring, or
     gathered (``attention.context``). Experts use ``expert_matmul``; ``expert_capacity`` is the ``capacity_factor`` of
     ``moe``: None drops no token. ``z_loss`` and ``balance_loss`` are the coefficients of terms added to the
-    cross-entropy (see ``objective``). ``weights_left`` multiplies by weights of attention and MLPs on one device as
-    ``project_left`` does. ``collective_matmuls``: those of attention and dense MLPs overlap the AllGather before and
-    the ReduceScatter after them, as rings (``programs.model.overlapped``). Rings visit the devices over tensor in
-    ``ring_order`` (None: as they are), and go ``both_ways`` round or one way.
+    cross-entropy (see ``objective``). ``matmul`` is the dtype of the matmuls of layers with their weights, but for
+    routers (``model.narrow``; None: that of activations). ``weights_left`` multiplies by weights of attention and MLPs
+    on one device as ``project_left`` does. ``collective_matmuls``: those of attention and dense MLPs overlap the
+    AllGather before and the ReduceScatter after them, as rings (``programs.model.overlapped``). Rings visit the devices
+    over tensor in ``ring_order`` (None: as they are), and go ``both_ways`` round or one way.
     """
 
     model: ModelConfig
@@ -61,6 +71,7 @@ class Computation:
     expert_capacity: float | None = None
     z_loss: float = 0.0
     balance_loss: float = 0.0
+    matmul: str | None = None
     weights_left: bool = False
     collective_matmuls: bool = False
     ring_order: tuple[int, ...] | None = None
@@ -75,6 +86,10 @@ class Computation:
         ):
             if getattr(self, name) not in known:
                 raise unknown(name, getattr(self, name), known)
+        if self.matmul is not None and self.matmul not in MATMUL_DTYPES:
+            raise unknown("matmul", self.matmul, MATMUL_DTYPES)
+        if self.matmul is not None and (self.weights_left or self.collective_matmuls):
+            raise RooftopError("matmul", self.matmul, "none with weights_left or collective_matmuls")
         if self.attention_block < 1:
             raise RooftopError("attention_block", self.attention_block, "a positive whole number")
         for name in ("z_loss", "balance_loss"):
@@ -177,7 +192,7 @@ def causal(
     model, sinks = how.model, None
     if isinstance(layer, LatentAttention):
         assert model.mla is not None and turns is not None
-        q, k, v = latent_qkv(normed, layer, turns, model, model.mla, how.specs)
+        q, k, v = latent_qkv(normed, layer, turns, model, model.mla, how.specs, how.matmul)
     else:
         q, k, v = qkv(normed, layer, turns, how)
         sinks = layer.sinks
@@ -195,11 +210,12 @@ def qkv(
         tensor = ways(jax.sharding.get_abstract_mesh().shape, *specs.rules.parameters["kv_heads"])
         copies_keys, ring = layer.k.shape[1] % tensor > 0, how.ring
 
-        def of_heads(weight: jax.Array, name: str) -> jax.Array:
-            return gather(weight, specs, "embed", name, None, rows=model.d_model)
+        def of_heads(weight: jax.Array, name: str) -> jax.Array | NarrowWeight:
+            return gather_in(how.matmul, weight, specs, "embed", name, None, rows=model.d_model)
 
         if ring is not None and not copies_keys:
-            weights = of_heads(layer.q, "heads"), of_heads(layer.k, "kv_heads"), of_heads(layer.v, "kv_heads")
+            stored = (layer.q, "heads"), (layer.k, "kv_heads"), (layer.v, "kv_heads")
+            weights = [gather(weight, specs, "embed", name, None, rows=model.d_model) for weight, name in stored]
             q, k, v = project_gathered(x, weights, ring, saved=how.saves("qkv"))
             q, k, v = (
                 add_bias(q, layer.q_bias, heads),
@@ -208,8 +224,7 @@ def qkv(
             )
         else:
             h = split_sequence(x, specs.activation("batch", "seq", None, reduced="heads"))
-            # Not ``project``: with one head on a device, XLA:TPU turns the gradient's ReduceScatter into an AllReduce.
-            into = project_left if how.weights_left else partial(jnp.einsum, "btd,dnh->btnh")
+            into = project_left if how.weights_left else project_heads
             q = add_bias(into(h, of_heads(layer.q, "heads")), layer.q_bias, heads)
             if copies_keys:
                 k, v = (
@@ -257,10 +272,11 @@ def _of_own_heads(
     specs = how.specs
     axes = specs.rules.parameters["kv_heads"]
     table = HeadSplit.of(how.model, ways(jax.sharding.get_abstract_mesh().shape, *axes)).key_table()
-    whole = gather(weight, specs, "embed", None, None, rows=how.model.d_model, sequence="residual_seq")
+    dims = ("embed", None, None)
+    whole = gather_in(how.matmul, weight, specs, *dims, rows=how.model.d_model, sequence="residual_seq")
     spec = jax.typeof(h).sharding.spec
 
-    def local(h: jax.Array, whole: jax.Array, bias: jax.Array | None) -> jax.Array:
+    def local(h: jax.Array, whole: jax.Array | NarrowWeight, bias: jax.Array | None) -> jax.Array:
         own = jnp.asarray(table, jnp.int32)[jax.lax.axis_index(axes)]
 
         def chosen(array: jax.Array, axis: int) -> jax.Array:
@@ -268,7 +284,15 @@ def _of_own_heads(
             heads = [jax.lax.dynamic_slice_in_dim(array, head, 1, axis) for head in own]
             return jnp.concatenate(heads, axis)
 
-        y = jnp.einsum("btd,dkh->btkh", varying(h, axes), chosen(whole, 1))
+        h = varying(h, axes)
+        if isinstance(whole, NarrowWeight):
+            # The scales have no dim of rows before that of heads.
+            own_weight = NarrowWeight(
+                values=chosen(whole.values, 1), scales=chosen(whole.scales, 0), plain=chosen(whole.plain, 1)
+            )
+            y = narrow_matmul(h, own_weight, summed_back=axes)
+        else:
+            y = jnp.einsum("btd,dkh->btkh", h, chosen(whole, 1))
         return y if bias is None else y + chosen(bias, 0)
 
     weights = (whole, bias)
@@ -338,6 +362,7 @@ def feed_forward(
             model,
             specs,
             matmul=how.expert_matmul,
+            dtype=how.matmul,
             capacity_factor=how.expert_capacity,
             measured=how.balance_loss > 0,
             real=real,
@@ -373,11 +398,12 @@ def _mlp(x: Float[Array, "B T D"], layer: MLP[jax.Array], how: Computation) -> F
     def projected() -> tuple[jax.Array, ...]:
         """x times the gate, if there is one, and times up."""
         stored = (layer.up,) if layer.gate is None else (layer.gate, layer.up)
-        weights = [gather(weight, specs, "embed", "mlp", rows=x.shape[-1]) for weight in stored]
         if (ring := how.ring) is not None:
+            weights = [gather(weight, specs, "embed", "mlp", rows=x.shape[-1]) for weight in stored]
             return project_gathered(x, weights, ring, saved=how.saves("mlp_up"))
+        matrices = [gather_in(how.matmul, weight, specs, "embed", "mlp", rows=x.shape[-1]) for weight in stored]
         h = split_sequence(x, specs.activation("batch", "seq", None, reduced="mlp"))
-        return tuple((project_left if how.weights_left else project)(h, weight) for weight in weights)
+        return tuple((project_left if how.weights_left else project)(h, matrix) for matrix in matrices)
 
     with named_scope("up"):
         *gates, up = projected()
@@ -398,10 +424,10 @@ def _scattered(
     FSDP may store more rows than x has, zeros among them.
     """
     specs = how.specs
-    weight = gather(weight, specs, (dim, "embed"), None, rows=x.shape[-1])
-    if how.weights_left:
-        return project_left(x, weight)
     if (ring := how.ring) is not None:
-        return project_scattered(x, weight, ring)
-    y = project(x, weight, specs.activation("batch", "seq", None, unreduced=dim))
+        return project_scattered(x, gather(weight, specs, (dim, "embed"), None, rows=x.shape[-1]), ring)
+    matrix = gather_in(how.matmul, weight, specs, (dim, "embed"), None, rows=x.shape[-1])
+    if how.weights_left:
+        return project_left(x, matrix)
+    y = project(x, matrix, specs.activation("batch", "seq", None, unreduced=dim))
     return split_sequence(y, specs.residual)

@@ -15,10 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 from rooftop.models.config import MLA, ModelConfig
-from rooftop.programs.model.operations import project, scale_norm
+from rooftop.programs.model.narrow import gather_in
+from rooftop.programs.model.operations import project, project_heads, scale_norm
 from rooftop.programs.model.positions import rotate
 from rooftop.programs.parameters import LatentAttention
-from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence
+from rooftop.programs.sharding import Specs, on_shards, split_sequence
 
 
 def latent_qkv(
@@ -28,17 +29,19 @@ def latent_qkv(
     model: ModelConfig,
     mla: MLA,
     specs: Specs,
+    matmul: str | None = None,
 ) -> tuple[Float[Array, "B T N d_qk"], Float[Array, "B T N d_qk"], Float[Array, "B T N d_v"]]:
     """Rotated queries and keys, and values, of the normalised x.
 
     x is split as the residual stream, the results by heads. ``turns``: see ``rooftop.programs.model.positions``.
+    ``matmul``: see ``narrow.gather_in``.
     """
     gathered = specs.activation("batch", "seq", None, reduced="heads")
     heads = specs.activation("batch", "seq", "heads", None)
-    q, latent, shared = latents(x, layer, turns, model, mla, specs)
+    q, latent, shared = latents(x, layer, turns, model, mla, specs, matmul)
     with named_scope("qkv"):
-        kv_up = gather(layer.kv_up, specs, "embed", "heads", None, rows=mla.kv_rank)
-        kv = checkpoint_name(jnp.einsum("btr,rnh->btnh", latent, kv_up), "qkv")
+        kv_up = gather_in(matmul, layer.kv_up, specs, "embed", "heads", None, rows=mla.kv_rank)
+        kv = checkpoint_name(project_heads(latent, kv_up), "qkv")
     with named_scope("rope"):
 
         def expand(kv: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -58,6 +61,7 @@ def latents(
     model: ModelConfig,
     mla: MLA,
     specs: Specs,
+    matmul: str | None = None,
 ) -> tuple[Float[Array, "B T N d_qk"], Float[Array, "B T kv_rank"], Float[Array, "B T d_rope"]]:
     """Rotated queries, and the entries of the cache for each token, which all heads share.
 
@@ -66,7 +70,7 @@ def latents(
     gathered = specs.activation("batch", "seq", None, reduced="heads")
 
     def down(weight: jax.Array) -> jax.Array:
-        matrix = gather(weight, specs, "embed", None, rows=x.shape[-1], sequence="residual_seq")
+        matrix = gather_in(matmul, weight, specs, "embed", None, rows=x.shape[-1], sequence="residual_seq")
         return checkpoint_name(project(x, matrix), "qkv")
 
     with named_scope("qkv"):
@@ -74,8 +78,8 @@ def latents(
         if layer.q_down is not None and layer.q_norm is not None:
             queries = scale_norm(down(layer.q_down), layer.q_norm, model, specs.residual)
         queries = split_sequence(queries, gathered)
-        q_up = gather(layer.q, specs, "embed", "heads", None, rows=queries.shape[-1])
-        q = checkpoint_name(jnp.einsum("btr,rnh->btnh", queries, q_up), "qkv")
+        q_up = gather_in(matmul, layer.q, specs, "embed", "heads", None, rows=queries.shape[-1])
+        q = checkpoint_name(project_heads(queries, q_up), "qkv")
         latent, shared = jnp.split(down(layer.kv_down), [mla.kv_rank], axis=-1)
         latent = scale_norm(latent, layer.kv_norm, model, specs.residual)
     with named_scope("rope"):

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +37,15 @@ from rooftop.core.records import field_values
 from rooftop.core.rounding import ceil_div
 from rooftop.models import ModelConfig
 from rooftop.programs.model.grouped_matmul import RowGroups, grouped_matmul
+from rooftop.programs.model.narrow import NarrowWeight, grouped_narrow_matmul, narrow_matmul, narrowed
 from rooftop.programs.parameters import MoEWeights
 from rooftop.programs.sharding import Specs, axes_of, named_reshard, on_shards
 
 Axes = tuple[str, ...]
 #: Matmuls of experts: slots of each expert in one batched einsum, or sorted rows in a grouped matmul.
 EXPERT_MATMULS: tuple[str, ...] = ("batched", "grouped")
+#: Weights of experts, and of shared ones, whose matmuls run in the dtype of the layers'.
+_NARROWED = ("gate", "up", "down")
 
 
 def moe_mlp(
@@ -52,14 +56,16 @@ def moe_mlp(
     *,
     capacity_factor: float | None,
     matmul: str = "batched",
+    dtype: str | None = None,
     measured: bool = False,
     real: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Float32[Array, "devices 3 E"] | None]:
     """The experts and the shared experts of one layer, on the normalised residual stream.
 
     x and the result are split as the residual stream. ``layer`` has no leading dim of layers; the caller applies its
-    norms. Its weights are at rest and are gathered here. Matmuls run in x's dtype; the router's scores are float32. For
-    ``capacity_factor`` see ``capacity``; ``matmul`` is one of EXPERT_MATMULS. If ``measured``, the second result is the
+    norms. Its weights are at rest and are gathered here. Matmuls run in x's dtype, those of experts in ``dtype`` unless
+    it is None (``rooftop.programs.model.narrow``); the router's scores are float32. For ``capacity_factor`` see
+    ``capacity``; ``matmul`` is one of EXPERT_MATMULS. If ``measured``, the second result is the
     ``rooftop.programs.model.moe.load`` of each device that splits tokens, split over them. Tokens of padding, False in
     ``real``, go to no expert and do not count. Opens the scopes moe/{router,dispatch,experts,combine,shared}, with the
     checkpoint names mlp_normed (rows as experts get them), mlp_up, mlp_act and mlp_down.
@@ -81,12 +87,17 @@ def moe_mlp(
     shards = _ways(axes.expert) if matmul == "grouped" else experts_stored
     per_shard = experts_stored // shards
 
-    def local(
-        x: jax.Array, used_weights: dict[str, jax.Array], real: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def local(x: jax.Array, used_weights: dict[str, Any], real: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         def linear(rows: jax.Array, name: str, groups: RowGroups | None = None) -> jax.Array:
             """Rows [E, rows, d] times a weight: [E, d, f] of the experts, or [d, f] of the shared ones."""
             weight = used_weights[name]
+            if isinstance(weight, NarrowWeight):
+                # Hidden columns are split over tensor.
+                split: dict[str, Any] = {"summed" if name.endswith("down") else "summed_back": axes.tensor}
+                weight = weight.first_rows(rows.shape[-1])
+                if groups is not None:
+                    return grouped_narrow_matmul(rows[0], weight, groups, **split)[None]
+                return narrow_matmul(rows, weight, batch=weight.ndim - 2, **split)
             # The rest are rows that pad the weight at rest.
             weight = weight[..., : rows.shape[-1], :]
             if groups is not None:
@@ -161,11 +172,15 @@ def moe_mlp(
         return out.reshape(x.shape), measures
 
     with named_scope("moe"):
-        used_weights = {}
+        used_weights: dict[str, Any] = {}
         for name, weight in weights.items():
             with named_scope(_scope(name)):
                 used_weights[name] = axes.gather_weight(weight)
-        places = {name: jax.typeof(weight).sharding.spec for name, weight in used_weights.items()}
+                if dtype is not None and name.removeprefix("shared_") in _NARROWED:
+                    used_weights[name] = narrowed(
+                        weight, used_weights[name], axes.gather_weight, dtype, batch=weight.ndim - 2
+                    )
+        places = jax.tree.map(lambda weight: jax.typeof(weight).sharding.spec, used_weights)
         stream = specs.residual
         if real is not None:
             real = reshard(real, P(*stream.partitions[:2]))
@@ -256,7 +271,7 @@ class _Axes:
             if missing := [axis for axis in axes if axis not in self.residual]:
                 raise RooftopError(f"rules.parameters.{name}", axes, f"axes that split tokens, not {missing[0]}")
 
-    def gather_weight(self, weight: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+    def gather_weight(self, weight: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
         """AllGather over the axes of ``embed``; in the backward pass, a ReduceScatter.
 
         The result is ``reduced`` over the axes that split tokens and not the weight. Its gradient is summed here over

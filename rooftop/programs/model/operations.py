@@ -19,29 +19,42 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from rooftop.models.config import ModelConfig
+from rooftop.programs.model.narrow import NarrowWeight, narrow_matmul
 from rooftop.programs.parameters import Norm
 from rooftop.programs.sharding import Specs, axes_of, on_shards
 
 
 def project(
-    x: Float[Array, "B T D"], weight: Float[Array, "D F"], out: P | None = None, dtype: DTypeLike | None = None
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "D F"] | NarrowWeight,
+    out: P | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "B T F"]:
-    """x times weight, split as ``out`` (None: as the operands), in ``dtype``.
+    """x times weight, split as ``out`` (None: as the operands), in ``dtype``, or in 8 bits by a ``NarrowWeight``.
 
     JAX's own derivative computes the weight's gradient as dy^T x and transposes it, which takes a CPU about as long as
     the matmul; XLA:TPU chooses the layout of either. ``weight`` is as returned by ``Specs.in_use``: its gradient is
     unreduced over its ``reduced`` axes.
     """
-    return _project(x, weight, out, dtype)
+    return narrow_matmul(x, weight, out) if isinstance(weight, NarrowWeight) else _project(x, weight, out, dtype)
+
+
+def project_heads(x: Float[Array, "B T D"], weight: Float[Array, "D N H"] | NarrowWeight) -> Float[Array, "B T N H"]:
+    """x times a weight of heads."""
+    if isinstance(weight, NarrowWeight):
+        return narrow_matmul(x, weight)
+    # Not ``project``: with one head on a device, XLA:TPU would turn the gradient's ReduceScatter into an AllReduce.
+    return jnp.einsum("btd,dnh->btnh", x, weight)
 
 
 def project_left(
-    x: Float[Array, "B T D"], weight: Float[Array, " D *F"], dtype: DTypeLike | None = None
+    x: Float[Array, "B T D"], weight: Float[Array, " D *F"] | NarrowWeight, dtype: DTypeLike | None = None
 ) -> Float[Array, "B T *F"]:
-    """x times weight, computed as weight^T x^T; not for gradients.
+    """x times weight, computed as weight^T x^T; not for gradients, nor in 8 bits.
 
     A CPU multiplies a weight stored as [..., D] in place; as the right operand it would be copied first.
     """
+    assert isinstance(weight, jax.Array)
     y = lax.dot_general(weight, x, (((0,), (2,)), ((), ())), preferred_element_type=dtype)
     return jnp.moveaxis(y, (-2, -1), (0, 1))
 

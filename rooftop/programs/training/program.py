@@ -206,6 +206,7 @@ class TrainProgram:
             collective_matmuls=spec.collective_matmuls,
             ring_order=None if ring is None else ring.order,
             both_ways=ring is not None and ring.closed,
+            matmul=None if spec.matmul == spec.compute else spec.matmul,
         )
         return cls(
             computation=computation,
