@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.arrays import parse_axes
+from rooftop.capabilities import MATMUL_DTYPES
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.files import write_text
+from rooftop.core.ledger import Ledger
 from rooftop.explain.compiled.report import CompiledReport, bytes_by_axes
 from rooftop.explain.compiled.training import Refusal, compile_plan
 from rooftop.hardware import Slice
@@ -37,9 +39,9 @@ from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule
 RESULTS = Path(__file__).parent / "results" / "compile.csv"
 COLUMNS = (
     "name", "model", "layers", "slice", "mesh", "remat", "microbatches", "sequences", "seq_len", "attention",
-    "optimizer", "planned_flops", "compiled_flops", "planned_kernel_flops", "compiled_kernel_flops",
-    "planned_peak_bytes", "compiled_peak_bytes", "planned_collective_bytes", "compiled_collective_bytes",
-    "planned_s", "compiled_s", "unexpected", "unexplained", "missing", "rematerialised_s",
+    "optimizer", "matmul", "planned_flops", "compiled_flops", "compiled_narrow_flops", "planned_kernel_flops",
+    "compiled_kernel_flops", "planned_peak_bytes", "compiled_peak_bytes", "planned_collective_bytes",
+    "compiled_collective_bytes", "planned_s", "compiled_s", "unexpected", "unexplained", "missing", "rematerialised_s",
     "differs", "compile_s", "jax", "libtpu", "date", "note",
 )  # fmt: skip
 
@@ -59,6 +61,7 @@ class Case:
     layers: int | None = None
     attention: str = "flash"
     optimizer: str = "adamw"
+    matmul: str = "bf16"
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
 
     @property
@@ -70,7 +73,7 @@ class Case:
             slice=Slice.parse(self.slice),
             workload=Workload(batch_tokens=self.sequences * self.seq_len, seq_len=self.seq_len),
             assumptions=Assumptions(attention=self.attention),
-            numerics=Numerics(optimizer=self.optimizer),
+            numerics=Numerics(optimizer=self.optimizer, matmul=self.matmul),
             axes=parse_axes(self.mesh),
             remat=self.remat,
             microbatches=self.microbatches,
@@ -113,6 +116,11 @@ CASES = (
     _case("v5p-uneven-d", "llama3-8b", "v5p:4x4x12", "fsdp=96,tensor=2", "block", 96, layers=8),
     _case("v5p-stages-uneven", "llama3.1-405b", "v5p:2x2x4", "stage=4,tensor=4", "block", 16, microbatches=8, layers=6),
     _case("v5e-stages-uneven", "llama3.2-1b", "v5e:4x4", "stage=4,fsdp=4", "block", 32, microbatches=8, layers=14),
+    _case("v5e-int8", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 16, matmul="int8"),
+    _case("v6e-int8", "llama3-8b", "v6e:4x4", "fsdp=16", "block", 32, matmul="int8"),
+    _case("v6e-moe-int8", "mixtral-8x7b", "v6e:8x8", "fsdp=8,expert=8", "block", 64, matmul="int8"),
+    _case("v5p-mla-int8", "deepseek-v2-lite", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64, matmul="int8"),
+    _case("tpu7x-f8", "llama3-8b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16, matmul="f8_e4m3"),
     _case("pod", "llama3-70b", "v5p:16x16x16", "fsdp=1024,tensor=4", "block", 1024),
 )
 
@@ -122,7 +130,7 @@ def row(case: Case) -> dict[str, Any]:
     described = {
         "name": case.name, "slice": case.slice, "mesh": case.mesh, "remat": case.remat, "sequences": case.sequences,
         "microbatches": case.microbatches, "seq_len": case.seq_len, "attention": case.attention, "model": case.model,
-        "optimizer": case.optimizer,
+        "optimizer": case.optimizer, "matmul": case.matmul,
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }  # fmt: skip
     try:
@@ -153,7 +161,7 @@ def priced_again(row: Mapping[str, Any]) -> dict[str, Any]:
         slice=Slice.parse(row["slice"]),
         workload=Workload(batch_tokens=int(row["sequences"]) * int(row["seq_len"]), seq_len=int(row["seq_len"])),
         assumptions=Assumptions(attention=row["attention"]),
-        numerics=Numerics(optimizer=row.get("optimizer") or "adamw"),
+        numerics=Numerics(optimizer=row.get("optimizer") or "adamw", matmul=row.get("matmul") or "bf16"),
         axes=parse_axes(row["mesh"]),
         remat=row["remat"],
         microbatches=int(row["microbatches"]),
@@ -168,6 +176,7 @@ def _compared(report: CompiledReport) -> dict[str, Any]:
     return {
         "planned_flops": data["planned_flops"],
         "compiled_flops": data["flops"],
+        "compiled_narrow_flops": sum(narrow_flops(report.ledger).values()) or "",
         "planned_kernel_flops": data["planned_kernel_flops"],
         "compiled_kernel_flops": data["kernel_flops"],
         "planned_peak_bytes": data["planned_peak_bytes"],
@@ -187,6 +196,15 @@ def _compared(report: CompiledReport) -> dict[str, Any]:
         "jax": data["versions"]["jax"],
         "libtpu": data["versions"]["libtpu"],
     }
+
+
+def narrow_flops(ledger: Ledger) -> dict[str, float]:
+    """FLOPs of a ledger's matmuls in 8 bits, by dtype."""
+    flops: dict[str, float] = {}
+    for entry in ledger.rows:
+        for dtype in sorted({*MATMUL_DTYPES, "f8_e5m2"} & set(entry.flops)):
+            flops[dtype] = flops.get(dtype, 0.0) + float(entry.count * entry.flops[dtype])
+    return flops
 
 
 def read_rows(path: Path) -> dict[str, dict[str, Any]]:
@@ -215,9 +233,10 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     for entry in rows:
         model = f"{entry['model']} ({entry['layers']} layers)"
         optimizer = "" if entry["optimizer"] == "adamw" else f", {entry['optimizer']}"
+        narrow = "" if entry["matmul"] in ("", "bf16") else f", {entry['matmul']}"
         what = (
             f"{model}, {entry['slice']}, {entry['mesh']}, {entry['remat']}, {entry['sequences']} x {entry['seq_len']}"
-            f"{optimizer}"
+            f"{optimizer}{narrow}"
         )
         if not entry["compiled_s"]:
             lines.append(f"| {what} | | | | | {entry['note']} |")

@@ -377,6 +377,10 @@ _KNOWN_MISSES = {
 }
 
 
+#: Dtypes of FLOPs in matmuls of 8 bits.
+_8_BITS = ("int8", "f8_e4m3", "f8_e5m2")
+
+
 def _compiled_rows() -> list[dict[str, str]]:
     """Results of bench/compile.py and bench/compile_random.py: plans next to their programs by XLA:TPU."""
     rows: list[dict[str, str]] = []
@@ -398,13 +402,17 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
         slice=Slice.parse(row["slice"]),
         workload=Workload(batch_tokens=int(row["sequences"]) * int(row["seq_len"]), seq_len=int(row["seq_len"])),
         assumptions=Assumptions(attention=row["attention"]),
-        numerics=Numerics(optimizer=row.get("optimizer") or "adamw"),
+        numerics=Numerics(optimizer=row.get("optimizer") or "adamw", matmul=row.get("matmul") or "bf16"),
         axes=parse_axes(row["mesh"]),
         remat=row["remat"],
         microbatches=int(row["microbatches"]),
     )
     plan = best(sweep(asked))
     assert float(plan.ledger.flops(kernels=False)) == pytest.approx(float(row["compiled_flops"]), rel=0.01)
+    in_8_bits = sum(
+        float(entry.count * sum(entry.flops.get(name, 0.0) for name in _8_BITS)) for entry in plan.ledger.rows
+    )
+    assert in_8_bits == pytest.approx(float(row.get("compiled_narrow_flops") or 0.0), rel=0.01)
     assert 0.97 <= plan.memory_bytes / float(row["compiled_peak_bytes"]) <= 1.10
     assert plan.expected_s == pytest.approx(float(row["compiled_s"]), rel=0.10)
     no_findings = Findings(unexpected=(), missing=(), recomputed=(), spelled=())
