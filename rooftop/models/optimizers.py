@@ -52,7 +52,7 @@ _MOST_PADDED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Deal:
-    """How the matrices of a stacked weight are dealt out, so that each device has whole ones.
+    """A deal of the matrices of a stacked weight, of which each device gets whole ones.
 
     Each of ``groups`` has ``together`` matrices, one for each device that they are dealt to. ``columns`` is 1 where the
     matrices are dealt over the columns' axis too, 0 where these stay split over it; ``copies`` has a 1 for each axis of

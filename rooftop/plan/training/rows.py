@@ -6,12 +6,14 @@ in the backward pass; that gather is part of the recompute phase, as a compiler 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, combinations
 
 import numpy as np
 
 from rooftop.arrays.rules import (
+    AXES,
     COLUMN_AXES,
     EXPERT_AXES,
     GATHER_AXES,
@@ -26,10 +28,12 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.core.scopes import Phase
 from rooftop.models.activations import LOSS_CHUNK, POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
+from rooftop.models.config import MLA
 from rooftop.models.mixers import STATE_BYTES, Recurrence
+from rooftop.models.optimizers import NEWTON_SCHULZ_STEPS, deal, newton_schulz_flops
+from rooftop.models.segments import LayerKind, segments, shared_segment
 from rooftop.plan.pricing import StagePart, Transfer, Work
 from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
-from rooftop.plan.training.muon import orthogonalise
 from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline.achievable import kernel_flops
@@ -532,8 +536,131 @@ def _update(step: TrainingStep) -> list[Work]:
             + shards["vocab"] * step.numerics.table_update_bytes,
             vector_flops=VECTOR_OPS["update"] * total, formula="state read and written once per parameter held",
         ),
-        *(orthogonalise(step) if step.numerics.update.orthogonalised else ()),
+        *(_orthogonalise(step) if step.numerics.update.orthogonalised else ()),
     ]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StackedMatrix:
+    """A stacked weight: one matrix [rows, columns] as all devices store it, [C, 1].
+
+    Fsdp splits its rows. Tensor splits its columns if ``in_columns`` is 1 and its rows if 0, or nothing if None.
+    ``arrays`` weights are alike, each of so many ``experts`` on a device.
+    """
+
+    rows: Number
+    columns: Number
+    in_columns: Number | None
+    arrays: int = 1
+    experts: Number | None = None
+
+
+def _orthogonalise(step: TrainingStep) -> list[Work]:
+    """Newton-Schulz steps of all matrices, and the collectives that deal them out: see ``optimizers.deal``."""
+    model, work = step.model, []
+    for at, segment in enumerate(segments(model)):
+        shared = at == shared_segment(model)
+        stacked = np.where(step.staged, step.periods, segment.repeats) if shared else np.float64(segment.repeats)
+        for kind in segment.kinds:
+            work += [_of_matrix(step, matrix, stacked, staged=shared) for matrix in _matrices(step, kind)]
+    return work
+
+
+def _matrices(step: TrainingStep, kind: LayerKind) -> Iterator[_StackedMatrix]:
+    """The matrices of one layer, as programs store them."""
+    model, moe = step.model, step.model.moe
+    yield from _attention_matrices(step) if model.mla is None else _latent_matrices(step, model.mla)
+    if kind.moe and moe is not None:
+        yield from _mlp_matrices(step, moe.d_ff, step.widths.experts)
+        if moe.shared_d_ff:
+            yield from _mlp_matrices(step, moe.shared_d_ff)
+    else:
+        yield from _mlp_matrices(step, model.d_ff)
+
+
+def _mlp_matrices(step: TrainingStep, hidden: int, experts: Number | None = None) -> Iterator[_StackedMatrix]:
+    d, columns, stored = step.model.d_model, step.columns(hidden), step.widths.stored
+    yield _StackedMatrix(
+        rows=stored(d), columns=columns * step.tensor, in_columns=1, arrays=step.model.mlp_matrices - 1, experts=experts
+    )
+    yield _StackedMatrix(rows=stored(columns) * step.tensor, columns=d, in_columns=0, experts=experts)
+
+
+def _attention_matrices(step: TrainingStep) -> Iterator[_StackedMatrix]:
+    model, widths, tensor = step.model, step.widths, step.tensor
+    d, h, copied = model.d_model, model.d_head, widths.copied_keys > 0
+    yield _StackedMatrix(rows=widths.stored(d), columns=widths.heads * tensor * h, in_columns=1)
+    yield _StackedMatrix(
+        rows=np.where(copied, widths.spread(d), widths.stored(d)),
+        columns=np.where(copied, model.kv_heads, step.kv_heads * tensor) * h,
+        in_columns=1 - widths.copied_keys,
+        arrays=2,
+    )
+    yield _StackedMatrix(rows=widths.stored(widths.heads * h) * tensor, columns=d, in_columns=0)
+
+
+def _latent_matrices(step: TrainingStep, mla: MLA) -> Iterator[_StackedMatrix]:
+    model, widths = step.model, step.widths
+    d, heads = model.d_model, widths.heads * step.tensor
+    if mla.q_rank is not None:
+        yield _StackedMatrix(rows=widths.stored(d), columns=mla.q_rank, in_columns=None)
+    yield _StackedMatrix(rows=widths.stored(mla.q_rank or d), columns=heads * model.d_head, in_columns=1)
+    yield _StackedMatrix(rows=widths.stored(d), columns=mla.kv_rank + mla.d_rope, in_columns=None)
+    yield _StackedMatrix(rows=widths.stored(mla.kv_rank), columns=heads * (mla.d_nope + mla.d_v), in_columns=1)
+    yield _StackedMatrix(rows=widths.stored(widths.heads * mla.d_v) * step.tensor, columns=d, in_columns=0)
+
+
+def _of_matrix(step: TrainingStep, matrix: _StackedMatrix, stacked: Number, *, staged: bool) -> Work:
+    """Groups of a stacked weight's matrices, one after another."""
+    devices, rates, element = step.strategies.devices, step.rates, step.element_bytes
+    dtype = step.numerics.compute
+    split = COLUMN_AXES if matrix.in_columns is not None else ()
+    stacks = (*(EXPERT_AXES if matrix.experts is not None else ()), *(STAGE_AXES if staged else ()))
+    rows, columns = np.asarray(matrix.rows, np.float64), np.asarray(matrix.columns, np.float64)
+    gather, wide = devices(*GATHER_AXES), devices(*split)
+    in_columns = np.asarray(0.0 if matrix.in_columns is None else matrix.in_columns)
+    sum_columns = (columns > rows) | ((columns == rows) & (in_columns > 0))
+    copies = [axis for axis in reversed(AXES) if axis not in (*GATHER_AXES, *split, *stacks)]
+    dealt = deal(
+        stacked * (1.0 if matrix.experts is None else matrix.experts),
+        gather=gather,
+        columns=wide,
+        splits_long=(wide > 1) & ((in_columns > 0) == sum_columns),
+        copies=[devices(axis) for axis in copies],
+    )
+    shares = dict(zip(copies, dealt.copies, strict=True))
+    sharing = np.prod([np.where(shares[axis], devices(axis), 1.0) for axis in copies], axis=0)
+    shard = rows * columns / (gather * wide) * element
+    local = dealt.together / sharing * shard
+
+    def exchange(axes: tuple[str, ...], when: Number) -> Transfer:
+        """There and back."""
+        return Transfer("all_to_all", axes, 2.0 * local, "all_to_all", when, pieces=2)
+
+    both = dealt.columns * (1 - in_columns) * (wide > 1)
+    transfers = [exchange(GATHER_AXES, 1 - both)]
+    if split:
+        transfers += [exchange((*GATHER_AXES, *split), both), exchange(split, dealt.columns * in_columns)]
+    for axes in chain.from_iterable(combinations(copies, size) for size in range(1, len(copies) + 1)):
+        when = np.prod([np.where(shares[axis], axis in axes, axis not in axes) for axis in copies], axis=0)
+        if np.any(when):
+            transfers.append(Transfer("all_gather", axes[::-1], dealt.together * shard, "all_to_all", when))
+    parts = np.where(dealt.columns, 1.0, wide)
+    short, long = np.minimum(rows, columns), np.maximum(rows, columns)
+    if split:
+        sums = NEWTON_SCHULZ_STEPS * short * short * element
+        transfers.append(
+            Transfer("all_reduce", split, sums, "all_to_all", 1 - dealt.columns, pieces=NEWTON_SCHULZ_STEPS)
+        )
+    own = long / parts
+    products = ((short, own, short), (short, short, short), (short, short, own))
+    return Work(
+        scope="optimizer", phase="update", count=dealt.groups * matrix.arrays,
+        flops={dtype: newton_schulz_flops(short, long, parts)},
+        matmul_s=NEWTON_SCHULZ_STEPS * sum((rates.matmul_s(m, k, n, dtype) for m, k, n in products), 0.0),
+        hbm_bytes=NEWTON_SCHULZ_STEPS * element * (4.0 * short * own + 5.0 * short * short),
+        collectives=tuple(transfers), formula="5 x (2 m m n + 2 m m m + 2 m m n) of each device's matrix [m, n]",
+    )  # fmt: skip
 
 
 def _pipeline(step: TrainingStep) -> list[Work]:

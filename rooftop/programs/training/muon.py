@@ -144,7 +144,7 @@ def orthogonalised(x: Float[Array, "*stack rows *columns"], stack: int, dtype: D
 
 @dataclass(frozen=True, kw_only=True)
 class _Dealt:
-    """How the matrices of one weight go to devices and back.
+    """The way of one weight's matrices to devices and back.
 
     ``rows`` and ``columns`` are axes that split a dim and over which matrices are dealt, ``split`` those over which the
     dim that is summed over stays split, ``copies`` those that have copies and share matrices out.
@@ -182,16 +182,16 @@ class _Dealt:
             splits_long=bool(wide) and in_columns == sum_columns,
             copies=[sizes[axis] for axis in copies],
         )
-        kept = () if bool(dealt.columns) else tuple(wide)
+        uncut = () if bool(dealt.columns) else tuple(wide)
         sharing = tuple(axis for axis, shares in zip(copies, dealt.copies, strict=True) if bool(shares))
         return cls(
             stack=stack,
             groups=int(dealt.groups),
             together=int(dealt.together),
             sum_columns=sum_columns,
-            rows=tuple(axis for axis in rows if axis not in kept),
-            columns=tuple(axis for axis in columns if axis not in kept),
-            split=kept,
+            rows=tuple(axis for axis in rows if axis not in uncut),
+            columns=tuple(axis for axis in columns if axis not in uncut),
+            split=uncut,
             copies=sharing,
             copy_ways=ways(sizes, *sharing),
         )
