@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
@@ -29,7 +28,7 @@ from rooftop.arrays.rules import (
     ways,
 )
 from rooftop.core.errors import RooftopError
-from rooftop.core.rounding import next_multiple
+from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
 from rooftop.models.optimizers import OPTIMIZERS
@@ -335,7 +334,7 @@ def _positions(spec: TrainingSpec) -> str | None:
     return None
 
 
-def _runs(spec: TrainingSpec) -> None:
+def _runs(spec: TrainingSpec | ServingSpec) -> None:
     """No obstacle: programs run every value of the property."""
 
 
@@ -434,22 +433,23 @@ def _weight_groups(spec: ServingSpec) -> str | None:
     if group is None or spec.weights == "bf16" or spec.engine_weights is None:
         return None
     for axes in (spec.axes, spec.prefill_axes or {}):
-        for name, inputs in _matmul_inputs(spec.model, ways(axes, *COLUMN_AXES, *SEQUENCE_AXES)):
+        for name, inputs in _matmul_inputs(spec.model, axes):
             if inputs % group:
-                return f"groups of {group} weights do not divide the {inputs:g} {name} that a device sums over"
+                return f"groups of {group} weights do not divide the {inputs} {name} that a device sums over"
     return None
 
 
-def _matmul_inputs(model: ModelConfig, split: int) -> Iterator[tuple[str, float]]:
-    """Inputs of the layers' matmuls on one device, with their names; columns of heads and MLPs are ``split``."""
+def _matmul_inputs(model: ModelConfig, axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Inputs of the layers' matmuls on one device, padding included, with their names."""
+    heads = engine_heads(model, axes)
     yield "of D", model.d_model
-    yield "outputs of heads", model.heads * model.d_value / split
+    yield "outputs of heads", heads.queries // heads.sharing * model.d_value
     if model.mla is not None:
         yield "of the latent", model.mla.kv_rank
         if model.mla.q_rank is not None:
             yield "of the queries' latent", model.mla.q_rank
     for name, hidden in _hidden_columns(model):
-        yield name, hidden / split
+        yield name, ceil_div(hidden, heads.ways * heads.sharing)
 
 
 def _hidden_columns(model: ModelConfig) -> Iterator[tuple[str, int]]:
@@ -499,32 +499,15 @@ def _copies(spec: ServingSpec) -> str | None:
 
 
 def engine_mesh_errors(model: ModelConfig, axes: Mapping[str, int]) -> Iterator[RooftopError]:
-    """Errors of mesh ``axes`` over which an engine cannot split a model: its experts, heads, columns or tables."""
-    expert, tensor, context = (ways(axes, *names) for names in (EXPERT_AXES, COLUMN_AXES, SEQUENCE_AXES))
+    """Errors of mesh ``axes`` over which an engine cannot split a model. Sizes that do not divide are padded."""
+    expert = ways(axes, *EXPERT_AXES)
     if model.moe is None and expert > 1:
         yield RooftopError("mesh axis expert", expert, f"1: {model.name} has no experts")
-    if model.moe is not None and model.moe.experts % expert:
-        yield RooftopError("mesh axis expert", expert, f"a divisor of the {model.moe.experts} experts")
-    if model.heads % (tensor * context):
-        accepted = f"a divisor of the {model.heads} query heads"
-        yield RooftopError("mesh axes tensor and context", tensor * context, accepted)
-    if model.mla is None and model.kv_heads % tensor and tensor % model.kv_heads:
-        accepted = f"a divisor or a multiple of the {model.kv_heads} key/value heads"
-        yield RooftopError("mesh axis tensor", tensor, accepted)
-    for name, hidden in _hidden_columns(model):
-        if hidden % (tensor * context):
-            yield RooftopError("mesh axes tensor and context", tensor * context, f"a divisor of the {hidden} {name}")
-    table = prod(size for _, size in vocabulary_axes(model, (("tensor", tensor), ("context", context))))
-    if model.d_model % table:
-        # A table is split over D by the axes that split the vocabulary: a lookup exchanges no rows.
-        yield RooftopError("mesh axes tensor and context", table, f"a divisor of a D of {model.d_model}")
 
 
-def vocabulary_axes(model: ModelConfig, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-    """The longest prefix of mesh ``axes``, (name, size), that divides the vocabulary."""
-    while model.vocab % prod(size for _, size in axes):
-        axes = axes[:-1]
-    return axes
+def engine_heads(model: ModelConfig, axes: Mapping[str, int]) -> HeadSplit:
+    """Query and key/value heads of an engine: over tensor, and query heads over context too."""
+    return HeadSplit.of(model, ways(axes, *COLUMN_AXES), ways(axes, *SEQUENCE_AXES))
 
 
 def _engine_tokens(spec: ServingSpec) -> str | None:
@@ -541,10 +524,16 @@ def _prefill(spec: ServingSpec) -> str | None:
         return "no engine splits a prompt over context in a ring: plan without --prefill-mesh"
     for error in engine_mesh_errors(model, axes):
         return f"no engine prefills over {error.field} of {error.given}, only {error.accepted}"
-    copies = [max(model.kv_heads, ways(sizes, *COLUMN_AXES)) for sizes in (axes, spec.axes)]
+    copies = [engine_heads(model, sizes).cached for sizes in (axes, spec.axes)]
     if model.mla is None and copies[0] != copies[1]:
-        return f"a cache of {copies[0]} key/value heads, copies included, cannot be sent to one of {copies[1]}"
+        return f"a cache of key/value heads {_numbers(copies[0])} cannot be sent to one of {_numbers(copies[1])}"
     return None
+
+
+def _numbers(heads: tuple[int, ...]) -> str:
+    """Heads with their copies, shortened."""
+    shown = " ".join(map(str, heads[:8]))
+    return shown if len(heads) <= 8 else f"{shown} ... ({len(heads)} in all)"
 
 
 def _engine_mesh(spec: ServingSpec) -> str | None:
@@ -577,15 +566,20 @@ SERVING: tuple[Capability[ServingSpec], ...] = (
     Capability(name="draft model", accepted="interleaved batching", obstacle=_draft),
     Capability(name="data axis", accepted="interleaved batching, no draft model", obstacle=_copies),
     Capability(
-        name="heads, columns and experts",
-        accepted="query heads, F and D a multiple of tensor x context; key/value heads a multiple or a divisor of "
-        "tensor; experts a multiple of expert",
+        name="expert axis",
+        accepted="1 without experts",
         obstacle=_engine_mesh,
+    ),
+    Capability(
+        name="D, F, heads, key/value heads, latents, vocabulary, experts",
+        accepted="any: padded with zeros where a mesh does not divide them; key/value heads that devices have in "
+        "common are stored on each",
+        obstacle=_runs,
     ),
     Capability(name="sequence length", accepted="at most the model's longest", obstacle=_engine_tokens),
     Capability(
         name="prefill on its own server",
-        accepted="columns over tensor x context, as in generation; as many copies of key/value heads",
+        accepted="columns over tensor x context, as in generation; the same copies of key/value heads",
         obstacle=_prefill,
     ),
 )

@@ -73,7 +73,8 @@ def load_weights(
         source, dim = _Source(parameter=parameter, padding=padded[path].padding), scaled(parameter)
         array, own = _load(checkpoint, places[path], source, leaf), None
         if dim is not None and all(entry.name in scales for entry in places[path].values()):
-            own = _load(scales, places[path], source, _thin(leaf, dim))
+            thin = tuple(None if at == dim else padding for at, padding in enumerate(source.padding))
+            own = _load(scales, places[path], replace(source, padding=thin), _thin(leaf, dim))
         leaves.append(placed(parameter, array, own))
     weights: Transformer[Any] = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     return weights
@@ -190,19 +191,22 @@ class _Source:
         """The elements of stored ``spans``, in the checkpoint's layout, zeros where they are padding."""
         if not self.padding:
             return _read(checkpoint, places, self.parameter, tuple(slice(*span) for span in spans))
-        inside, true = list[NDArray[np.int64]](), list[slice]()
+        inside, true, chosen = list[NDArray[np.int64]](), list[slice](), list[NDArray[np.int64]]()
         for (start, stop), dim in zip(spans, self.padding, strict=True):
-            positions = np.arange(start, stop) if dim is None else dim.positions
-            first, last = np.searchsorted(positions, (start, stop)) + (start if dim is None else 0)
-            inside.append((positions if dim is None else positions[first:last]) - start)
+            sources = np.arange(start, stop) if dim is None else dim.sources[start:stop]
+            inside.append(np.flatnonzero(sources >= 0))
+            elements_ = sources[inside[-1]]
+            first, last = (elements_.min(), elements_.max() + 1) if len(elements_) else (0, 0)
             true.append(slice(int(first), int(last)))
+            chosen.append(elements_ - first)
         entry = next(iter(places.values()))
         depth, shape = len(entry.index), tuple(stop - start for start, stop in spans)
         elements = np.zeros(shape, checkpoint.dtype(entry.name))
         if all(len(positions) for positions in inside):
             part = _read(checkpoint, places, self.parameter, tuple(true))
             part = part.swapaxes(-1, -2) if entry.transposed else part
-            elements[np.ix_(*inside)] = part.reshape([len(positions) for positions in inside])
+            part = part.reshape([part.stop - part.start for part in true])
+            elements[np.ix_(*inside)] = part[np.ix_(*chosen)]
         rows = [matrix(elements[at], self.parameter, entry) for at in np.ndindex(*shape[:depth])]
         return np.stack(rows).reshape(*shape[:depth], *rows[0].shape)
 

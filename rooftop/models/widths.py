@@ -35,11 +35,13 @@ MOST_PADDING = 0.2
 class PaddedDim:
     """A dim of ``size`` elements as it is stored: cut into equal parts, each filled up with zeros at its end.
 
-    ``steps`` are numbers of parts, each with the size of a part once it is filled, in the order of filling.
+    ``steps`` are numbers of parts, each with the size of a part once it is filled, in the order of filling. With
+    ``copies`` instead, elements are stored several times: these are the element in each place.
     """
 
     size: int
-    steps: tuple[tuple[int, int], ...]
+    steps: tuple[tuple[int, int], ...] = ()
+    copies: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, size: int, *steps: tuple[int, int]) -> PaddedDim | None:
@@ -54,7 +56,18 @@ class PaddedDim:
     @property
     def stored(self) -> int:
         """Elements that are stored."""
-        return prod(self.steps[-1])
+        return len(self.copies) if self.copies else prod(self.steps[-1])
+
+    @cached_property
+    def sources(self) -> npt.NDArray[np.int64]:
+        """The element in each stored place, -1 where that is padding, [stored]."""
+        import numpy as np
+
+        if self.copies:
+            return np.array(self.copies)
+        sources = np.full(self.stored, -1)
+        sources[self.positions] = np.arange(self.size)
+        return sources
 
     @cached_property
     def positions(self) -> npt.NDArray[np.int64]:
@@ -72,34 +85,35 @@ class PaddedDim:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSplit:
-    """Query heads N and key/value heads K over ``ways`` devices.
+    """Query heads N and key/value heads K over ``ways`` groups of devices; in a group ``sharing`` share the keys.
 
-    Each device has as many query heads as any other. If every key/value head has its own devices, the query heads that
-    read it are padded together; otherwise all are padded at the end.
+    Each device has as many query heads as any other. If every key/value head has its own devices, or every device its
+    own key/value heads, the query heads that read one are padded together; otherwise all are padded at the end.
     """
 
     heads: int
     kv_heads: int
     ways: int
+    sharing: int = 1
 
     @classmethod
-    def of(cls, model: ModelConfig, ways: int) -> HeadSplit:
-        """The heads of a model over ``ways`` devices."""
-        return cls(heads=model.heads, kv_heads=model.kv_heads, ways=ways)
+    def of(cls, model: ModelConfig, ways: int, sharing: int = 1) -> HeadSplit:
+        """The heads of a model over ``ways`` groups of ``sharing`` devices."""
+        return cls(heads=model.heads, kv_heads=model.kv_heads, ways=ways, sharing=sharing)
 
     @property
     def queries(self) -> int:
-        """Query heads on a device."""
-        return ceil_div(self.heads, self.ways)
+        """Query heads of a group, a multiple of ``sharing``."""
+        return int(query_heads(self.heads, self.kv_heads, self.ways, self.sharing))
 
     @property
     def keys(self) -> int:
-        """Key/value heads on a device, each read by equally many of its query heads."""
-        return int(key_heads(self.heads, self.kv_heads, self.ways))
+        """Key/value heads of a group, each read by equally many of its query heads."""
+        return int(key_heads(self.heads, self.kv_heads, self.ways, self.sharing))
 
     @property
     def copies_keys(self) -> bool:
-        """True if devices have key/value heads in common: their weights are stored once, and chosen from on use.
+        """True if groups have key/value heads in common: training stores them once, and chooses from them on use.
 
         Without groups of query heads nothing is in common, and key/value heads are padded as query heads are.
         """
@@ -107,29 +121,58 @@ class HeadSplit:
 
     def padded(self, unit: int = 1) -> PaddedDim | None:
         """The dim of query heads, of ``unit`` elements each, as it is stored; None without padding."""
-        groups = self.kv_heads if self._owns_keys else 1
+        groups = 1
+        if self.kv_heads < self.heads and (self._owns_keys or self.kv_heads % self.ways == 0):
+            groups = self.kv_heads
         return PaddedDim.of(self.heads * unit, (groups, self.queries * self.ways // groups * unit))
 
+    def padded_keys(self) -> PaddedDim | None:
+        """The dim of key/value heads as servers store it, with copies for each group; None if it is as it was."""
+        if self.copies_keys:
+            return PaddedDim(size=self.kv_heads, copies=self.cached)
+        return self.padded() if self.kv_heads == self.heads else None
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """The key/value head in each place of a cache, group by group; those of padding are arbitrary."""
+        if not self.copies_keys and self.kv_heads < self.heads:
+            return tuple(range(self.kv_heads))
+        return tuple(head for of_group in self.key_table() for head in of_group)
+
     def key_table(self) -> list[list[int]]:
-        """The key/value heads of each device, in the order of its query heads; those of padding are arbitrary."""
+        """The key/value heads of each group, in the order of its query heads; those of padding are arbitrary."""
         if self._owns_keys:
-            return [[device * self.kv_heads // self.ways] for device in range(self.ways)]
+            return [[group * self.kv_heads // self.ways] for group in range(self.ways)]
         readers, queries = self.queries // self.keys, self.queries
-        heads = [[device * queries + key * readers for key in range(self.keys)] for device in range(self.ways)]
-        return [[min(head, self.heads - 1) * self.kv_heads // self.heads for head in of_device] for of_device in heads]
+        heads = [[group * queries + key * readers for key in range(self.keys)] for group in range(self.ways)]
+        return [[min(head, self.heads - 1) * self.kv_heads // self.heads for head in of_group] for of_group in heads]
 
     @property
     def _owns_keys(self) -> bool:
         return self.kv_heads < self.heads and self.ways % self.kv_heads == 0
 
 
-def key_heads(heads: int, kv_heads: int, ways: Number) -> Number:
-    """Key/value heads on each of ``ways`` devices; see ``HeadSplit``."""
+def query_heads(heads: int, kv_heads: int, ways: Number, sharing: Number = 1) -> Number:
+    """Query heads of each of ``ways`` groups of devices; see ``HeadSplit``."""
     import numpy as np
 
-    queries = np.asarray(ceil_div(heads, ways)).astype(np.int64)
-    readers = np.gcd(queries, heads // kv_heads)
-    return np.where(np.asarray(ways) % kv_heads == 0, np.minimum(queries, 1), queries // readers)
+    whole: Number = next_multiple(ceil_div(heads, ways), sharing)
+    if kv_heads == heads:
+        return whole
+    keys, unit = (np.asarray(size).astype(np.int64) for size in (ceil_div(kv_heads, ways), sharing))
+    together = keys * next_multiple(heads // kv_heads, unit // np.gcd(unit, keys))
+    return np.where(kv_heads % np.asarray(ways) == 0, together, whole)
+
+
+def key_heads(heads: int, kv_heads: int, ways: Number, sharing: Number = 1) -> Number:
+    """Key/value heads of each of ``ways`` groups of devices; see ``HeadSplit``."""
+    import numpy as np
+
+    queries = np.asarray(query_heads(heads, kv_heads, ways, sharing)).astype(np.int64)
+    if kv_heads == heads:
+        return queries.astype(np.float64)
+    apart = np.where(np.asarray(ways) % kv_heads == 0, 1, queries // np.gcd(queries, heads // kv_heads))
+    return np.where(kv_heads % np.asarray(ways) == 0, ceil_div(kv_heads, ways), apart)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,22 +180,29 @@ class ModelWidths:
     """Sizes of a model's dims on the busiest device, for one mesh or an array of them.
 
     ``tensor``, ``fsdp`` and ``expert`` are devices along the axes that split columns, weights at rest, and experts.
+    On a server ``sharing`` devices with the same key/value heads split the columns further.
     """
 
     model: ModelConfig
     tensor: Number
     fsdp: Number
     expert: Number
+    sharing: Number = 1
+
+    @cached_property
+    def split(self) -> Number:
+        """Devices that split columns."""
+        return self.tensor * self.sharing
 
     @cached_property
     def heads(self) -> Number:
         """Query heads."""
-        return ceil_div(self.model.heads, self.tensor)
+        return query_heads(self.model.heads, self.model.kv_heads, self.tensor, self.sharing) / self.sharing
 
     @cached_property
     def kv_heads(self) -> Number:
         """Key/value heads."""
-        return key_heads(self.model.heads, self.model.kv_heads, self.tensor)
+        return key_heads(self.model.heads, self.model.kv_heads, self.tensor, self.sharing)
 
     @cached_property
     def copied_keys(self) -> Number:
@@ -165,7 +215,7 @@ class ModelWidths:
     @cached_property
     def vocab(self) -> Number:
         """Rows of the vocabulary."""
-        return ceil_div(self.model.vocab, self.tensor)
+        return ceil_div(self.model.vocab, self.split)
 
     @cached_property
     def experts(self) -> Number:
@@ -174,7 +224,7 @@ class ModelWidths:
 
     def columns(self, hidden: int) -> Number:
         """Columns of an MLP of ``hidden`` ones."""
-        return ceil_div(hidden, self.tensor)
+        return ceil_div(hidden, self.split)
 
     def stored(self, rows: Number) -> Number:
         """Rows of a weight that has ``rows`` of them in its matmul, as they are stored over fsdp and gathered."""
@@ -182,8 +232,8 @@ class ModelWidths:
         return rows_stored
 
     def spread(self, rows: Number) -> Number:
-        """``rows`` of a weight that is stored over fsdp and tensor together, such as a table's D."""
-        rows_stored: Number = next_multiple(rows, self.fsdp * self.tensor)
+        """``rows`` of a weight that is stored over fsdp and columns' axes together, such as a table's D."""
+        rows_stored: Number = next_multiple(rows, self.fsdp * self.split)
         return rows_stored
 
     @cached_property
@@ -204,12 +254,12 @@ class ModelWidths:
         model, moe = self.model, self.model.moe
         hidden = {"F": model.d_ff} if model.dense_layers else {}
         sizes: dict[str, tuple[int, Number]] = {
-            "heads": (model.heads, self.heads * self.tensor),
-            "vocabulary": (model.vocab, self.vocab * self.tensor),
+            "heads": (model.heads, self.heads * self.split),
+            "vocabulary": (model.vocab, self.vocab * self.split),
             "D": (model.d_model, self.spread(model.d_model)),
         }
         if moe is not None:
             sizes["experts"] = (moe.experts, self.experts * self.expert)
             hidden |= {"F of experts": moe.d_ff}
             hidden |= {"F of shared experts": moe.shared_d_ff} if moe.shared_d_ff else {}
-        return sizes | {name: (size, self.columns(size) * self.tensor) for name, size in hidden.items()}
+        return sizes | {name: (size, self.columns(size) * self.split) for name, size in hidden.items()}

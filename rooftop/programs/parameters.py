@@ -221,11 +221,14 @@ class Parameter:
         return replace(self, shape=tuple(shape), padding=padding)
 
 
-def describe(model: ModelConfig, ways: Mapping[str, int] | None = None) -> Transformer[Parameter]:
+def describe(
+    model: ModelConfig, ways: Mapping[str, int] | None = None, *, copied_keys: bool = False
+) -> Transformer[Parameter]:
     """The one description of the weights, which gives shapes, shardings and initial values.
 
     ``ways`` are devices that split each logical dim (``Specs.ways``), and of ``layers`` stages times their chunks: dims
-    that they do not divide are stored padded (``rooftop.models.widths``). Without it no dim is.
+    that they do not divide are stored padded (``rooftop.models.widths``). Without it no dim is. Key/value heads that
+    devices have in common are stored once, or with ``copied_keys`` on each of them.
 
     Weights after a nonlinearity are two-dimensional, with tensor and then fsdp on their rows, so that shards stay thick
     enough for the hardware's tiles. Tables are split over D only: a lookup exchanges no rows. Layers that pipeline
@@ -244,7 +247,8 @@ def describe(model: ModelConfig, ways: Mapping[str, int] | None = None) -> Trans
         else None,
         layers=tuple(
             tuple(
-                _layer(model, kind, segment.repeats, "layers" if at == shared else None, ways) for kind in segment.kinds
+                _layer(model, kind, segment.repeats, "layers" if at == shared else None, ways, copied_keys)
+                for kind in segment.kinds
             )
             for at, segment in enumerate(segments(model))
         ),
@@ -288,8 +292,10 @@ def _padded_dim(size: int, names: tuple[str, ...], model: ModelConfig, ways: Map
         spread = math.prod(split.values())
         return PaddedDim.of(size, (1, next_multiple(size, spread)))
     columns = split[first]
-    if first in ("heads", "kv_heads"):
-        used = HeadSplit.of(model, columns).padded(size // (model.heads if first == "heads" else model.kv_heads))
+    if first == "kv_heads":
+        return _head_split(model, ways).padded_keys()
+    if first == "heads":
+        used = _head_split(model, ways).padded(size // model.heads)
     else:
         used = PaddedDim.of(size, (1, next_multiple(size, columns)))
     part = (size if used is None else used.stored) // columns
@@ -297,9 +303,16 @@ def _padded_dim(size: int, names: tuple[str, ...], model: ModelConfig, ways: Map
     return PaddedDim.of(size, *(() if used is None else used.steps), (columns, next_multiple(part, embed)))
 
 
-def _layer(model: ModelConfig, kind: LayerKind, n: int, dim: Dim, ways: Mapping[str, int]) -> Layer[Parameter]:
+def _head_split(model: ModelConfig, ways: Mapping[str, int]) -> HeadSplit:
+    groups = ways.get("kv_heads", 1)
+    return HeadSplit.of(model, groups, ways.get("heads", 1) // groups)
+
+
+def _layer(
+    model: ModelConfig, kind: LayerKind, n: int, dim: Dim, ways: Mapping[str, int], copied_keys: bool
+) -> Layer[Parameter]:
     layer = Layer(
-        attn=_attention(model, n, ways) if model.mla is None else _latent(model, model.mla, n),
+        attn=_attention(model, n, ways, copied_keys) if model.mla is None else _latent(model, model.mla, n),
         mlp=_mixture(model, model.moe, n) if kind.moe and model.moe is not None else _mlp(model, n),
     )
     return jax.tree.map(lambda weight: replace(weight, dims=(dim, *weight.dims[1:]), stacked=True), layer)
@@ -328,9 +341,9 @@ def _vector(shape: tuple[int, ...], *dims: Dim, sequence: str = "seq", value: fl
     return Parameter(shape=shape, dims=dims, value=value, sequence=sequence)
 
 
-def _attention(model: ModelConfig, n: int, ways: Mapping[str, int]) -> Attention[Parameter]:
+def _attention(model: ModelConfig, n: int, ways: Mapping[str, int], copied_keys: bool) -> Attention[Parameter]:
     d, h, heads, kv_heads = model.d_model, model.d_head, model.heads, model.kv_heads
-    copied = HeadSplit.of(model, ways.get("kv_heads", 1)).copies_keys
+    chosen = not copied_keys and _head_split(model, ways).copies_keys
 
     def head_norm(name: str, heads: int) -> Parameter | None:
         value = 0.0 if model.norm_offset else 1.0
@@ -340,7 +353,7 @@ def _attention(model: ModelConfig, n: int, ways: Mapping[str, int]) -> Attention
 
     def into(name: str, heads: int) -> Parameter:
         parameter = Parameter(shape=(n, d, heads, h), dims=(None, "embed", name, None), fan_in=d)
-        if name == "heads" or not copied:
+        if name == "heads" or not chosen:
             return parameter
         # Devices choose their heads from all, which are gathered from all devices along these axes.
         return replace(parameter, dims=(None, ("embed", name), None, None), sequence="residual_seq")
@@ -348,7 +361,7 @@ def _attention(model: ModelConfig, n: int, ways: Mapping[str, int]) -> Attention
     def bias(name: str, heads: int) -> Parameter | None:
         if not model.qkv_bias:
             return None
-        if name == "kv_heads" and copied:
+        if name == "kv_heads" and chosen:
             return _vector((n, heads, h), sequence="residual_seq")
         return _vector((n, heads, h), name, None)
 
@@ -443,8 +456,10 @@ def _mixture(model: ModelConfig, moe: Mixture, n: int) -> MoEWeights[Parameter]:
 
 
 def stored(array: Shaped[Array, "*true"], parameter: Parameter) -> Shaped[Array, "*stored"]:
-    """The parameter's array with zeros for its padding."""
+    """The parameter's array with its copies, and zeros for its padding."""
     for at, dim in enumerate(parameter.padding):
+        if dim is not None and dim.copies:
+            array = jnp.take(array, np.array(dim.copies), axis=at)
         for parts, filled in () if dim is None else dim.steps:
             array = _refilled(array, at, parts, filled)
     return array

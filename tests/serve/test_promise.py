@@ -19,7 +19,6 @@ from rooftop.models.config import MLA, MoE
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.workload import ServingNumerics, ServingWorkload
-from rooftop.programs.parameters import describe
 from rooftop.programs.serving.decode import Decoder
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.configuration import Configuration, configuration_of
@@ -48,29 +47,29 @@ def random_plan(seed: int, number: int) -> ServingPlan:
 def _model(rng: Random) -> ModelConfig:
     """A tiny model of parts that engines have, with sizes that divide over some meshes and not over others."""
     latent, mixture = rng.random() < 0.3, rng.random() < 0.4
-    layers, kv = rng.randint(1, 2), rng.choice((1, 2, 3, 4))
-    heads = kv * rng.choice((1, 2, 3, 4))
+    layers, kv = rng.randint(1, 2), rng.choice((1, 2, 3, 4, 5, 7))
+    heads = kv * rng.choice((1, 2, 3, 4, 5))
     mla = MLA(q_rank=rng.choice((None, 24)), kv_rank=16, d_nope=8, d_rope=4, d_v=8) if latent else None
     moe = None
     if mixture:
         moe = MoE(
-            experts=rng.choice((4, 6, 8)), active=2, d_ff=rng.choice((16, 24, 20)),
-            shared_d_ff=rng.choice((0, 24, 16)), dense_layers=rng.randint(0, layers - 1),
+            experts=rng.choice((4, 5, 7, 8)), active=2, d_ff=rng.choice((16, 24, 20, 19)),
+            shared_d_ff=rng.choice((0, 24, 16, 17)), dense_layers=rng.randint(0, layers - 1),
         )  # fmt: skip
     plain = mla is None
     return ModelConfig(
         name="tiny",
         family="tiny",
         layers=layers,
-        d_model=rng.choice((32, 64, 48, 36)),
-        d_ff=rng.choice((64, 128, 48, 40)),
+        d_model=rng.choice((32, 64, 48, 36, 33)),
+        d_ff=rng.choice((64, 128, 48, 40, 37)),
         heads=heads,
         kv_heads=kv if plain else heads,
         d_head=8 if plain else 12,
-        vocab=rng.choice((64, 72, 50)),
+        vocab=rng.choice((64, 72, 50, 53)),
         max_seq_len=LONGEST,
         tied_embeddings=rng.random() < 0.5,
-        qk_norm="head" if plain and rng.random() < 0.5 else None,
+        qk_norm=rng.choice(("head", "width", None, None)) if plain else None,
         qkv_bias=plain and rng.random() < 0.5,
         attention_sinks=plain and rng.random() < 0.5,
         attn_softcap=rng.choice((None, 20.0)),
@@ -94,6 +93,13 @@ def _plan(rng: Random, model: ModelConfig) -> ServingPlan | None:
         numerics=ServingNumerics(weights=weights, weight_group=group, kv=rng.choice(("bf16", "int8"))),
         mode=rng.choice(("interleaved", "disaggregated")),
     )
+    if rng.random() < 0.5:
+        # A mesh that is asked for, whatever the padding that it needs.
+        left, axes = problem.slice.devices, dict.fromkeys(("tensor", "context", *(("expert",) if model.moe else ())), 1)
+        while left > 1:
+            axes[rng.choice(list(axes))] *= 2
+            left //= 2
+        problem = replace(problem, axes=axes)
     if not (placements := problem.generate_placements()):
         return None
     placement = rng.choice(placements)
@@ -140,7 +146,7 @@ def zeros(model: ModelConfig) -> WeightSource:
         arrays = jax.tree.map(
             lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), decoder.abstract_weights(mesh)
         )
-        return jax.tree.map(lambda parameter, array: placed(parameter, array, None), describe(model), arrays)
+        return jax.tree.map(lambda parameter, array: placed(parameter, array, None), decoder.described, arrays)
 
     return WeightSource(model=model, stops=frozenset(), weights=weights)
 

@@ -389,14 +389,14 @@ class _Disaggregated:
     An engine sends a cache to another only if both have as many.
     """
 
-    prefills: defaultdict[int, list[_FleetServer]] = field(default_factory=lambda: defaultdict(list))
-    generates: defaultdict[int, list[_FleetServer]] = field(default_factory=lambda: defaultdict(list))
+    prefills: defaultdict[tuple[int, ...], list[_FleetServer]] = field(default_factory=lambda: defaultdict(list))
+    generates: defaultdict[tuple[int, ...], list[_FleetServer]] = field(default_factory=lambda: defaultdict(list))
 
     def __call__(self, servers: _Servers) -> Iterator[Fleet]:
         """Yield fleets with these servers, and those of earlier calls."""
         problem = servers.problem
         work = problem.workload
-        changed = set[int]()
+        changed = set[tuple[int, ...]]()
         for server in _prefill_servers(servers.prefills):
             heads = problem.cache_heads(server.placement)
             self.prefills[heads].append(server)
@@ -466,11 +466,11 @@ def _priced_servers(
 
 
 def _prefill_servers(swept: PrefillSweep) -> Iterator[_FleetServer]:
-    """The fastest prefill servers that fit, one for each number of key/value heads."""
+    """The fastest prefill servers that fit, one for each cache of key/value heads."""
     problem = swept.problem
     work = problem.workload
     memory_of = dict(zip(map(id, swept.placements), swept.memory_bytes.tolist(), strict=True))
-    for heads in {problem.cache_heads(placement) for placement in swept.placements}:
+    for heads in dict.fromkeys(map(problem.cache_heads, swept.placements)):
         best = swept.best(heads)
         assert best is not None
         placement, seconds = best

@@ -30,6 +30,7 @@ from rooftop.models import ModelConfig
 from rooftop.models.attention import AttentionKind, AttentionMatmuls, MatmulShape, attention_kind
 from rooftop.models.counting import kv_cache_bytes
 from rooftop.models.mixers import Recurrence, recurrences, state_bytes
+from rooftop.models.widths import ModelWidths
 from rooftop.plan.serving.placement import Placed
 from rooftop.plan.serving.workload import ServingNumerics
 from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
@@ -80,6 +81,17 @@ class Phase:
         return self.ways(*self.columns)
 
     @cached_property
+    def widths(self) -> ModelWidths:
+        """Sizes of the model's dims on a device, padded where the mesh does not divide them."""
+        return ModelWidths(
+            model=self.model,
+            tensor=self.ways(*COLUMN_AXES),
+            fsdp=self.ways(*GATHER_AXES),
+            expert=self.ways(*EXPERT_AXES),
+            sharing=self.ways(*SEQUENCE_AXES) if self.generating else 1,
+        )
+
+    @cached_property
     def rates(self) -> Rates:
         """Rates of one device."""
         return Rates.of(self.placement.slice.chip)
@@ -93,7 +105,7 @@ class Phase:
     @cached_property
     def kv_heads(self) -> Number:
         """Key and value heads on a device, copies included where there are fewer heads than ways."""
-        return np.maximum(self.model.kv_heads / self.ways(*COLUMN_AXES), 1.0)
+        return self.widths.kv_heads
 
     @cached_property
     def kind(self) -> AttentionKind:
@@ -102,7 +114,7 @@ class Phase:
 
     @cached_property
     def _projections(self) -> AttentionMatmuls:
-        return self.kind.matmuls(np.float64(self.model.heads / self.split), np.float64(self.kv_heads))  # type: ignore[arg-type]
+        return self.kind.matmuls(np.float64(self.widths.heads), np.float64(self.kv_heads))  # type: ignore[arg-type]
 
     @cached_property
     def attention(self) -> list[MatmulShape]:
@@ -119,9 +131,9 @@ class Phase:
         """Recurrent mixers, each with its projections on one device and the number of its layers."""
         return [(kind, MixerMatmuls.of(kind, self.split), layers) for kind, layers in recurrences(self.model)]
 
-    def mlp(self, hidden: float) -> tuple[list[MatmulShape], list[MatmulShape]]:
+    def mlp(self, hidden: int) -> tuple[list[MatmulShape], list[MatmulShape]]:
         """Matmuls into an MLP of ``hidden`` columns, and out of it, on one device."""
-        return mlp_matmuls(self.model, np.float64(hidden / self.split))  # type: ignore[arg-type]
+        return mlp_matmuls(self.model, np.float64(self.widths.columns(hidden)))  # type: ignore[arg-type]
 
     @cached_property
     def experts_read(self) -> Number:
@@ -173,7 +185,7 @@ class Phase:
             parts.append((model.dense_layers, self.weight_bytes(up + down)))
         if moe is not None:
             up, down = self.mlp(moe.d_ff)
-            local = model.moe_layers * moe.experts // self.ways(*EXPERT_AXES)
+            local = model.moe_layers * self.widths.experts
             parts += [(local, self.weight_bytes(up + down)), (model.moe_layers, self.weight_bytes([self.router]))]
             if moe.shared_d_ff:
                 up, down = self.mlp(moe.shared_d_ff)
@@ -189,7 +201,7 @@ class Phase:
     @cached_property
     def table(self) -> MatmulShape:
         """The unembedding on one device: V split as hidden columns are."""
-        return MatmulShape(np.float64(self.model.d_model), np.float64(self.model.vocab / self.split))  # type: ignore[arg-type]
+        return MatmulShape(np.float64(self.model.d_model), np.float64(self.widths.vocab))  # type: ignore[arg-type]
 
     @cached_property
     def router(self) -> MatmulShape:
@@ -209,7 +221,7 @@ class Phase:
         )
         projected = sum((m.n for m in self.attention), 0.0)
         width = 4 * model.d_model + projected + 3 * hidden / self.split
-        logits = 4.0 * (tokens if self.generating else 1) * model.vocab / self.split
+        logits = 4.0 * (tokens if self.generating else 1) * self.widths.vocab
         return tokens * width * ACTIVATION_BYTES + logits
 
 

@@ -12,13 +12,14 @@ import numpy as np
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES, SERVING_AXES, ways
-from rooftop.capabilities import KV_SPLITS, SERVING, KvSplit, ServingSpec, obstacles
+from rooftop.capabilities import KV_SPLITS, SERVING, KvSplit, ServingSpec, engine_heads, obstacles
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Ledger, Number, Row
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params
 from rooftop.models.attention import attention_kind
 from rooftop.models.counting import kv_cache_bytes
+from rooftop.models.widths import MOST_PADDING, ModelWidths
 from rooftop.plan.pricing import BOUNDS, Bounds
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.phase import Phase, ServingPhase, cached_bytes
@@ -278,11 +279,11 @@ class ServingProblem:
             return ["the book's arithmetic spreads everything evenly: plan with --bounds usable"]
         return list(obstacles(SERVING, self.spec(generate, prefill)))
 
-    def cache_heads(self, placement: Placement) -> int:
-        """Key/value heads of an engine's cache, copies included; 1 for latents, which all devices have."""
+    def cache_heads(self, placement: Placement) -> tuple[int, ...]:
+        """Key/value heads of an engine's cache, copies included; none of latents, which all devices have."""
         if attention_kind(self.model).cached_heads is None:
-            return 1
-        return max(self.model.kv_heads, ways(placement.engine_mesh.shape, *COLUMN_AXES))
+            return ()
+        return engine_heads(self.model, placement.engine_mesh.shape).cached
 
     def nearest_engines(self, placements: Sequence[Placement]) -> list[Placement]:
         """The placements of generation with the fewest obstacles: those that engines have, if there are any."""
@@ -290,7 +291,7 @@ class ServingProblem:
         return [placement for placement, count in zip(placements, counts, strict=True) if count == min(counts)]
 
     def generate_placements(self) -> list[Placement]:
-        """Placements of a step, fewest ways first: every split of the slice that divides heads and hidden columns."""
+        """Placements of a step, fewest ways first: every split of the slice that needs little padding."""
         if self.book:
             return [Placement(mesh=_alone(self.slice))]
         placements = []
@@ -305,7 +306,7 @@ class ServingProblem:
         if self.book or self.assumptions.mfu is not None:
             return [Placement(mesh=_alone(self.prefill_server))]
         axes = tuple(axis for axis in _SPLIT_AXES if axis not in GATHER_AXES)
-        sizes = self._sizes(self.prefill_server, self.prefill_axes, axes, self._divides_prefill)
+        sizes = self._sizes(self.prefill_server, self.prefill_axes, axes, self._divides_prefill, ring=True)
         return [_placement(self.prefill_server, tuple(item.items())) for item in sizes]
 
     def engine_prefills(self) -> list[Placement]:
@@ -327,13 +328,18 @@ class ServingProblem:
         requested: Mapping[str, int] | None,
         axes: tuple[str, ...],
         refused: Callable[[Mapping[str, int]], str | None],
+        *,
+        ring: bool = False,
     ) -> Iterator[dict[str, int]]:
-        """Axis sizes, as given or every one that is not ``refused``. Raises RooftopError if those given cannot be."""
+        """Axis sizes, as given or every one that is not ``refused`` and needs little padding.
+
+        Raises RooftopError if those given cannot be.
+        """
         devices = slice_.devices
         if requested is None:
             for chosen in _divisions(devices, len(axes)):
                 sizes = dict.fromkeys(SERVING_AXES, 1) | dict(zip(axes, chosen, strict=True))
-                if refused(sizes) is None:
+                if refused(sizes) is None and self.padding(sizes, ring=ring) <= MOST_PADDING:
                     yield sizes
             return
         text = ",".join(f"{name}={size}" for name, size in requested.items())
@@ -348,43 +354,40 @@ class ServingProblem:
             raise RooftopError("mesh", text, why)
         yield sizes
 
-    def _divides(self, split: int, sizes: Mapping[str, int]) -> str | None:
-        model, moe = self.model, self.model.moe
-        if model.heads % split:
-            return f"a split of the {model.heads} heads that divides them"
-        if model.dense_layers and model.d_ff % split:
-            return f"a split of F {model.d_ff} that divides it"
-        if moe is None:
-            if ways(sizes, *EXPERT_AXES) > 1:
-                return "no expert axis: the model has no experts"
-        elif moe.experts % ways(sizes, *EXPERT_AXES) or moe.d_ff % split:
-            return f"a split of {moe.experts} experts of F {moe.d_ff} that divides them"
-        kv, tensor = model.kv_heads, ways(sizes, *COLUMN_AXES)
-        if kv % tensor and tensor % kv:
-            return f"a tensor axis that divides the {kv} KV heads, or a multiple of them"
-        return None
+    def _experts(self, sizes: Mapping[str, int]) -> str | None:
+        none = self.model.moe is None and ways(sizes, *EXPERT_AXES) > 1
+        return "no expert axis: the model has no experts" if none else None
 
     def _divides_generate(self, sizes: Mapping[str, int]) -> str | None:
-        split, gathered = ways(sizes, *SEQUENCE_AXES, *COLUMN_AXES), ways(sizes, *GATHER_AXES)
-        if self.model.d_model % (gathered * split):
-            return f"fsdp x context x tensor that divide a D of {self.model.d_model}"
+        gathered = ways(sizes, *GATHER_AXES)
+        if self.model.d_model % gathered:
+            return f"an fsdp axis that divides a D of {self.model.d_model}"
         if gathered > 1 and self.mode == "interleaved":
             return "no fsdp axis where prefill and generation share a server"
         if gathered > 1 and ways(sizes, *EXPERT_AXES) > 1:
             return "fsdp or expert, not both"
-        return self._divides(split, sizes)
+        return self._experts(sizes)
 
     def _divides_prefill(self, sizes: Mapping[str, int]) -> str | None:
         if ways(sizes, *GATHER_AXES) > 1:
             return "no fsdp axis in a prefill: weights stay where they are"
-        if ways(sizes, *EXPERT_AXES) > 1:
+        if ways(sizes, *EXPERT_AXES) > 1 and self.model.moe is None:
             # One sequence is spread over the experts' axis by its tokens.
-            return (
-                "no expert axis without several sequences"
-                if self.model.moe is None
-                else self._divides(ways(sizes, *COLUMN_AXES), sizes)
-            )
-        return self._divides(ways(sizes, *COLUMN_AXES), sizes)
+            return "no expert axis without several sequences"
+        return None
+
+    def padding(self, sizes: Mapping[str, int], *, ring: bool) -> float:
+        """The largest padding of a dim over axes of these sizes, relative to its size.
+
+        ``ring``: context splits the sequence of a prefill, not columns.
+        """
+        tensor, context, fsdp, expert = (
+            float(ways(sizes, *axes)) for axes in (COLUMN_AXES, SEQUENCE_AXES, GATHER_AXES, EXPERT_AXES)
+        )
+        widths = ModelWidths(
+            model=self.model, tensor=tensor, fsdp=fsdp, expert=expert, sharing=1.0 if ring else context
+        )
+        return float(np.asarray(widths.padding))
 
 
 def _alone(slice_: Slice) -> Mesh:

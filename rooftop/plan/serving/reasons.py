@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rooftop.arrays.rules import COLUMN_AXES, GATHER_AXES, SEQUENCE_AXES
+from rooftop.capabilities import engine_heads
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_count
 from rooftop.models.attention import attention_kind
+from rooftop.models.widths import MOST_PADDING
 from rooftop.plan.documents import Reason
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
@@ -16,7 +18,12 @@ from rooftop.roofline import rules
 
 def serving_reasons(problem: ServingProblem, placement: Placement, batch: int, step: Ledger) -> list[Reason]:
     """The rules of chapters 7 and 8 for this batch at this placement; ``step`` is the step's ledger."""
-    return [*_matmuls(problem, batch), *_cache(problem, placement, batch, step), *_network(problem, placement, batch)]
+    return [
+        *_matmuls(problem, batch),
+        *_widths(problem, placement, batch),
+        *_cache(problem, placement, batch, step),
+        *_network(problem, placement, batch),
+    ]
 
 
 def _matmuls(problem: ServingProblem, batch: int) -> Iterator[Reason]:
@@ -41,6 +48,26 @@ def _matmuls(problem: ServingProblem, batch: int) -> Iterator[Reason]:
             value=float(batch),
             limit=more,
             text=f"A step reads {used:.1f} of {moe.experts} experts in the mean; {more:.0f} sequences keep them busy.",
+        )
+
+
+def _widths(problem: ServingProblem, placement: Placement, batch: int) -> Iterator[Reason]:
+    if problem.book:
+        return
+    widths = problem.phase("generate", placement, float(batch)).widths
+    padded = {name: (size, float(stored)) for name, (size, stored) in widths.padded.items()}
+    wide = [f"{name} {size} as {stored:.0f}" for name, (size, stored) in padded.items() if stored > size]
+    heads = engine_heads(problem.model, placement.engine_mesh.shape)
+    if problem.model.mla is None and len(heads.cached) > heads.kv_heads:
+        wide.append(f"key/value heads {heads.kv_heads} as {len(heads.cached)}")
+    if wide:
+        yield Reason(
+            rule="padded widths",
+            source="JAX shards evenly",
+            formula="width / padded width >= 1 / 1.2",
+            value=1 / (1 + float(widths.padding)),
+            limit=1 / (1 + MOST_PADDING),
+            text=f"The mesh does not divide all widths, which are padded, or copied ({', '.join(wide)}).",
         )
 
 

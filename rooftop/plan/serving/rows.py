@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES
+from rooftop.arrays.rules import EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES
 from rooftop.core.ledger import Number
 from rooftop.models import ModelConfig
 from rooftop.models.attention import MatmulShape
@@ -63,9 +63,9 @@ def _embed(phase: Phase) -> list[Work]:
 
 
 def _attention_generate(phase: Phase, context: Number) -> list[Work]:
-    model, layers, tokens = phase.model, phase.model.attention_layers, phase.own_tokens
+    layers, tokens = phase.model.attention_layers, phase.own_tokens
     d_qk, d_v = phase.kind.head_sizes
-    heads = model.heads / phase.ways(*COLUMN_AXES)
+    heads = phase.widths.heads * phase.ways(*SEQUENCE_AXES)
     # The part of a group's sequences that a device attends for: fsdp and context split the cache's tokens.
     sequences = phase.sequences(phase.tokens)
     kv = phase.device_kv_bytes(phase.tokens, context, stored=False) / layers
@@ -104,7 +104,7 @@ def _attention_generate(phase: Phase, context: Number) -> list[Work]:
 def _attention_prefill(phase: Phase, before: float, sequences: int) -> list[Work]:
     model, layers, tokens = phase.model, phase.model.attention_layers, phase.own_tokens
     d_qk, d_v = phase.kind.head_sizes
-    heads, ring = model.heads / phase.split, phase.ways(*EXPERT_AXES, *SEQUENCE_AXES)
+    heads, ring = phase.widths.heads, phase.ways(*EXPERT_AXES, *SEQUENCE_AXES)
     new = float(phase.tokens) / sequences
     here = np.ceil(sequences / phase.ways(*REPLICA_AXES))
     pairs = here * chunk_pairs(model, new, before, phase.rates.attention_block)
@@ -197,7 +197,7 @@ def _head(phase: Phase, tokens: Number) -> list[Work]:
     """Unembedding and sampling of the last token of each sequence."""
     work = _matmuls(phase, "unembed", 1, [phase.table], tokens, into=None, dtype=phase.table_dtype)
     chosen = Transfer("all_gather", phase.columns, 8.0 * tokens * phase.split, "critical")
-    logits = 4.0 * tokens * phase.model.vocab / phase.split
+    logits = 4.0 * tokens * phase.widths.vocab
     return [
         *work,
         _work(

@@ -246,10 +246,10 @@ class PrefillSweep:
             for problem, some, end in zip(problems, placements, ends, strict=True)
         ]
 
-    def best(self, copies: int | None = None) -> tuple[Placement, float] | None:
+    def best(self, copies: tuple[int, ...] | None = None) -> tuple[Placement, float] | None:
         """The fastest placement that fits (that needs the least memory if none does), and its seconds.
 
-        ``copies``: only those whose cache has so many key/value heads, copies included; None if there are none.
+        ``copies``: only those whose cache has these key/value heads, copies included; None if there are none.
         """
         among = [at for at, place in enumerate(self.placements) if copies in (None, self.problem.cache_heads(place))]
         if not among:

@@ -255,9 +255,13 @@ def _qk_norm(
     model = how.model
     heads, kv_heads = (how.specs.activation("batch", "seq", name, None) for name in ("heads", "kv_heads"))
     if model.qk_norm == "width":
+        sizes, axes = jax.sharding.get_abstract_mesh().shape, how.specs.rules.parameters
+        groups, split = ways(sizes, *axes["kv_heads"]), ways(sizes, *axes["heads"])
+        of_heads = HeadSplit.of(model, groups, split // groups)
+        copies = of_heads.cached if of_heads.copies_keys else ()
         return (
-            width_norm(q, layer.q_norm, model, heads, model.heads * model.d_head),
-            width_norm(k, layer.k_norm, model, kv_heads, model.kv_heads * model.d_head),
+            width_norm(q, layer.q_norm, model, heads, model.heads),
+            width_norm(k, layer.k_norm, model, kv_heads, model.kv_heads, copies),
         )
     return scale_norm(q, layer.q_norm, model, heads), scale_norm(k, layer.k_norm, model, kv_heads)
 

@@ -9,12 +9,14 @@ Dims: B batch, T sequence, D and F those of the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import P, lax
+from jax.sharding import reshard
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
@@ -118,18 +120,28 @@ def scale_norm(
 
 
 def width_norm(
-    x: Float[Array, "B T heads H"], scale: Float[Array, "heads H"], model: ModelConfig, spec: P, size: int
+    x: Float[Array, "B T heads H"],
+    scale: Float[Array, "heads H"],
+    model: ModelConfig,
+    spec: P,
+    heads: int,
+    copies: Sequence[int] = (),
 ) -> Float[Array, "B T heads H"]:
-    """RMS norm over all heads together, ``size`` elements without padding, of which devices have some each."""
-    axes = axes_of(spec.partitions[2])
+    """RMS norm over all ``heads`` together, without padding, of which devices have some each.
 
-    def local(x: jax.Array, scale: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        squares = jnp.sum(jnp.square(wide), axis=(-2, -1), keepdims=True)
+    ``copies`` are the head in each place of x where heads are there several times: each counts once.
+    """
+    axes, size = axes_of(spec.partitions[2]), heads * x.shape[-1]
+    share = 1 / np.bincount(copies)[list(copies)] if copies else np.ones(x.shape[2])
+
+    def local(x: jax.Array, weights: tuple[jax.Array, jax.Array]) -> jax.Array:
+        wide, (scale, share) = x.astype(jnp.float32), weights
+        squares = jnp.square(wide) * share[:, None] if copies else jnp.square(wide)
+        squares = jnp.sum(squares, axis=(-2, -1), keepdims=True)
         squares = lax.psum(squares, axes) if axes else squares
         return _scaled(wide * lax.rsqrt(squares / size + model.norm_eps), scale, x.dtype, model)
 
-    return _on_shards(local, spec, x, scale)
+    return _on_shards(local, spec, x, (scale, reshard(jnp.asarray(share, jnp.float32), P(axes or None))))
 
 
 def add_bias(x: Float[Array, "*dims"], bias: Float[Array, "*last"] | None, spec: P) -> Float[Array, "*dims"]:

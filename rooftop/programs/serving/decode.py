@@ -25,16 +25,25 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from rooftop.arrays.rules import Rules
-from rooftop.capabilities import vocabulary_axes
 from rooftop.models import ModelConfig
 from rooftop.models.segments import LayerKind, segments
+from rooftop.models.widths import HeadSplit
 from rooftop.programs.attention.scores import Scores
 from rooftop.programs.model import loss as losses
 from rooftop.programs.model.layer import Computation, qkv, transform
 from rooftop.programs.model.mla import latents
 from rooftop.programs.model.positions import rotation
 from rooftop.programs.model.transformer import embed, final_norm
-from rooftop.programs.parameters import Attention, Batch, LatentAttention, Layer, Transformer, describe, shardings
+from rooftop.programs.parameters import (
+    Attention,
+    Batch,
+    LatentAttention,
+    Layer,
+    Parameter,
+    Transformer,
+    abstract,
+    describe,
+)
 from rooftop.programs.serving.groups import DeviceGroups
 from rooftop.programs.serving.paged import PageParts, Pages, Rows, attend_heads, attend_latents
 from rooftop.programs.serving.quantised import in_full
@@ -62,12 +71,13 @@ HEAD = 12
 class Decoder:
     """A model, and its parallelism on a mesh whose axes of more than one device are ``sizes``.
 
-    Weights are split over tensor and context (and experts over expert). The KV cache is split over tensor by heads,
-    over expert by sequences, and over context by ``kv_split``: 'batch', also by sequences, or 'seq', by the tokens of
-    each page. With fewer key/value heads than devices along tensor, each device stores the head that its query heads
-    use. Latents are replicated along tensor. ``reader`` is one of ``rooftop.programs.serving.paged.READERS``,
-    ``alternatives`` the limit of ``log_probabilities``. With ``weights_left``, on one device, weights of attention and
-    MLPs are left operands of their matmuls, all of them ``Turned``.
+    Weights are split over tensor and context (and experts over expert), and padded where sizes do not divide. The KV
+    cache is split over tensor by heads, over expert by sequences, and over context by ``kv_split``: 'batch', also by
+    sequences, or 'seq', by the tokens of each page. Key/value heads that devices along tensor have in common are stored
+    on each of them, weights and cache (``HeadSplit``). Latents are replicated along tensor. ``reader`` is one of
+    ``rooftop.programs.serving.paged.READERS``, ``alternatives`` the limit of ``log_probabilities``. With
+    ``weights_left``, on one device, weights of attention and MLPs are left operands of their matmuls, all of them
+    ``Turned``.
     """
 
     model: ModelConfig
@@ -93,15 +103,22 @@ class Decoder:
         parameters, activations = dict(rules.parameters), dict(rules.activations)
         # Neighbours along context have query heads of the same key/value head.
         columns = tuple(axis for axis in ("tensor", "context") if axis in dict(self.sizes))
-        vocab = vocabulary_axes(self.model, tuple((axis, dict(self.sizes)[axis]) for axis in columns))
         for table in (parameters, activations):
-            table |= dict.fromkeys(("heads", "mlp"), columns) | {"vocab": tuple(axis for axis, _ in vocab)}
-        if self.model.kv_heads % self.tensor:
-            parameters["kv_heads"] = activations["kv_heads"] = ()
+            table |= dict.fromkeys(("heads", "mlp", "vocab"), columns)
         # Devices along expert have their own sequences, in attention too.
         activations["batch"], activations["seq"] = (), activations["expert"] if self.model.moe is not None else ()
         activations["residual_seq"] = activations["seq"] + activations["heads"] if self.model.moe is not None else ()
         return Specs(Rules(parameters=parameters, activations=activations))
+
+    @cached_property
+    def heads(self) -> HeadSplit:
+        """Query and key/value heads over tensor; context splits the query heads of a group further."""
+        return HeadSplit.of(self.model, self.tensor, math.prod(size for _, size in self._along("context")))
+
+    @cached_property
+    def described(self) -> Transformer[Parameter]:
+        """The weights as this decoder stores them."""
+        return describe(self.model, self.specs.ways(dict(self.sizes)), copied_keys=True)
 
     @cached_property
     def groups(self) -> DeviceGroups:
@@ -138,7 +155,7 @@ class Decoder:
         mla = self.model.mla
         if mla is not None:
             return (1, 1, self.page_tokens, mla.kv_rank + mla.d_rope)
-        heads = max(self.model.kv_heads, self.tensor)
+        heads = len(self.heads.cached)
         if self.reader == "ragged":
             return (self.page_tokens, 2 * heads, self.model.d_head)
         return (2, heads, self.page_tokens, self.model.d_head)
@@ -172,17 +189,8 @@ class Decoder:
         return (pool,) * self.model.layers
 
     def abstract_weights(self, mesh: Mesh | AbstractMesh) -> Transformer[jax.ShapeDtypeStruct]:
-        """Shapes and shardings of the weights in stacks, the form in which checkpoints are read.
-
-        Raises RooftopError where a dim does not divide over its axes.
-        """
-        described = describe(self.model)
-        dtype = jnp.dtype(self.dtype)
-        return jax.tree.map(
-            lambda parameter, place: jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=place),
-            described,
-            shardings(described, mesh, self.specs),
-        )
+        """Shapes and shardings of the weights in stacks, the form in which checkpoints are read."""
+        return abstract(self.described, mesh, self.specs, jnp.dtype(self.dtype))
 
 
 def by_layer(model: ModelConfig, stacks: Transformer[Any]) -> Transformer[Any]:
@@ -325,8 +333,9 @@ def _logits(
     rules = how.specs.rules
     specs = Specs(replace(rules, activations={**rules.activations, "seq": ()}))
     picked, matrix = losses.head(picked, matrix, specs, tied=tied)
-    logits = losses.logits(picked, matrix, how.model.final_softcap, left=how.weights_left)
-    return reshard(logits, P(None, None, None))[0]
+    vocab = how.model.vocab
+    logits = losses.logits(picked, matrix, how.model.final_softcap, vocab=vocab, left=how.weights_left)
+    return reshard(logits, P(None, None, None))[0, :, :vocab]
 
 
 def choose_tokens(
@@ -406,14 +415,10 @@ class PagedHeads:
         q, k, v = qkv(normed, self.layer, self.turns, self.how.computation)
         sinks = self.layer.sinks
         by_heads, by_kv_heads, of_pool, of_rows = self._specs(pool)
-        one_each = self.how.tensor > 1 and not self.how.specs.rules.activations["kv_heads"]
 
         def local(
             q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, pool: Pages, rows: tuple[Rows, ...]
         ) -> tuple[jax.Array, Pages]:
-            if one_each:
-                mine = lax.axis_index("tensor") * k.shape[2] // self.how.tensor
-                k, v = (lax.dynamic_slice_in_dim(x, mine, 1, axis=2) for x in (k, v))
             if sinks is not None:
                 sinks = self.how.groups.of_heads(sinks)
 

@@ -25,7 +25,7 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
 from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.models import ModelConfig, from_huggingface
-from rooftop.programs.parameters import Parameter, Transformer, describe, initialise
+from rooftop.programs.parameters import Parameter, Transformer, initialise
 from rooftop.programs.serving.decode import Decoder, by_layer
 from rooftop.programs.serving.formats import FORMATS
 from rooftop.programs.serving.paged import best_reader
@@ -62,7 +62,9 @@ def published(checkpoint: Path) -> WeightSource:
 
     def weights(decoder: Decoder, mesh: Mesh, placed: Placed, scaled: Scaled) -> Transformer[Any]:
         abstract = decoder.abstract_weights(mesh)
-        weights: Transformer[Any] = load_weights(checkpoint, model, abstract, placed=placed, scaled=scaled)
+        weights: Transformer[Any] = load_weights(
+            checkpoint, model, abstract, described=decoder.described, placed=placed, scaled=scaled
+        )
         return weights
 
     return WeightSource(model=model, stops=stop_tokens(checkpoint), weights=weights)
@@ -72,10 +74,9 @@ def drawn(model: ModelConfig, *, seed: int = 0) -> WeightSource:
     """A model with random weights, for measurements that do not depend on them."""
 
     def weights(decoder: Decoder, mesh: Mesh, placed: Placed, scaled: Scaled) -> Transformer[Any]:
-        described = describe(model)
-        initial = initialise(described, jax.random.key(seed), mesh, decoder.specs, jnp.dtype(decoder.dtype))
+        initial = initialise(decoder.described, jax.random.key(seed), mesh, decoder.specs, jnp.dtype(decoder.dtype))
         weights: Transformer[Any] = jax.tree.map(
-            lambda parameter, array: placed(parameter, array, None), described, initial
+            lambda parameter, array: placed(parameter, array, None), decoder.described, initial
         )
         return weights
 
@@ -296,7 +297,8 @@ def _placed(
         # A tied table is split over D, and every step would reshard it to a split over V.
         with jax.set_mesh(mesh):
             place = NamedSharding(mesh, decoder.specs.parameter("embed", "vocab"))
-            unembed = jax.jit(lambda table: jax.sharding.reshard(table, P(None, None)).T)(result.embed)
+            width = decoder.model.d_model
+            unembed = jax.jit(lambda table: jax.sharding.reshard(table, P(None, None)).T[:width])(result.embed)
             result = replace(result, unembed=jax.device_put(unembed, place))
     return result
 
@@ -315,7 +317,7 @@ def weight_bytes(decoder: Decoder, mesh: Mesh, configuration: Configuration) -> 
     Raises RooftopError if they cannot be quantised in this format.
     """
     total = 0
-    parameters, leaves = jax.tree.leaves(describe(decoder.model)), jax.tree.leaves(decoder.abstract_weights(mesh))
+    parameters, leaves = jax.tree.leaves(decoder.described), jax.tree.leaves(decoder.abstract_weights(mesh))
     for parameter, leaf in zip(parameters, leaves, strict=True):
         shard = leaf.sharding.shard_shape(leaf.shape)
         count, dim = math.prod(shard), summed_dim(parameter)
