@@ -20,6 +20,7 @@ from rooftop.arrays.rules import (
     BATCH_AXES,
     COLUMN_AXES,
     EXPERT_AXES,
+    GATHER_AXES,
     REPLICA_AXES,
     RESIDUAL_AXES,
     SEQUENCE_AXES,
@@ -60,7 +61,7 @@ _LEAST_BLOCK, _MOST_BLOCK = 4, 8
 UNHIDDEN: Mapping[str, str] = MappingProxyType({"tensor": "no layer has collective matmuls yet"})
 
 #: Axes of an engine's mesh, those of neighbouring devices last; ``data`` are copies of the others.
-ENGINE_AXES: tuple[str, ...] = ("data", "expert", "tensor", "context")
+ENGINE_AXES: tuple[str, ...] = ("data", "fsdp", "expert", "tensor", "context")
 #: How an engine holds weights of a dtype, in groups that share a scale (None: a whole column).
 ENGINE_WEIGHTS: Mapping[tuple[str, int | None], str] = MappingProxyType(
     {("bf16", None): "plain", ("int8", None): "int8", ("f8_e4m3", None): "f8_e4m3"}
@@ -442,7 +443,7 @@ def _weight_groups(spec: ServingSpec) -> str | None:
 def _matmul_inputs(model: ModelConfig, axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """Inputs of the layers' matmuls on one device, padding included, with their names."""
     heads = engine_heads(model, axes)
-    yield "of D", model.d_model
+    yield "of D", model.d_model // ways(axes, *GATHER_AXES)
     yield "outputs of heads", heads.queries // heads.sharing * model.d_value
     if model.mla is not None:
         yield "of the latent", model.mla.kv_rank
@@ -503,6 +504,14 @@ def engine_mesh_errors(model: ModelConfig, axes: Mapping[str, int]) -> Iterator[
     expert = ways(axes, *EXPERT_AXES)
     if model.moe is None and expert > 1:
         yield RooftopError("mesh axis expert", expert, f"1: {model.name} has no experts")
+    if (width := ways(axes, *GATHER_AXES)) == 1:
+        return
+    split = width * ways(axes, *COLUMN_AXES, *SEQUENCE_AXES)
+    if model.moe is not None or model.mla is not None:
+        part = "experts" if model.moe is not None else "latent attention"
+        yield RooftopError("mesh axis fsdp", width, f"1: no engine splits D of {part} over it")
+    elif model.d_model % split:
+        yield RooftopError("mesh axes fsdp, tensor and context", split, f"a divisor of a D of {model.d_model}")
 
 
 def engine_heads(model: ModelConfig, axes: Mapping[str, int]) -> HeadSplit:
@@ -566,8 +575,9 @@ SERVING: tuple[Capability[ServingSpec], ...] = (
     Capability(name="draft model", accepted="interleaved batching", obstacle=_draft),
     Capability(name="data axis", accepted="interleaved batching, no draft model", obstacle=_copies),
     Capability(
-        name="expert axis",
-        accepted="1 without experts",
+        name="expert and fsdp axes",
+        accepted="expert: 1 without experts; fsdp: 1 with experts or latents, else fsdp x tensor x context a divisor "
+        "of D",
         obstacle=_engine_mesh,
     ),
     Capability(

@@ -69,8 +69,8 @@ def load_weights(
         places[entry.leaf][entry.index] = entry
     scales, leaves = output_scales(checkpoint), []
     for path, leaf in _by_path(abstract).items():
-        parameter = parameters[path]
-        source, dim = _Source(parameter=parameter, padding=padded[path].padding), scaled(parameter)
+        parameter = padded[path]
+        source, dim = _Source(parameter=parameters[path], padding=parameter.padding), scaled(parameter)
         array, own = _load(checkpoint, places[path], source, leaf), None
         if dim is not None and all(entry.name in scales for entry in places[path].values()):
             thin = tuple(None if at == dim else padding for at, padding in enumerate(source.padding))

@@ -222,13 +222,16 @@ class Parameter:
 
 
 def describe(
-    model: ModelConfig, ways: Mapping[str, int] | None = None, *, copied_keys: bool = False
+    model: ModelConfig, ways: Mapping[str, int] | None = None, *, stationary: bool = False
 ) -> Transformer[Parameter]:
     """The one description of the weights, which gives shapes, shardings and initial values.
 
     ``ways`` are devices that split each logical dim (``Specs.ways``), and of ``layers`` stages times their chunks: dims
     that they do not divide are stored padded (``rooftop.models.widths``). Without it no dim is. Key/value heads that
-    devices have in common are stored once, or with ``copied_keys`` on each of them.
+    devices have in common are stored once.
+
+    The weights of a server are ``stationary``: none is gathered. Key/value heads are then stored on each device that
+    reads them, and D of every weight, of norms and of biases is split over ``embed`` axes, as the residual stream is.
 
     Weights after a nonlinearity are two-dimensional, with tensor and then fsdp on their rows, so that shards stay thick
     enough for the hardware's tiles. Tables are split over D only: a lookup exchanges no rows. Layers that pipeline
@@ -236,9 +239,9 @@ def describe(
     """
     ways = ways or {}
     d, v = model.d_model, model.vocab
-    table = (None, ("embed", "vocab") if model.tied_embeddings else ("vocab", "embed"))
+    table = (None, ("embed", "vocab") if model.tied_embeddings or stationary else ("vocab", "embed"))
     learned = model.positions == "learned"
-    unembed = Parameter(shape=(d, v), dims=("embed", "vocab"), fan_in=d)
+    unembed = Parameter(shape=(d, v), dims=(None, ("vocab", "embed")) if stationary else ("embed", "vocab"), fan_in=d)
     shared = shared_segment(model)
     described = Transformer(
         embed=Parameter(shape=(v, d), dims=table, fan_in=d),
@@ -247,12 +250,12 @@ def describe(
         else None,
         layers=tuple(
             tuple(
-                _layer(model, kind, segment.repeats, "layers" if at == shared else None, ways, copied_keys)
+                _layer(model, kind, segment.repeats, "layers" if at == shared else None, ways, stationary)
                 for kind in segment.kinds
             )
             for at, segment in enumerate(segments(model))
         ),
-        final_norm=_norm(model, ()),
+        final_norm=_norm(model, (), stationary),
         unembed=None if model.tied_embeddings else unembed,
     )
     rows = next_multiple(v, ways.get("vocab", 1))
@@ -309,30 +312,38 @@ def _head_split(model: ModelConfig, ways: Mapping[str, int]) -> HeadSplit:
 
 
 def _layer(
-    model: ModelConfig, kind: LayerKind, n: int, dim: Dim, ways: Mapping[str, int], copied_keys: bool
+    model: ModelConfig, kind: LayerKind, n: int, dim: Dim, ways: Mapping[str, int], stationary: bool
 ) -> Layer[Parameter]:
     layer = Layer(
-        attn=_attention(model, n, ways, copied_keys) if model.mla is None else _latent(model, model.mla, n),
-        mlp=_mixture(model, model.moe, n) if kind.moe and model.moe is not None else _mlp(model, n),
+        attn=_attention(model, n, ways, stationary) if model.mla is None else _latent(model, model.mla, n, stationary),
+        mlp=_mixture(model, model.moe, n, stationary)
+        if kind.moe and model.moe is not None
+        else _mlp(model, n, stationary),
     )
     return jax.tree.map(lambda weight: replace(weight, dims=(dim, *weight.dims[1:]), stacked=True), layer)
 
 
-def _norm(model: ModelConfig, stack: tuple[int, ...]) -> Norm[Parameter]:
-    vector = partial(_vector, (*stack, model.d_model), sequence="residual_seq")
+def _norm(model: ModelConfig, stack: tuple[int, ...], stationary: bool) -> Norm[Parameter]:
     if not model.norm_scale:
         return Norm()
-    scale = vector(value=0.0 if model.norm_offset else 1.0)
-    return Norm(scale=scale, bias=vector() if model.norm == "layer" and model.norm_bias else None)
+    shape = (*stack, model.d_model)
+    scale = _vector(shape, _stream(stationary), sequence="residual_seq", value=0.0 if model.norm_offset else 1.0)
+    has_bias = model.norm == "layer" and model.norm_bias
+    return Norm(scale=scale, bias=_vector(shape, _stream(stationary), sequence="residual_seq") if has_bias else None)
 
 
-def _pre_norm(model: ModelConfig, n: int, *, mlp: bool = False) -> Norm[Parameter] | None:
+def _stream(stationary: bool) -> Dim:
+    """The logical dim of D in norms and biases."""
+    return "embed" if stationary else None
+
+
+def _pre_norm(model: ModelConfig, n: int, stationary: bool, *, mlp: bool = False) -> Norm[Parameter] | None:
     in_common = mlp and model.parallel == "shared"
-    return _norm(model, (n,)) if model.pre_norms and not in_common else None
+    return _norm(model, (n,), stationary) if model.pre_norms and not in_common else None
 
 
-def _post_norm(model: ModelConfig, n: int) -> Norm[Parameter] | None:
-    return _norm(model, (n,)) if model.post_norms else None
+def _post_norm(model: ModelConfig, n: int, stationary: bool) -> Norm[Parameter] | None:
+    return _norm(model, (n,), stationary) if model.post_norms else None
 
 
 def _vector(shape: tuple[int, ...], *dims: Dim, sequence: str = "seq", value: float = 0.0) -> Parameter:
@@ -341,9 +352,9 @@ def _vector(shape: tuple[int, ...], *dims: Dim, sequence: str = "seq", value: fl
     return Parameter(shape=shape, dims=dims, value=value, sequence=sequence)
 
 
-def _attention(model: ModelConfig, n: int, ways: Mapping[str, int], copied_keys: bool) -> Attention[Parameter]:
+def _attention(model: ModelConfig, n: int, ways: Mapping[str, int], stationary: bool) -> Attention[Parameter]:
     d, h, heads, kv_heads = model.d_model, model.d_head, model.heads, model.kv_heads
-    chosen = not copied_keys and _head_split(model, ways).copies_keys
+    chosen = not stationary and _head_split(model, ways).copies_keys
 
     def head_norm(name: str, heads: int) -> Parameter | None:
         value = 0.0 if model.norm_offset else 1.0
@@ -366,24 +377,24 @@ def _attention(model: ModelConfig, n: int, ways: Mapping[str, int], copied_keys:
         return _vector((n, heads, h), name, None)
 
     return Attention(
-        norm=_pre_norm(model, n),
+        norm=_pre_norm(model, n, stationary),
         q=into("heads", heads),
         k=into("kv_heads", kv_heads),
         v=into("kv_heads", kv_heads),
         # A padded query head has no weights, and so reads the mean of the values that others read too.
-        out=replace(_rows(n, heads * h, d, "heads"), reads_padding=kv_heads < heads),
+        out=replace(_rows(n, heads * h, d, "heads", stationary), reads_padding=kv_heads < heads),
         q_bias=bias("heads", heads),
         k_bias=bias("kv_heads", kv_heads),
         v_bias=bias("kv_heads", kv_heads),
-        out_bias=_vector((n, d), sequence="residual_seq") if model.attn_out_bias else None,
+        out_bias=_vector((n, d), _stream(stationary), sequence="residual_seq") if model.attn_out_bias else None,
         q_norm=head_norm("heads", heads),
         k_norm=head_norm("kv_heads", kv_heads),
         sinks=_vector((n, heads), "heads") if model.attention_sinks else None,
-        post_norm=_post_norm(model, n),
+        post_norm=_post_norm(model, n, stationary),
     )
 
 
-def _latent(model: ModelConfig, mla: MLA, n: int) -> LatentAttention[Parameter]:
+def _latent(model: ModelConfig, mla: MLA, n: int, stationary: bool) -> LatentAttention[Parameter]:
     """Weights of latent attention.
 
     The projections down to latents read the residual stream in its own sharding, so all of its axes sum their
@@ -394,40 +405,41 @@ def _latent(model: ModelConfig, mla: MLA, n: int) -> LatentAttention[Parameter]:
     up = partial(Parameter, dims=(None, "embed", "heads", None))
     scale = partial(_vector, sequence="residual_seq", value=1.0)
     return LatentAttention(
-        norm=_pre_norm(model, n),
+        norm=_pre_norm(model, n, stationary),
         q_down=None if rank is None else down(shape=(n, d, rank)),
         q_norm=None if rank is None else scale((n, rank)),
         q=up(shape=(n, rank or d, heads, model.d_head), fan_in=rank or d),
         kv_down=down(shape=(n, d, mla.kv_rank + mla.d_rope)),
         kv_norm=scale((n, mla.kv_rank)),
         kv_up=up(shape=(n, mla.kv_rank, heads, mla.d_nope + mla.d_v), fan_in=mla.kv_rank),
-        out=_rows(n, heads * mla.d_v, d, "heads"),
-        post_norm=_post_norm(model, n),
+        out=_rows(n, heads * mla.d_v, d, "heads", stationary),
+        post_norm=_post_norm(model, n, stationary),
     )
 
 
-def _rows(n: int, rows: int, d: int, name: str) -> Parameter:
-    return Parameter(shape=(n, rows, d), dims=(None, (name, "embed"), None), fan_in=rows)
+def _rows(n: int, rows: int, d: int, name: str, stationary: bool) -> Parameter:
+    dims: tuple[Dim, ...] = (None, name, "embed") if stationary else (None, (name, "embed"), None)
+    return Parameter(shape=(n, rows, d), dims=dims, fan_in=rows)
 
 
-def _mlp(model: ModelConfig, n: int) -> MLP[Parameter]:
+def _mlp(model: ModelConfig, n: int, stationary: bool) -> MLP[Parameter]:
     d, f = model.d_model, model.d_ff
     gated, bias = model.mlp_matrices == 3, model.mlp_bias
     into = Parameter(shape=(n, d, f), dims=(None, "embed", "mlp"), fan_in=d)
     hidden = _vector((n, f), "mlp")
     return MLP(
-        norm=_pre_norm(model, n, mlp=True),
+        norm=_pre_norm(model, n, stationary, mlp=True),
         gate=into if gated else None,
         up=into,
-        down=_rows(n, f, d, "mlp"),
+        down=_rows(n, f, d, "mlp", stationary),
         gate_bias=hidden if gated and bias else None,
         up_bias=hidden if bias else None,
-        down_bias=_vector((n, d), sequence="residual_seq") if bias else None,
-        post_norm=_post_norm(model, n),
+        down_bias=_vector((n, d), _stream(stationary), sequence="residual_seq") if bias else None,
+        post_norm=_post_norm(model, n, stationary),
     )
 
 
-def _mixture(model: ModelConfig, moe: Mixture, n: int) -> MoEWeights[Parameter]:
+def _mixture(model: ModelConfig, moe: Mixture, n: int, stationary: bool) -> MoEWeights[Parameter]:
     d, f, e, shared = model.d_model, moe.d_ff, moe.experts, moe.shared_d_ff
     gated = model.mlp_matrices == 3
     into = Parameter(shape=(n, e, d, f), dims=(None, "expert", "embed", "mlp"), fan_in=d)
@@ -435,7 +447,7 @@ def _mixture(model: ModelConfig, moe: Mixture, n: int) -> MoEWeights[Parameter]:
     choice = _vector((n, e), sequence="residual_seq")
     shared_into = Parameter(shape=(n, d, shared), dims=(None, "embed", "mlp"), fan_in=d)
     return MoEWeights(
-        norm=_pre_norm(model, n, mlp=True),
+        norm=_pre_norm(model, n, stationary, mlp=True),
         router=Parameter(shape=(n, d, e), dims=(None, "embed", None), fan_in=d, sequence="residual_seq"),
         gate=into if gated else None,
         up=into,
@@ -450,8 +462,8 @@ def _mixture(model: ModelConfig, moe: Mixture, n: int) -> MoEWeights[Parameter]:
         else None,
         shared_gate=shared_into if gated and shared else None,
         shared_up=shared_into if shared else None,
-        shared_down=_rows(n, shared, d, "mlp") if shared else None,
-        post_norm=_post_norm(model, n),
+        shared_down=_rows(n, shared, d, "mlp", stationary) if shared else None,
+        post_norm=_post_norm(model, n, stationary),
     )
 
 

@@ -46,12 +46,13 @@ class Specs:
         return P(*spec, reduced=self.token_axes(sequence) - _axes(spec))
 
     def in_use(self, *dims: Dim, sequence: str = "seq") -> P:
-        """A parameter while a matmul uses it: gathered over its ``embed`` axes.
+        """A parameter while a matmul uses it: gathered over its ``embed`` axes, unless these split the stream too.
 
         It is ``reduced`` over every axis that splits tokens but not the parameter. Its gradient then leaves the matmul
         unreduced, and is reduced by the transpose of the gather.
         """
-        table = {name: () if name == "embed" else axes for name, axes in self.rules.parameters.items()}
+        gathered = () if self.width else ("embed",)
+        table = {name: () if name in gathered else axes for name, axes in self.rules.parameters.items()}
         spec = _spec("rules.parameters", table, dims)
         return P(*spec, reduced=self.token_axes(sequence) - _axes(spec))
 
@@ -67,9 +68,27 @@ class Specs:
         return {dim: ways(sizes, *axes) for dim, axes in self.rules.parameters.items()}
 
     @property
+    def width(self) -> tuple[str, ...]:
+        """The axes that split D of the residual stream: servers' weights stay split over them (2-D stationary)."""
+        return self.rules.activations.get("embed", ())
+
+    @property
     def residual(self) -> P:
         """The residual stream [B, T, D] between matmuls."""
-        return self.activation("batch", "residual_seq", None)
+        return self.activation("batch", "residual_seq", "embed" if self.width else None)
+
+    def inputs(self, last: Dim = None, *, reduced: str | None = None, unreduced: str | None = None) -> P:
+        """An array [B, T, ...] that a matmul sums over ``width`` axes, or sums to be added up over them.
+
+        Its tokens are those of the other axes of ``seq``. The last dim is D, or split as ``last``.
+        """
+        if not self.width:
+            return self.activation("batch", "seq", last, reduced=reduced, unreduced=unreduced)
+        (batch, *_), (seq,) = self.activation("batch", None), self.activation("seq")
+        own = tuple(axis for axis in axes_of(seq) if axis not in self.width)
+        axes = frozenset(self.rules.activations[unreduced]) if unreduced is not None else frozenset()
+        split = self.activation("embed" if last is None else last).partitions[0]
+        return P(batch, own or None, split, unreduced=axes)
 
     def token_axes(self, sequence: str = "seq") -> frozenset[str]:
         """The axes that split the tokens of a matmul (``seq``) or of the residual stream (``residual_seq``)."""
@@ -103,7 +122,7 @@ def split_sequence(x: Float[Array, "B T D"], spec: P) -> Float[Array, "B T D"]:
 
     def folded(spec: P) -> P:
         tokens = tuple(axis for entry in spec.partitions[:2] for axis in axes_of(entry))
-        return P(tokens, None, reduced=spec.reduced, unreduced=spec.unreduced)
+        return P(tokens, *spec.partitions[2:], reduced=spec.reduced, unreduced=spec.unreduced)
 
     rows = x.reshape(batch * seq_len, width, out_sharding=folded(source))
     return named_reshard(rows, folded(spec)).reshape(batch, seq_len, width, out_sharding=spec)
@@ -114,8 +133,11 @@ def gather(
 ) -> Float[Array, " rows *dims"]:
     """AllGather of a weight over its ``embed`` axes (fsdp); in the backward pass, ReduceScatter of its gradient.
 
-    The first dim has ``rows`` in the matmul. Those that were added for the axes are cut off.
+    The first dim has ``rows`` in the matmul. Those that were added for the axes are cut off. A weight stays as it is
+    where the stream is split over these axes.
     """
+    if specs.width:
+        return weight
     return first_rows(reshard(weight, specs.in_use(*dims, sequence=sequence)), rows)
 
 

@@ -167,7 +167,9 @@ def spec(**more: Any) -> ServingSpec:
 @pytest.mark.parametrize(
     ("more", "obstacle"),
     [
-        ({"axes": {"fsdp": 2, "tensor": 4}}, "no engine splits a model over fsdp"),
+        ({"axes": {"stage": 2, "tensor": 4}}, "no engine splits a model over stage"),
+        ({"model": load_model("mixtral-8x7b"), "axes": {"fsdp": 2}}, "no engine splits D of experts"),
+        ({"axes": {"fsdp": 3, "tensor": 4}}, "a divisor of a D of 4096"),
         ({"weights": "int4"}, "weights in int4 with a scale for each column"),
         ({"weights": "int8", "weight_group": 64}, "groups of 64"),
         ({"weights": "f16"}, "weights in f16"),
@@ -177,21 +179,33 @@ def spec(**more: Any) -> ServingSpec:
         ({"axes": {"context": 32}, "kv_split": "seq"}, "pages of 16 tokens cannot be split 32 ways"),
         ({"axes": {"data": 2}, "disaggregated": True}, "one copy, not 2 over data"),
         ({"drafted": True, "disaggregated": True}, "--batching interleaved"),
-        ({"axes": {"tensor": 3}}, "a divisor of the 32 query heads"),
-        ({"model": replace(load_model("llama3-8b"), heads=48, kv_heads=6)}, "the 6 key/value heads"),
         ({"axes": {"expert": 2}}, "has no experts"),
-        ({"model": load_model("mixtral-8x7b"), "axes": {"expert": 3}}, "a divisor of the 8 experts"),
-        ({"model": replace(load_model("llama3-8b"), d_ff=14338)}, "a divisor of the 14338 columns of an MLP"),
-        ({"model": replace(load_model("llama3-8b"), d_model=4098)}, "a divisor of a D of 4098"),
         ({"weights": "int4", "weight_group": 128, "axes": {"tensor": 32}}, "do not divide the 448 columns of an MLP"),
         ({"tokens": 8193}, "was made for 8,192 tokens, not 8,193"),
         ({"prefill_axes": {"context": 2, "tensor": 4}, "prefill_ring": True}, "splits a prompt over context in a ring"),
-        ({"prefill_axes": {"tensor": 16}}, "a cache of 16 key/value heads, copies included"),
-        ({"prefill_axes": {"tensor": 64}}, "no engine prefills over mesh axes tensor and context of 64"),
+        ({"prefill_axes": {"tensor": 16}}, "a cache of key/value heads 0 0 1 1 2 2 3 3 ... (16 in all)"),
+        ({"prefill_axes": {"expert": 2}}, "no engine prefills over mesh axis expert of 2"),
     ],
 )
 def test_engines_name_what_they_lack(more: dict[str, Any], obstacle: str) -> None:
     assert obstacle in next(obstacles(SERVING, spec(**more)))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"axes": {"tensor": 3, "context": 2}},
+        {"axes": {"fsdp": 4, "tensor": 8, "context": 2}},
+        {"model": replace(load_model("llama3-8b"), heads=48, kv_heads=6)},
+        {"model": load_model("mixtral-8x7b"), "axes": {"expert": 3}},
+        {"model": replace(load_model("llama3-8b"), d_ff=14338, d_model=4098, vocab=50257)},
+        {"prefill_axes": {"tensor": 4, "context": 3}},
+        # Four of D over fsdp, so that a prompt's cache may be sent to a server without it.
+        {"prefill_axes": {"tensor": 4, "fsdp": 4}},
+    ],
+)
+def test_engines_pad_what_a_mesh_does_not_divide(more: dict[str, Any]) -> None:
+    assert not list(obstacles(SERVING, spec(**more)))
 
 
 @pytest.mark.parametrize("format_", list(ENGINE_WEIGHTS))

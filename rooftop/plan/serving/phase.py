@@ -220,8 +220,10 @@ class Phase:
             model.d_ff if model.dense_layers else 0, 0 if model.moe is None else model.moe.active * model.moe.d_ff
         )
         projected = sum((m.n for m in self.attention), 0.0)
-        width = 4 * model.d_model + projected + 3 * hidden / self.split
-        logits = 4.0 * (tokens if self.generating else 1) * self.widths.vocab
+        own = self.ways(*GATHER_AXES)
+        # The stream is whole before the unembedding.
+        width = np.maximum(4 / own, 1) * model.d_model + projected + 3 * hidden / self.split
+        logits = 4.0 * (tokens if self.generating else 1) * self.widths.vocab / own
         return tokens * width * ACTIVATION_BYTES + logits
 
 

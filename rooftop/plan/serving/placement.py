@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from math import prod
+from math import lcm, prod
 from typing import Protocol
 
 import numpy as np
@@ -93,8 +93,12 @@ class Placement:
 
     @property
     def spread(self) -> int:
-        """Groups of devices over which whole sequences of a generate server's cache are spread."""
-        return self.ways(BATCH_AXES) * (1 if self.kv_split == "seq" else self.ways(SEQUENCE_AXES))
+        """Equal parts of a generate server's batch: one for each group of devices that shares a cache.
+
+        With D split over ``fsdp`` the tokens between matmuls are also split by the axes of columns.
+        """
+        groups = self.ways(BATCH_AXES) * (1 if self.kv_split == "seq" else self.ways(SEQUENCE_AXES))
+        return groups if self.ways(GATHER_AXES) == 1 else lcm(groups, self.ways((*SEQUENCE_AXES, *COLUMN_AXES)))
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -313,8 +313,7 @@ class ServingProblem:
         """Placements of a prefill in engines: as a generate server's, with columns over context and tensor together."""
         if self.book or self.prefill_axes is not None:
             return self.prefill_placements()
-        axes = tuple(axis for axis in _SPLIT_AXES if axis not in GATHER_AXES)
-        sizes = self._sizes(self.prefill_server, None, axes, self._divides_generate)
+        sizes = self._sizes(self.prefill_server, None, _SPLIT_AXES, self._divides_generate)
         engines = self.nearest_engines([_placement(self.prefill_server, tuple(item.items())) for item in sizes])
         return [engine.joined() for engine in engines]
 
@@ -359,13 +358,12 @@ class ServingProblem:
         return "no expert axis: the model has no experts" if none else None
 
     def _divides_generate(self, sizes: Mapping[str, int]) -> str | None:
-        gathered = ways(sizes, *GATHER_AXES)
-        if self.model.d_model % gathered:
-            return f"an fsdp axis that divides a D of {self.model.d_model}"
-        if gathered > 1 and self.mode == "interleaved":
-            return "no fsdp axis where prefill and generation share a server"
-        if gathered > 1 and ways(sizes, *EXPERT_AXES) > 1:
-            return "fsdp or expert, not both"
+        if (own := ways(sizes, *GATHER_AXES)) > 1:
+            split = own * ways(sizes, *COLUMN_AXES, *SEQUENCE_AXES)
+            if self.model.moe is not None:
+                return "no fsdp axis: the model has experts, which an expert axis splits"
+            if self.model.d_model % split:
+                return f"fsdp x context x tensor that divide a D of {self.model.d_model}"
         return self._experts(sizes)
 
     def _divides_prefill(self, sizes: Mapping[str, int]) -> str | None:

@@ -1,8 +1,10 @@
 """The work of a generate step and of a prefill, scope by scope: bytes, FLOPs and collectives of one device.
 
 Chapter 7 of the book. Activations are copied over the devices that split a layer; each of the two blocks of a layer
-ends in an AllReduce (1-D weight-stationary). With D split over ``fsdp`` (2-D) partial sums are added over it after the
-first matmul, and an AllGather and a ReduceScatter over the hidden columns take the place of that AllReduce.
+ends in an AllReduce (1-D weight-stationary). With D split over ``fsdp`` (2-D) an AllGather and a ReduceScatter over the
+columns' axes, of the devices' part of D, take the place of that AllReduce. Partial sums of the first matmul are
+scattered over ``fsdp`` by tokens, so that each device has its own tokens' heads and hidden columns, which are gathered
+again for the second matmul.
 """
 
 from __future__ import annotations
@@ -57,8 +59,12 @@ def chunk_pairs(model: ModelConfig, new: float, before: float, block: int) -> fl
 
 
 def _embed(phase: Phase) -> list[Work]:
-    rows = phase.own_tokens * phase.model.d_model * ACTIVATION_BYTES
+    own = phase.ways(*GATHER_AXES)
+    rows = phase.own_tokens * phase.model.d_model * ACTIVATION_BYTES / own
     gather = Transfer("all_gather", phase.columns, rows, "critical")
+    if phase.splits(*GATHER_AXES):
+        # Columns are exchanged for tokens.
+        gather = Transfer("all_to_all", phase.columns, rows / phase.split, "critical")
     return [_work(phase, "embed", 1, hbm_bytes=2 * rows, collectives=(gather,), formula="rows looked up and gathered")]
 
 
@@ -71,13 +77,13 @@ def _attention_generate(phase: Phase, context: Number) -> list[Work]:
     kv = phase.device_kv_bytes(phase.tokens, context, stored=False) / layers
     seen = kv / (phase.cached_bytes(1.0, stored=False) / layers * phase.cache_share) * (1 + phase.guesses)
     flops = 2.0 * seen * heads * phase.kind.decode_width
-    queries, outputs = (tokens * heads * size * ACTIVATION_BYTES for size in (d_qk, d_v))
+    queries, outputs = (tokens / phase.ways(*GATHER_AXES) * heads * size * ACTIVATION_BYTES for size in (d_qk, d_v))
     moved: tuple[Transfer, ...] = ()
     if phase.placement.kv_split == "seq":
         # Every part of a sequence meets all queries; partial outputs, with their maxima and sums, are added up.
         moved += (
             Transfer("all_gather", SEQUENCE_AXES, queries, "critical"),
-            Transfer("reduce_scatter", SEQUENCE_AXES, outputs + 8.0 * tokens * heads, "critical"),
+            Transfer("reduce_scatter", SEQUENCE_AXES, outputs + 4.0 * outputs / d_v, "critical"),
         )
     else:
         share = phase.ways(*SEQUENCE_AXES)
@@ -85,8 +91,6 @@ def _attention_generate(phase: Phase, context: Number) -> list[Work]:
             Transfer("all_to_all", SEQUENCE_AXES, queries / share, "critical"),
             Transfer("all_to_all", SEQUENCE_AXES, outputs / share, "critical"),
         )
-    # Sequences that fsdp has spread come together again for the projection.
-    moved += (Transfer("all_gather", GATHER_AXES, outputs / phase.ways(*SEQUENCE_AXES), "critical"),)
     written = sequences * (1 + phase.guesses) * phase.cached_bytes(1.0, stored=False) * phase.cache_share / layers
     return [
         *_matmuls(phase, "layers/attn/qkv", layers, phase.attention, tokens, into=True),
@@ -114,13 +118,23 @@ def _attention_prefill(phase: Phase, before: float, sequences: int) -> list[Work
     keys_values = here * (new + before) / ring * phase.kv_heads * (d_qk + d_v) * ACTIVATION_BYTES
     written = phase.device_kv_bytes(sequences, new, stored=True) / layers
     queries = tokens * heads * (d_qk + d_v) * ACTIVATION_BYTES
+    moved: tuple[Transfer, ...] = (
+        Transfer("permute_ring", (*EXPERT_AXES, *SEQUENCE_AXES), keys_values * ring, "ring"),
+    )
+    if phase.splits(*GATHER_AXES):
+        # A prompt's cache is on one of the devices along fsdp, which needs all of its tokens.
+        ours = tokens * (heads * d_qk + phase.kv_heads * (d_qk + d_v)) * ACTIVATION_BYTES
+        moved += (
+            Transfer("all_gather", GATHER_AXES, ours, "critical"),
+            Transfer("reduce_scatter", GATHER_AXES, tokens * heads * d_v * ACTIVATION_BYTES, "critical"),
+        )
     return [
         *_matmuls(phase, "layers/attn/qkv", layers, phase.attention, tokens, into=True),
         _work(phase, "kv_cache", layers, hbm_bytes=written, formula="the KV of every token written"),
         _work(
             phase, "layers/attn/core", layers, hbm_bytes=queries + keys_values, kernel_flops=flops,
             matmul_s=phase.rates.attention_s(scores, d_qk, d_v, backward=False),
-            collectives=(Transfer("permute_ring", (*EXPERT_AXES, *SEQUENCE_AXES), keys_values * ring, "ring"),),
+            collectives=moved,
             formula="2 FLOPs per pair, head and head size in both matmuls, masked blocks skipped",
         ),
         *_matmuls(phase, "layers/attn/out", layers, phase.attention_out, tokens, into=False),
@@ -194,10 +208,15 @@ def _blocks(phase: Phase) -> list[Work]:
 
 
 def _head(phase: Phase, tokens: Number) -> list[Work]:
-    """Unembedding and sampling of the last token of each sequence."""
+    """Unembedding and sampling of the last token of each sequence. All devices split the vocabulary, none D."""
+    columns = (*GATHER_AXES, *phase.columns)
     work = _matmuls(phase, "unembed", 1, [phase.table], tokens, into=None, dtype=phase.table_dtype)
-    chosen = Transfer("all_gather", phase.columns, 8.0 * tokens * phase.split, "critical")
-    logits = 4.0 * tokens * phase.widths.vocab
+    if phase.splits(*GATHER_AXES):
+        stream = phase.own_tokens * phase.model.d_model * ACTIVATION_BYTES
+        whole = Transfer("all_gather", columns, stream, "critical")
+        work.append(_work(phase, "unembed", 1, collectives=(whole,), formula="the stream gathered"))
+    chosen = Transfer("all_gather", columns, 8.0 * tokens * phase.ways(*columns), "critical")
+    logits = 4.0 * tokens * phase.widths.vocab / phase.ways(*GATHER_AXES)
     return [
         *work,
         _work(
@@ -227,21 +246,32 @@ def _matmuls(
         return []
     rate, two_d = phase.rates, phase.splits(*GATHER_AXES)
     own = phase.ways(*GATHER_AXES)
+    # D is the dim that is summed over, or that of the outputs, which the vocabulary is too.
+    shapes = [(m.k / own, m.n) if into else (m.k, m.n / own) for m in matmuls]
     flops = 2.0 * sum((tokens * m.parameters for m in matmuls), 0.0) / own
-    seconds = sum((rate.matmul_s(tokens, m.k / own, m.n, phase.numerics.flops) for m in matmuls), 0.0)
+    seconds = sum((rate.matmul_s(tokens, k, n, phase.numerics.flops) for k, n in shapes), 0.0)
     rows = tokens if sums is None else sums
     stream = rows * phase.model.d_model * ACTIVATION_BYTES
     collectives: tuple[Transfer, ...] = ()
     if two_d and into is not None:
-        partial = rows * sum((m.n for m in matmuls), 0.0) * ACTIVATION_BYTES
-        gather = Transfer("all_gather", phase.columns, stream / own, "critical")
-        scatter = Transfer("reduce_scatter", phase.columns, stream / own, "critical")
-        norm = Transfer("all_reduce", (*GATHER_AXES, *phase.columns), 4.0 * rows, "critical")
-        collectives = (norm, gather, Transfer("all_reduce", GATHER_AXES, partial, "critical")) if into else (scatter,)
+        inputs = rows * sum((m.k for m in matmuls), 0.0) * ACTIVATION_BYTES
+        outputs = rows * sum((m.n for m in matmuls), 0.0) * ACTIVATION_BYTES
+        collectives = (
+            (
+                Transfer("all_reduce", GATHER_AXES, 4.0 * rows / phase.ways(*phase.columns), "critical"),
+                Transfer("all_gather", phase.columns, stream / own, "critical"),
+                Transfer("reduce_scatter", GATHER_AXES, outputs, "critical"),
+            )
+            if into
+            else (
+                Transfer("all_gather", GATHER_AXES, inputs, "critical"),
+                Transfer("reduce_scatter", phase.columns, stream / own, "critical"),
+            )
+        )
     elif into is False:
         collectives = (Transfer("all_reduce", phase.columns, stream, "critical"),)
     read = sum(phase.weight_bytes(matmuls, dtype)) if weights is None else weights
-    moved = sum((tokens * (m.k / own + m.n) for m in matmuls), 0.0) * ACTIVATION_BYTES
+    moved = sum((tokens * (k + n) for k, n in shapes), 0.0) * ACTIVATION_BYTES
     return [
         _work(
             phase, scope, count, hbm_bytes=read + moved, flops=flops, flops_dtype=phase.numerics.flops,

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import named_scope
+from jax import P, named_scope
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -223,8 +223,10 @@ def qkv(
                 add_bias(v, layer.v_bias, kv_heads),
             )
         else:
-            h = split_sequence(x, specs.activation("batch", "seq", None, reduced="heads"))
+            h = split_sequence(x, specs.inputs(reduced="heads"))
             into = project_left if how.weights_left else project_heads
+            if specs.width:
+                into = partial(into_heads, specs=specs)
             q = add_bias(into(h, of_heads(layer.q, "heads")), layer.q_bias, heads)
             if copies_keys:
                 k, v = (
@@ -244,6 +246,18 @@ def qkv(
         with named_scope("qkv"):
             q, k = _qk_norm(q, k, layer, how)
     return q, k, v
+
+
+def into_heads(
+    h: Float[Array, "B T D"], weight: Float[Array, "D heads H"], specs: Specs
+) -> Float[Array, "B T heads H"]:
+    """h times a weight that stays split over D: the sums over D are scattered over tokens."""
+    (_, heads, _), width = jax.typeof(weight).sharding.spec, weight.shape[0]
+    matrix = weight.reshape(width, -1, out_sharding=P(specs.parameter("embed").partitions[0], heads))
+    (batch, seq, _), (tokens, *_) = specs.inputs("heads"), specs.activation("seq")
+    y = project(h, matrix, P(batch, seq, heads, unreduced=frozenset(specs.width)))
+    y = split_sequence(y, P(batch, tokens, heads))
+    return y.reshape(*y.shape[:2], *weight.shape[1:], out_sharding=P(batch, tokens, heads, None))
 
 
 def _qk_norm(
@@ -406,7 +420,11 @@ def _mlp(x: Float[Array, "B T D"], layer: MLP[jax.Array], how: Computation) -> F
             weights = [gather(weight, specs, "embed", "mlp", rows=x.shape[-1]) for weight in stored]
             return project_gathered(x, weights, ring, saved=how.saves("mlp_up"))
         matrices = [gather_in(how.matmul, weight, specs, "embed", "mlp", rows=x.shape[-1]) for weight in stored]
-        h = split_sequence(x, specs.activation("batch", "seq", None, reduced="mlp"))
+        h = split_sequence(x, specs.inputs(reduced="mlp"))
+        if specs.width:
+            # Sums over D are scattered over tokens.
+            sums = specs.inputs("mlp", unreduced="embed")
+            return tuple(split_sequence(project(h, matrix, sums), hidden) for matrix in matrices)
         return tuple((project_left if how.weights_left else project)(h, matrix) for matrix in matrices)
 
     with named_scope("up"):
@@ -433,5 +451,7 @@ def _scattered(
     matrix = gather_in(how.matmul, weight, specs, (dim, "embed"), None, rows=x.shape[-1])
     if how.weights_left:
         return project_left(x, matrix)
-    y = project(x, matrix, specs.activation("batch", "seq", None, unreduced=dim))
+    if specs.width:
+        x = split_sequence(x, specs.inputs(dim))
+    y = project(x, matrix, specs.inputs(unreduced=dim))
     return split_sequence(y, specs.residual)

@@ -103,8 +103,8 @@ def norm(x: Float[Array, "B T D"], weights: Norm[jax.Array], model: ModelConfig,
     def local(x: jax.Array, weights: Norm[jax.Array]) -> jax.Array:
         wide = x.astype(jnp.float32)
         if model.norm == "layer":
-            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        y = _scaled(_unit(wide, model), weights.scale, x.dtype, model)
+            wide = wide - _mean(wide, specs.width)
+        y = _scaled(_unit(wide, model, specs.width), weights.scale, x.dtype, model)
         return y if weights.bias is None else y + weights.bias
 
     return _on_shards(local, specs.residual, x, weights)
@@ -161,8 +161,14 @@ def _scaled(
     return unit.astype(dtype) * scale
 
 
-def _unit(x: Float32[Array, "*dims"], model: ModelConfig) -> Float32[Array, "*dims"]:
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + model.norm_eps)
+def _unit(x: Float32[Array, "*dims"], model: ModelConfig, axes: tuple[str, ...] = ()) -> Float32[Array, "*dims"]:
+    return x * jax.lax.rsqrt(_mean(jnp.square(x), axes) + model.norm_eps)
+
+
+def _mean(x: Float32[Array, "*dims"], axes: tuple[str, ...]) -> Float32[Array, "*one"]:
+    """The mean over the last dim, which ``axes`` split."""
+    mean = jnp.mean(x, axis=-1, keepdims=True)
+    return lax.pmean(mean, axes) if axes else mean
 
 
 def _on_shards(local: Callable[..., jax.Array], spec: P, x: Float[Array, "*dims"], weights: object) -> jax.Array:

@@ -214,12 +214,14 @@ def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computa
     model, specs = how.model, how.specs
     fsdp, tensor = specs.rules.parameters["embed"], specs.rules.parameters["vocab"]
     copies = tuple(axis for axis in specs.rules.activations["batch"] if axis not in fsdp)
-    (seq,), (residual_seq,) = specs.activation("seq"), specs.activation("residual_seq")
-    (columns,) = specs.parameter(("embed", "vocab") if model.tied_embeddings else ("vocab", "embed"))
+    (residual_seq,) = specs.activation("residual_seq")
+    inner = model.tied_embeddings or bool(specs.width)
+    (columns,) = specs.parameter(("embed", "vocab") if inner else ("vocab", "embed"))
+    seq = specs.inputs().partitions[1]
     x = weights.embed.at[reshard(batch.tokens, P(copies, seq))].get(out_sharding=P(copies, seq, columns))
     # The minor axis of the columns is exchanged first: its data is contiguous.
     sequences, *_ = specs.residual
-    x = reshard(x, P(copies, residual_seq, fsdp) if model.tied_embeddings else P(sequences, seq, tensor))
+    x = reshard(x, P(copies, residual_seq, fsdp) if inner else P(sequences, seq, tensor))
     x = reshard(x, specs.residual)
     if x.shape[-1] != model.d_model:
         x = jax.lax.slice_in_dim(x, 0, model.d_model, axis=-1)
@@ -227,7 +229,7 @@ def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computa
         x = x * jnp.asarray(model.embed_scale, x.dtype)
     if weights.positions is None:
         return x
-    everywhere = P(None, None, reduced=specs.token_axes("residual_seq"))
+    everywhere = P(None, *specs.residual.partitions[2:], reduced=specs.token_axes("residual_seq"))
     positions = how.positions(batch)
     position_spec = P(*(sequences, residual_seq)[-positions.ndim :])
     positions = reshard(positions, position_spec)

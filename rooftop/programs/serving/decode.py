@@ -24,7 +24,7 @@ from jax import P, lax, named_scope
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from rooftop.arrays.rules import Rules
+from rooftop.arrays.rules import Rules, ways
 from rooftop.models import ModelConfig
 from rooftop.models.segments import LayerKind, segments
 from rooftop.models.widths import HeadSplit
@@ -71,10 +71,10 @@ HEAD = 12
 class Decoder:
     """A model, and its parallelism on a mesh whose axes of more than one device are ``sizes``.
 
-    Weights are split over tensor and context (and experts over expert), and padded where sizes do not divide. The KV
-    cache is split over tensor by heads, over expert by sequences, and over context by ``kv_split``: 'batch', also by
-    sequences, or 'seq', by the tokens of each page. Key/value heads that devices along tensor have in common are stored
-    on each of them, weights and cache (``HeadSplit``). Latents are replicated along tensor. ``reader`` is one of
+    Weights are split over tensor and context (experts over expert, D over fsdp), and padded where sizes do not divide.
+    The KV cache is split over tensor by heads, over expert and fsdp by sequences, and over context by ``kv_split``:
+    'batch', also by sequences, or 'seq', by the tokens of each page. Key/value heads that devices have in common are
+    stored on each of them, weights and cache (``HeadSplit``). Latents are replicated along tensor. ``reader`` is one of
     ``rooftop.programs.serving.paged.READERS``, ``alternatives`` the limit of ``log_probabilities``. With
     ``weights_left``, on one device, weights of attention and MLPs are left operands of their matmuls, all of them
     ``Turned``.
@@ -98,7 +98,7 @@ class Decoder:
 
     @cached_property
     def specs(self) -> Specs:
-        """Specs of arrays. The residual stream is split only with experts, because their exchange needs it."""
+        """Specs of arrays. The residual stream is split only with experts, whose exchange needs it, and over fsdp."""
         rules = Rules().only(dict(self.sizes))
         parameters, activations = dict(rules.parameters), dict(rules.activations)
         # Neighbours along context have query heads of the same key/value head.
@@ -106,8 +106,10 @@ class Decoder:
         for table in (parameters, activations):
             table |= dict.fromkeys(("heads", "mlp", "vocab"), columns)
         # Devices along expert have their own sequences, in attention too.
-        activations["batch"], activations["seq"] = (), activations["expert"] if self.model.moe is not None else ()
-        activations["residual_seq"] = activations["seq"] + activations["heads"] if self.model.moe is not None else ()
+        expert, width = activations["expert"] if self.model.moe is not None else (), parameters["embed"]
+        spread = bool(width) or self.model.moe is not None
+        activations |= {"batch": (), "embed": width, "seq": (*expert, *width)}
+        activations["residual_seq"] = (*expert, *columns) if spread else ()
         return Specs(Rules(parameters=parameters, activations=activations))
 
     @cached_property
@@ -118,19 +120,26 @@ class Decoder:
     @cached_property
     def described(self) -> Transformer[Parameter]:
         """The weights as this decoder stores them."""
-        return describe(self.model, self.specs.ways(dict(self.sizes)), copied_keys=True)
+        return describe(self.model, self.specs.ways(dict(self.sizes)), stationary=True)
 
     @cached_property
     def groups(self) -> DeviceGroups:
         """Groups of devices over which sequences are spread."""
         return DeviceGroups(
-            tokens=self._along("expert"), heads=self._along("context") if self.kv_split == "batch" else ()
+            tokens=self._along("expert") + self._along("fsdp"),
+            heads=self._along("context") if self.kv_split == "batch" else (),
         )
 
     @cached_property
     def parts(self) -> PageParts:
         """Parts into which the tokens of a page are split."""
         return PageParts(heads=self._along("context") if self.kv_split == "seq" else ())
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of a step are a multiple of it: their tokens and their sequences are split evenly."""
+        stream = self.specs.rules.activations["residual_seq"]
+        return math.lcm(self.groups.ways, ways(dict(self.sizes), *stream))
 
     def _along(self, axis: str) -> tuple[tuple[str, int], ...]:
         return tuple((name, size) for name, size in self.sizes if name == axis)
@@ -326,13 +335,11 @@ def _logits(
     x: Float[Array, "1 T D"], weights: Transformer[Any], which: Int[Array, " n"], how: Decoder
 ) -> Float32[Array, "n V"]:
     """Logits of the tokens ``which`` of x, replicated on all devices."""
-    picked = reshard(x, P(None, None, None))[:, which]
-    tied = weights.unembed is None
-    matrix = weights.embed if weights.unembed is None else in_full(weights.unembed, x.dtype)
-    # These tokens are few, and may not divide over the axes of the layers' tokens.
-    rules = how.specs.rules
-    specs = Specs(replace(rules, activations={**rules.activations, "seq": ()}))
-    picked, matrix = losses.head(picked, matrix, specs, tied=tied)
+    with named_scope("unembed"):
+        # The unembedding has all of D, so that no sums of logits are added up.
+        picked = reshard(x, P(None, None, None))[:, which]
+        tied = weights.unembed is None
+        matrix = weights.embed.T if tied else in_full(weights.unembed, x.dtype)
     vocab = how.model.vocab
     logits = losses.logits(picked, matrix, how.model.final_softcap, vocab=vocab, left=how.weights_left)
     return reshard(logits, P(None, None, None))[0, :, :vocab]

@@ -152,7 +152,7 @@ def parts(
         page_tokens=configuration.page_tokens,
         prefill_tokens=_PREFILL_TOKENS[platform],
         reader=decoder.reader,
-        least=decoder.groups.ways if source.model.moe is None else math.prod(size for _, size in decoder.sizes),
+        least=decoder.least_rows,
     )
     if any(rows % decoder.groups.ways for rows in shapes.batches):
         raise RooftopError("batches", shapes.batches, f"multiples of the {decoder.groups.ways} groups")
@@ -286,17 +286,17 @@ def _placed(
                 stored = jax.jit(scaled_by)(array, scales)
             elif dim is not None and configuration.weights_dtype != "plain":
                 stored = jax.jit(quantise, static_argnums=(1, 2))(array, dim, configuration.weights_dtype)
-            turns = decoder.weights_left and (dim == 1 or parameter.dims == ("embed", "vocab"))
+            turns = decoder.weights_left and (dim == 1 or parameter == decoder.described.unembed)
             whole = Turned.of if turns else lambda leaf: leaf
             if not parameter.stacked:
                 return whole(stored)
             return tuple(whole(jax.tree.map(lambda leaf, at=at: leaf[at], stored)) for at in range(parameter.shape[0]))
 
     result = by_layer(decoder.model, weights(decoder, mesh, placed, summed_dim if fp8 else _unscaled))
-    if result.unembed is None and decoder.specs.rules.parameters["vocab"]:
+    place = NamedSharding(mesh, decoder.specs.parameter(None, ("vocab", "embed")))
+    if result.unembed is None and place.spec != P(None, None):
         # A tied table is split over D, and every step would reshard it to a split over V.
         with jax.set_mesh(mesh):
-            place = NamedSharding(mesh, decoder.specs.parameter("embed", "vocab"))
             width = decoder.model.d_model
             unembed = jax.jit(lambda table: jax.sharding.reshard(table, P(None, None)).T[:width])(result.embed)
             result = replace(result, unembed=jax.device_put(unembed, place))
