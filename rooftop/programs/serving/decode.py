@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from rooftop.arrays.rules import Rules, ways
+from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.segments import LayerKind, segments
 from rooftop.models.widths import HeadSplit
@@ -47,8 +48,8 @@ from rooftop.programs.parameters import (
 from rooftop.programs.serving.groups import DeviceGroups
 from rooftop.programs.serving.paged import PageParts, Pages, Rows, attend_heads, attend_latents
 from rooftop.programs.serving.quantised import in_full
-from rooftop.programs.serving.sampling import Adjustments, SampledChoice, choose, largest, log_probabilities
-from rooftop.programs.sharding import Specs, on_shards
+from rooftop.programs.serving.sampling import Adjustments, SampledChoice, choose, largest_of_parts, log_probabilities
+from rooftop.programs.sharding import Specs, axes_of, on_shards
 
 #: The columns of a step's integers before its tokens: [R, HEAD + C + P] int32, floats as their bits.
 START, COUNT, SLOT, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, DRAWN, ADJUSTED, LOGPROBS = (
@@ -134,6 +135,17 @@ class Decoder:
     def parts(self) -> PageParts:
         """Parts into which the tokens of a page are split."""
         return PageParts(heads=self._along("context") if self.kv_split == "seq" else ())
+
+    @property
+    def logits_spec(self) -> P:
+        """Spec of the logits [n, V] of a step; a step sends only the likeliest token of each device's part."""
+        (columns,) = self.specs.parameter(("vocab", "embed"))
+        return P(None, columns)
+
+    @property
+    def logits_stored(self) -> int:
+        """V of these logits, padding included."""
+        return next_multiple(self.model.vocab, ways(dict(self.sizes), *axes_of(self.logits_spec.partitions[1])))
 
     @property
     def least_rows(self) -> int:
@@ -243,6 +255,8 @@ def step(
 ) -> tuple[Int32[Array, " chosen"], Float32[Array, "chosen V"], tuple[Pages, ...]]:
     """The likeliest next token of each row and its logits, and the pools with the new tokens' keys and values.
 
+    Logits are split over V as ``Decoder.logits_spec`` says, and padded.
+
     Each of ``packed`` [R, HEAD + C + P] has the columns named above, C = ``widths`` tokens, of which ``COUNT`` are
     valid, and block tables. Rows of different ``packed`` are concatenated. Tokens are meaningful only for rows whose
     prompt is complete. ``choose_tokens`` is for rows that do not take the likeliest token.
@@ -262,9 +276,11 @@ def step(
     for block in rows:
         last.append(first + jnp.arange(len(block.count)) * block.width + jnp.maximum(block.count, 1) - 1)
         first += block.tokens
-    logits = _logits(x, weights, jnp.arange(first) if every else jnp.concatenate(last), how)
+    # Where every row has room for one token, that is its last: no token is left out.
+    some = not every and any(width > 1 for width in widths)
+    logits = _logits(x, weights, jnp.concatenate(last) if some else None, how)
     with named_scope("sample"):
-        return largest(logits), logits, pools
+        return largest_of_parts(logits), logits, pools
 
 
 def propose(
@@ -285,7 +301,7 @@ def propose(
         count = (index < packed[:, COUNT]).astype(jnp.int32)
         rows = Rows(tables=tables, start=start + index, count=count, width=1)
         x, pools = _stream(weights, pools, tokens[None], (rows,), how)
-        tokens = largest(_logits(x, weights, jnp.arange(len(packed)), how))
+        tokens = largest_of_parts(_logits(x, weights, None, how))
         return (tokens, pools), tokens
 
     (_, pools), guesses = lax.scan(guess, (packed[:, HEAD], pools), jnp.arange(most + 1, dtype=jnp.int32))
@@ -332,17 +348,19 @@ def _stream(
 
 
 def _logits(
-    x: Float[Array, "1 T D"], weights: Transformer[Any], which: Int[Array, " n"], how: Decoder
+    x: Float[Array, "1 T D"], weights: Transformer[Any], which: Int[Array, " n"] | None, how: Decoder
 ) -> Float32[Array, "n V"]:
-    """Logits of the tokens ``which`` of x, replicated on all devices."""
+    """Logits of the tokens ``which`` of x (None: all), V split as the unembedding is; minus infinity in its padding."""
     with named_scope("unembed"):
         # The unembedding has all of D, so that no sums of logits are added up.
-        picked = reshard(x, P(None, None, None))[:, which]
+        # One dim after the other: XLA:TPU would gather both by an AllReduce.
+        picked = reshard(reshard(x, P(None, None, *how.specs.residual.partitions[2:])), P(None, None, None))
+        picked = picked if which is None else picked[:, which]
         tied = weights.unembed is None
         matrix = weights.embed.T if tied else in_full(weights.unembed, x.dtype)
     vocab = how.model.vocab
     logits = losses.logits(picked, matrix, how.model.final_softcap, vocab=vocab, left=how.weights_left)
-    return reshard(logits, P(None, None, None))[0, :, :vocab]
+    return logits[0]
 
 
 def choose_tokens(
@@ -352,6 +370,7 @@ def choose_tokens(
 
     The chosen tokens of requests with ``ADJUSTED`` are counted as seen.
     """
+    logits = reshard(logits, P(None, None))[:, : how.model.vocab]
 
     def float_column(column: int) -> jax.Array:
         return lax.bitcast_convert_type(heads[:, column], jnp.float32)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import P, lax
 from jaxtyping import Array, Float, Float32, Int, Int32, UInt
 
 from rooftop.core.rounding import ceil_div
+from rooftop.programs.sharding import axes_of, on_shards
 
 
 @jax.tree_util.register_dataclass
@@ -90,6 +91,26 @@ def largest(x: Float[Array, "R V"]) -> Int32[Array, " R"]:
     """The first index of the largest element of each row. XLA:CPU computes argmax element by element, more slowly."""
     index = jnp.arange(x.shape[1], dtype=jnp.int32)
     return jnp.min(jnp.where(x == jnp.max(x, axis=1, keepdims=True), index, x.shape[1] - 1), axis=1)
+
+
+def largest_of_parts(x: Float32[Array, "R V"]) -> Int32[Array, " R"]:
+    """``largest`` where devices split V: each sends its largest element, and that element's index."""
+    spec = jax.typeof(x).sharding.spec
+    axes = axes_of(spec.partitions[1])
+    if not axes:
+        return largest(x)
+
+    def local(x: jax.Array) -> jax.Array:
+        first = lax.axis_index(axes) * x.shape[1]
+        best = jnp.stack([lax.bitcast_convert_type(jnp.max(x, axis=1), jnp.int32), first + largest(x)])
+        every = lax.all_gather(best, axes)
+        # Parts are in the order of V: of equal elements the first wins.
+        part = largest(lax.bitcast_convert_type(every[:, 0], jnp.float32).T)
+        return jnp.take_along_axis(every[:, 1], part[None], axis=0)[0]
+
+    # All devices have the same result, which the type of a gathered array does not say.
+    tokens: jax.Array = on_shards(local, in_specs=(spec,), out_specs=P(None), check_vma=False)(x)
+    return tokens
 
 
 def filtered(logits: Float32[Array, "R V"], how: SampledChoice) -> Float32[Array, "R V"]:

@@ -297,8 +297,12 @@ def _placed(
     if result.unembed is None and place.spec != P(None, None):
         # A tied table is split over D, and every step would reshard it to a split over V.
         with jax.set_mesh(mesh):
-            width = decoder.model.d_model
-            unembed = jax.jit(lambda table: jax.sharding.reshard(table, P(None, None)).T[:width])(result.embed)
+            width, rows = decoder.model.d_model, decoder.logits_stored - result.embed.shape[0]
+
+            def turned(table: jax.Array) -> jax.Array:
+                return jnp.pad(jax.sharding.reshard(table, P(None, None)).T[:width], ((0, 0), (0, rows)))
+
+            unembed = jax.jit(turned)(result.embed)
             result = replace(result, unembed=jax.device_put(unembed, place))
     return result
 

@@ -163,7 +163,8 @@ class Programs:
             chosen, adjusted = choose_tokens(logits, adjusted, heads, self._decoder)
             return (chosen.tokens, chosen.logprobs, chosen.top, chosen.top_ids), jax.tree.leaves(adjusted)
 
-        logits = jax.ShapeDtypeStruct((rows, self._decoder.model.vocab), jnp.float32, sharding=self.whole)
+        split = NamedSharding(self._mesh, self._decoder.logits_spec)
+        logits = jax.ShapeDtypeStruct((rows, self._decoder.logits_stored), jnp.float32, sharding=split)
         return run, (1,), (logits, self._adjustments, self._ints(rows, HEAD))
 
     def _propose_program(self, shape: Shape) -> _Traced:

@@ -1,0 +1,56 @@
+"""Generate steps of an engine, to be compiled for a slice: see ``rooftop.compiler.compiling.CompileRequest``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax import P
+from jax.sharding import Mesh, NamedSharding
+
+from rooftop.models import ModelConfig, load_model
+from rooftop.programs.parameters import Parameter
+from rooftop.programs.serving.decode import Decoder, by_layer
+from rooftop.serve.engine.configuration import Shapes
+from rooftop.serve.engine.programs import Programs
+
+
+def small(name: str, layers: int) -> ModelConfig:
+    """A preset with few layers."""
+    return replace(load_model(name), layers=layers)
+
+
+def lower(mesh: Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
+    """The step of ``_step``."""
+    return _step(mesh, **arguments)
+
+
+def _step(
+    mesh: Mesh, *, model: str, layers: int, batch: int, context: int, kv_split: str, axes: Mapping[str, int]
+) -> jax.stages.Lowered:
+    """The step that generates for ``batch`` sequences whose tables have room for ``context`` tokens."""
+    whole_pages = kv_split == "batch" or axes.get("context", 1) == 1
+    decoder = Decoder(
+        model=small(model, layers),
+        sizes=tuple((axis, size) for axis, size in axes.items() if size > 1),
+        kv_split=kv_split,
+        dtype="bfloat16",
+        reader="ragged" if whole_pages else "gather",
+        expert_matmul="grouped",
+    )
+
+    def apart(parameter: Parameter, leaf: jax.ShapeDtypeStruct) -> Any:
+        if not parameter.stacked:
+            return leaf
+        place = NamedSharding(mesh, P(*leaf.sharding.spec[1:]))
+        return (jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=place),) * leaf.shape[0]
+
+    weights = by_layer(decoder.model, jax.tree.map(apart, decoder.described, decoder.abstract_weights(mesh)))
+    pages = batch * (context // decoder.page_tokens) + decoder.groups.ways - 1
+    shapes = Shapes(batches=(batch,), widths=(decoder.least_rows,), contexts=(context,), prefill_tokens=256)
+    programs = Programs(decoder, mesh, weights, pages=pages, slots=batch, shapes=shapes)
+    traced, donated, arguments = programs._step_program((batch, 1, context // decoder.page_tokens))
+    with jax.set_mesh(mesh):
+        return jax.jit(traced, donate_argnums=donated).lower(*arguments)
