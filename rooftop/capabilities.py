@@ -157,7 +157,7 @@ class TrainingSpec:
         return replace(
             self,
             compute=known(self.compute),
-            matmul=self.matmul if self.matmul in MATMUL_DTYPES else known(self.compute),
+            matmul=self.matmul if self.matmul in MATMUL_DTYPES and not self.collective_matmuls else known(self.compute),
             weights=known(self.weights),
             moments=known(self.moments),
             gradients=known(self.gradients),

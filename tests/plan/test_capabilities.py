@@ -235,7 +235,10 @@ def test_the_table_lists_what_programs_have() -> None:
     plan = plan_training(problem(), alternatives=0).plan
     assert not list(obstacles(TRAINING, plan.spec))
     assert plan.spec.runnable() == plan.spec
-    assert replace(plan.spec, matmul="int8", weights="f16").runnable() == plan.spec
+    assert replace(plan.spec, matmul="int4", weights="f16").runnable() == plan.spec
+    narrow = replace(plan.spec, matmul="int8")
+    assert narrow.runnable() == narrow
+    assert replace(narrow, collective_matmuls=True).runnable() == replace(plan.spec, collective_matmuls=True)
 
 
 def test_the_documentation_has_the_table() -> None:

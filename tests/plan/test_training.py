@@ -425,6 +425,43 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
             assert moved[axes][0] == pytest.approx(float(nbytes), rel=0.05, abs=2**16)
 
 
+def test_matmuls_in_8_bits_gather_half_the_bytes() -> None:
+    """Forward and the gradient of inputs are in 8 bits, that of weights is not; nor are routers and the unembedding."""
+    plans = {
+        dtype: best(
+            sweep(
+                problem(
+                    "mixtral-8x7b", on="tpu7x:4x4x4", axes={"fsdp": 16, "expert": 8}, remat="block", microbatches=1,
+                    numerics=Numerics(matmul=dtype),
+                )
+            )
+        )
+        for dtype in ("bf16", "f8_e4m3")
+    }  # fmt: skip
+    wide, narrow = (plan.ledger.rows for plan in plans.values())
+    for row, ours in zip(wide, narrow, strict=True):
+        flops = row.flops.get("bf16", 0.0)
+        if not flops or row.scope in ("layers/moe/router", "unembed"):
+            assert ours.flops == row.flops
+        elif row.phase == "backward":
+            assert ours.flops == {"f8_e5m2": flops / 2, "bf16": flops / 2}
+        else:
+            assert ours.flops == {"f8_e4m3": flops}
+    (before, *_), (after, maxima, *_) = (
+        [
+            item
+            for row in rows
+            if row.key == ("layers/attn/qkv", "forward")
+            for item in row.collectives
+            if item.axes == ("fsdp",)
+        ]
+        for rows in (wide, narrow)
+    )
+    assert (after.kind, after.bytes) == ("all_gather", before.bytes / 2)
+    assert (maxima.kind, maxima.bytes) == ("all_reduce", 4 * (32 + 2 * 8) * 128)
+    assert plans["bf16"].memory_bytes == plans["f8_e4m3"].memory_bytes
+
+
 def test_groups_over_several_axes_are_priced_as_one() -> None:
     """Each layout's AllReduce is that of the group of devices on its mesh, as compiled programs are priced."""
     layouts = enumerate_layouts(Slice.parse("v6e:4x8"), ("fsdp", "expert", "context", "tensor"), {})

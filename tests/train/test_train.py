@@ -388,12 +388,13 @@ def test_a_plan_for_other_devices_says_how_it_maps(corpus: Path, plan: Path) -> 
 
 
 def test_a_plan_runs_on_local_devices(corpus: Path, plan: Path) -> None:
-    done = run(planned(corpus, plan, "local", steps=2, devices=8, shrink=True, json=True))
+    done = run(planned(corpus, plan, "local", steps=2, devices=8, shrink=True, matmul_dtype="int8", json=True))
     assert done.status == 0, done.err
     summary = json.loads(done.out)
     assert {axis: size for axis, size in summary["mesh"].items() if size > 1} == {"fsdp": 4, "tensor": 2}
     program = json.loads((corpus / "local" / "run.json").read_text())["job"]["program"]
     assert (program["batch"], program["compute_dtype"]) == (16, "bf16")
+    assert program["computation"]["matmul"] == "int8"
     assert json.loads((corpus / "local" / "plan.json").read_text()) == json.loads(plan.read_text())
     # The run has its plan with it.
     plan.rename(corpus / "moved.json")

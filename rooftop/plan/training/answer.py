@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rooftop.capabilities import TRAINING, UNHIDDEN, TrainingSpec, obstacles
+from rooftop.capabilities import MATMUL_DTYPES, TRAINING, UNHIDDEN, TrainingSpec, obstacles
 from rooftop.core.errors import Infeasible
 from rooftop.core.records import Record, field_values
 from rooftop.hardware import Slice
@@ -169,13 +169,12 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
         if shares[name] < 1:
             hidden = replace(assumptions, hidden={**assumptions.hidden, name: 1.0})
             yield JobChange(text=text, problem=replace(problem, assumptions=hidden), obstacle=UNHIDDEN.get(name))
-    if (
-        problem.numerics.matmul == "bf16"
-        and "int8" in chip.flops_per_s
-        and chip.flops_per_s["int8"] > chip.flops_per_s["bf16"]
-    ):
-        narrow = replace(problem, numerics=replace(problem.numerics, matmul="int8"))
-        yield JobChange(text="int8 matmuls in the layers", problem=narrow)
+    faster_dtypes = (
+        dtype for dtype in MATMUL_DTYPES if chip.flops_per_s.get(dtype, 0.0) > chip.flops_per_s.get("bf16", 0.0)
+    )
+    if problem.numerics.matmul == "bf16" and (dtype := next(faster_dtypes, None)) is not None:
+        narrow = replace(problem, numerics=replace(problem.numerics, matmul=dtype))
+        yield JobChange(text=f"{dtype} matmuls in the layers", problem=narrow)
     faster = _chip(problem, lambda figures: {"ici_bytes_per_s": 2 * figures.ici_bytes_per_s})
     yield JobChange(text="ICI twice as fast", problem=faster)
     larger_hbm = _chip(problem, lambda figures: {"hbm_usable_bytes": 2 * figures.hbm_usable_bytes})
