@@ -57,9 +57,6 @@ LANES = 128
 CONTEXT_CHUNKS = 2
 #: Blocks of positions that the splash kernel should not have to go below where padding decides its length, in LANES.
 _LEAST_BLOCK, _MOST_BLOCK = 4, 8
-#: Transfers that only a program written in another way could overlap with computation, and what is missing.
-UNHIDDEN: Mapping[str, str] = MappingProxyType({"tensor": "no layer has collective matmuls yet"})
-
 #: Axes of an engine's mesh, those of neighbouring devices last; ``data`` are copies of the others.
 ENGINE_AXES: tuple[str, ...] = ("data", "fsdp", "expert", "tensor", "context")
 #: How an engine holds weights of a dtype, in groups that share a scale (None: a whole column).

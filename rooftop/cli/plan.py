@@ -88,6 +88,7 @@ class _TrainingOptions(TypedDict):
     layout: str | None
     remat: str | None
     microbatches: int | None
+    collective_matmuls: bool | None
     schedule: str
     chunks: int
     matmul_dtype: str
@@ -123,6 +124,10 @@ class _TrainingOptions(TypedDict):
 @layout_option(help="Pin axes to the torus: fsdp=x+y,tensor=z[1:4],context=z[4:4].")
 @remat_option()
 @microbatches_option(help="Microbatches of a step. Searched by default.")
+@option(
+    "--collective-matmuls/--no-collective-matmuls", group=PARALLELISM, default=None,
+    help="Overlap dense matmuls with their collectives over tensor. Searched by default.",
+)  # fmt: skip
 @schedule_option(default="eager_1f1b")
 @chunks_option(default="1")
 @matmul_dtype_option(default="bf16", help="Dtype of the layers' matmuls: bf16, int8, f8_e4m3.")

@@ -138,6 +138,7 @@ def plan_training(
     layout: str | None = None,
     remat: str | None = None,
     microbatches: CountLike | None = None,
+    collective_matmuls: bool | None = None,
     schedule: str = DEFAULT_SCHEDULE,
     chunks: CountLike = 1,
     optimizer: str = "adamw",
@@ -171,6 +172,8 @@ def plan_training(
         layout: Axes pinned to the torus, 'fsdp=x+y,tensor=z', instead of ``mesh``.
         remat: none, matmuls, minimal, block, or changes such as 'block,qkv=offload'; searched by default.
         microbatches: Microbatches of a step; searched by default.
+        collective_matmuls: Overlap dense matmuls with their collectives over tensor; searched by default, where the
+            chip's compiler overlaps them.
         schedule: Of pipeline stages: eager_1f1b, gpipe, 1f1b, interleaved or zero_bubble.
         chunks: Model chunks of a stage (interleaved).
         optimizer: adamw, adam, lion, muon, adafactor or sgd.
@@ -220,6 +223,7 @@ def plan_training(
         mesh=mesh if isinstance(mesh, Mesh) else None,
         remat=remat,
         microbatches=None if microbatches is None else parse_count(microbatches, "microbatches"),
+        collective_matmuls=collective_matmuls,
         schedule=one_of("schedule", schedule, SCHEDULES),
         chunks=parse_count(chunks, "chunks"),
         bounds=one_of("bounds", bounds, BOUNDS),

@@ -49,13 +49,44 @@ CRITICAL: frozenset[Hiding] = frozenset({"tensor", "all_to_all", "critical"})
 ALWAYS = 1.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class RingSteps:
+    """A transfer as hops round a ring next to a matmul in as many pieces, where ``on`` is 1.
+
+    Each of the ``members`` sends a shard in each hop, while a matmul of ``beside_s`` runs. ``sums`` travel, not shards:
+    two of them alternate, each next to half of the matmul.
+    """
+
+    on: Number
+    members: Number
+    beside_s: Number
+    sums: bool
+
+    def exposed_s(self, hop_s: Number, closed: Number) -> Number:
+        """Seconds in which the matmul waits; ``closed`` is 1 where a ring goes both ways round.
+
+        XLA:TPU orders a program as if matmuls lasted twice as long as they do: it starts a shard's hop with half of
+        the matmul left, and a sum's hop when the other sum has arrived. This device's own term hides the last hops.
+        """
+        hops: Number = np.maximum(self.members - 1, 0)
+        seconds: Number
+        if not self.sums:
+            seconds = hops * np.maximum(hop_s - self.beside_s / 2, 0.0)
+            return seconds
+        one_sum_s = hop_s * (1 + closed) / 2
+        waits = 2 * np.maximum(one_sum_s - self.beside_s / 2, 0.0)
+        seconds = np.maximum(hops - 1, 0) * waits + np.minimum(hops, 1) * np.maximum(hop_s - self.beside_s, 0.0)
+        return seconds
+
+
 @dataclass(frozen=True)
 class Transfer:
     """A collective to be priced, over its axes; kind 'permute_ring' is a full rotation.
 
     ``hides`` names the assumption that it falls under; ``when`` is 1 where it takes place and 0 where it does not.
     ``pieces`` start one by one; less than 1 piece is a part of one that starts once. ``summed`` is 1 where the compiler
-    sums everything on every device instead of scattering it (``rooftop.arrays.tiles.summed_whole``).
+    sums everything on every device instead of scattering it (``rooftop.arrays.tiles.summed_whole``). A ``ring`` is how
+    a collective matmul does it.
     """
 
     kind: TransferKind
@@ -65,6 +96,7 @@ class Transfer:
     when: Number = ALWAYS
     pieces: Number = 1.0
     summed: Number = 0.0
+    ring: RingSteps | None = None
 
     @property
     def priced_as(self) -> CollectiveKind:

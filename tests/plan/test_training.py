@@ -27,6 +27,7 @@ from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
 from rooftop.models.activations import CHECKPOINTS
 from rooftop.plan.layouts import enumerate_layouts
+from rooftop.plan.pricing import RingSteps
 from rooftop.plan.shapes import attended_pairs
 from rooftop.plan.training.answer import TrainingAnswerDocument, plan_training
 from rooftop.plan.training.assumptions import Assumptions
@@ -406,6 +407,7 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
         axes=parse_axes(row["mesh"]),
         remat=row["remat"],
         microbatches=int(row["microbatches"]),
+        collective_matmuls=row.get("collective_matmuls") == "yes",
     )
     plan = best(sweep(asked))
     assert float(plan.ledger.flops(kernels=False)) == pytest.approx(float(row["compiled_flops"]), rel=0.01)
@@ -710,3 +712,41 @@ def test_paths_to_configs_are_models_too(tmp_path: Path) -> None:
     }))  # fmt: skip
     job = replace(problem(), model=load_model(str(file)))
     assert best(sweep(job)).fits
+
+
+def test_collective_matmuls_are_chosen_where_they_pay() -> None:
+    """The search sets the switch on v5p, whose compiler overlaps permutes, and leaves it alone without tensor."""
+    asked = problem("llama3-70b", on="v5p:8x8x8", seqs=128, axes={"fsdp": 128, "tensor": 4})
+    searched = plan_training(asked, alternatives=0).plan
+    off, on = (
+        plan_training(replace(asked, collective_matmuls=switch), alternatives=0).plan for switch in (False, True)
+    )
+    assert searched.choice.collective_matmuls and searched.expected_s == on.expected_s < off.expected_s
+    assert on.exposed_s()["tensor"] < 0.6 * off.exposed_s()["tensor"]
+    moved = [sum(float(c.bytes * row.count) for row in p.ledger for c in row.collectives) for p in (off, on)]
+    assert moved[0] == pytest.approx(moved[1])
+    assert float(on.ledger.flops()) == float(off.ledger.flops())
+    for plain in (replace(asked, axes={"fsdp": 512}), problem("llama3-8b", on="v5e:4x4", seqs=32)):
+        assert not plan_training(plain, alternatives=0).plan.choice.collective_matmuls
+    assert TrainingPlan.from_json(on.to_json()).choice == on.choice
+
+
+def test_switched_off_a_search_says_what_collective_matmuls_gain() -> None:
+    asked = problem("llama3-70b", on="v5p:8x8x8", seqs=128, axes={"fsdp": 128, "tensor": 4}, collective_matmuls=False)
+    answer = plan_training(asked, alternatives=0)
+    gains = {entry.change: entry for entry in answer.what_if}
+    assert gains["collective matmuls over tensor"].obstacle is None
+    assert gains["collective matmuls over tensor"].gain > 0.02
+
+
+def test_a_ring_hides_behind_its_matmul() -> None:
+    """Hops next to a matmul of half their time wait for the rest; a matmul that lasts long hides all of them."""
+    for sums in (False, True):
+        for closed in (0.0, 1.0):
+            waits = [
+                float(RingSteps(on=1.0, members=4.0, beside_s=beside, sums=sums).exposed_s(1.0, closed))
+                for beside in (0.0, 0.5, 1.0, 2.0)
+            ]
+            assert waits == sorted(waits, reverse=True)
+            assert waits[0] >= 3.0 and waits[-1] == 0.0
+    assert float(RingSteps(on=1.0, members=1.0, beside_s=0.0, sums=False).exposed_s(1.0, 0.0)) == 0.0

@@ -6,7 +6,7 @@ transfers use one after the other. ``rooftop.compiler.machine.schedule`` returns
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -203,11 +203,12 @@ class Machine:
             self.flights[place] = self._begin(transfer, place)
 
     def _begin(self, transfer: Transmission, place: Place) -> _Flight:
-        start = max([self.now, *(self.free.get(link, 0.0) for link in transfer.links)])
+        busy = [until for link, until in self.free.items() if any(_share(link, own) for own in transfer.links)]
+        start = max([self.now, *busy])
         finish = start + transfer.seconds
         self.free |= dict.fromkeys(transfer.links, finish)
         self.started += 1
-        for link in transfer.links:
+        for link in dict.fromkeys(link.partition("/")[0] for link in transfer.links):
             self._record(
                 Event(
                     track=link,
@@ -301,7 +302,10 @@ Place = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Transmission:
-    """A transfer: ``links`` are busy for ``seconds``, which its logical collectives share by ``shares``."""
+    """A transfer: ``links`` are busy for ``seconds``, which its logical collectives share by ``shares``.
+
+    'x+' is all links of an axis in a direction, and 'x+/3' the one of device 3 alone.
+    """
 
     links: tuple[str, ...]
     seconds: float
@@ -386,12 +390,12 @@ class Network:
         places = places[(places[:, [axis.kind == "dcn" for axis in physical]] == 0).all(axis=1)]
         pairs = np.array(replica_groups(instruction.attributes, len(places)))
         source, target = places[pairs[:, 0]], places[pairs[:, 1]]
-        links = (
+        links = tuple(
             axis.name + way
             for column, axis in enumerate(physical)
             for way in _ways(axis, target[:, column] - source[:, column])
         )
-        return route(physical, source, target, sent), tuple(links)
+        return route(physical, source, target, sent), _of_neighbours(physical, places, pairs) or links
 
 
 def _ways(axis: PhysicalAxis, moved: npt.NDArray[np.int64]) -> str:
@@ -403,6 +407,39 @@ def _ways(axis: PhysicalAxis, moved: npt.NDArray[np.int64]) -> str:
     up, down = (moved % axis.size, -moved % axis.size) if axis.wrapped else (moved, -moved)
     short = np.minimum(up, down) if axis.wrapped else np.abs(moved)
     return "".join(way for way, far in (("+", up), ("-", down)) if ((far == short) & (far > 0)).any())
+
+
+def _share(one: str, other: str) -> bool:
+    """True if two names mean a link in common."""
+    (axis, _, own), (other_axis, _, others) = one.partition("/"), other.partition("/")
+    return axis == other_axis and (own == others or not own or not others)
+
+
+def _of_neighbours(
+    physical: Sequence[PhysicalAxis], places: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]
+) -> tuple[str, ...]:
+    """The links of the first group of a permute in which all send to neighbours on a torus; else none.
+
+    All groups are alike. A ring through several axes has links of its own in either direction, though both use each
+    axis in both.
+    """
+    targets, group = dict(pairs.tolist()), [0]
+    while (after := targets.get(group[-1])) is not None and after != group[0] and len(group) <= len(targets):
+        group.append(after)
+    links = []
+    for device in group:
+        if device not in targets:
+            continue
+        moved = places[targets[device]] - places[device]
+        (columns,) = np.nonzero(moved)
+        if len(columns) != 1:
+            return ()
+        axis, step = physical[columns[0]], int(moved[columns[0]])
+        wraps = axis.wrapped and axis.size > 2 and abs(step) == axis.size - 1
+        if axis.kind != "torus" or not (abs(step) == 1 or wraps):
+            return ()
+        links.append(f"{axis.name}{'+' if (step > 0) != wraps else '-'}/{device}")
+    return tuple(links)
 
 
 def _outermost(module: Module, computation: str, name: str) -> Iterator[Place]:

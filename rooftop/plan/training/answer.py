@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from rooftop.capabilities import MATMUL_DTYPES, TRAINING, UNHIDDEN, TrainingSpec, obstacles
+from rooftop.capabilities import MATMUL_DTYPES, TRAINING, TrainingSpec, obstacles
 from rooftop.core.errors import Infeasible
 from rooftop.core.records import Record, field_values
 from rooftop.hardware import Slice
+from rooftop.plan.layouts import Layouts
 from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.nearest import NearestPlan, nearest_executable, refusal
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
-from rooftop.plan.training.search import Sweep, best_of, plan_of, sweep
-from rooftop.plan.training.strategies import Strategies
+from rooftop.plan.training.search import Sweep, best_of, plan_of, searched_switches, sweep
+from rooftop.plan.training.strategies import Choice, Strategies
 from rooftop.plan.training.workload import MOST_TOKENS
 from rooftop.roofline.overlap import overlap
 
@@ -130,29 +131,36 @@ def what_if(searched: Sweep, best: TrainingPlan) -> list[WhatIf]:
     """
     score = np.where(searched.fits, searched.expected_s, np.inf).min(axis=1)
     near = np.argsort(score, kind="stable")[:LOOK_AGAIN]
-    within = Strategies(searched.strategies.layouts[near], searched.strategies.choices)
     answers = []
     for change in _changes(searched.problem):
+        within = _candidates(change.problem, searched.strategies.layouts[near], searched.strategies.choices)
         seconds, candidate = best_of(change.problem, within)
         if np.isfinite(seconds):
             rate = change.problem.workload.batch_tokens / seconds
             gain = rate / best.tokens_per_s - 1
             if gain >= WORTH_SAYING:
                 spec = plan_of(change.problem, within, candidate).spec
-                obstacle = change.obstacle or next(_new_obstacles(best.spec, spec), None)
+                obstacle = next(_new_obstacles(best.spec, spec), None)
                 answers.append(
                     WhatIf(change=change.text, step_s=seconds, tokens_per_s=rate, gain=gain, obstacle=obstacle)
                 )
     return sorted(answers, key=lambda answer: (answer.obstacle is not None, -answer.gain))
 
 
+def _candidates(problem: Problem, layouts: Layouts, choices: Sequence[Choice]) -> Strategies:
+    """The layouts with choices, and the collective matmuls that a search of ``problem`` would price."""
+    switch, *others = searched_switches(problem, layouts)
+    if not others:
+        choices = tuple(replace(choice, collective_matmuls=switch) for choice in choices)
+    return Strategies(layouts, choices)
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobChange:
-    """A job with one change, and why no program runs the change yet."""
+    """A job with one change."""
 
     text: str
     problem: Problem
-    obstacle: str | None = None
 
 
 def _changes(problem: Problem) -> Iterator[JobChange]:
@@ -162,13 +170,14 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
         yield JobChange(text="twice the batch", problem=replace(problem, workload=larger))
     shares = assumptions.shares(overlap(chip.name))
     for name, text in (
-        ("tensor", "tensor collectives overlapped (collective matmuls)"),
         ("weight_gather", "asynchronous weight AllGathers"),
         ("gradient_scatter", "asynchronous gradient ReduceScatters"),
     ):
         if shares[name] < 1:
             hidden = replace(assumptions, hidden={**assumptions.hidden, name: 1.0})
-            yield JobChange(text=text, problem=replace(problem, assumptions=hidden), obstacle=UNHIDDEN.get(name))
+            yield JobChange(text=text, problem=replace(problem, assumptions=hidden))
+    if problem.collective_matmuls is False and overlap(chip.name).collective_matmuls:
+        yield JobChange(text="collective matmuls over tensor", problem=replace(problem, collective_matmuls=True))
     faster_dtypes = (
         dtype for dtype in MATMUL_DTYPES if chip.flops_per_s.get(dtype, 0.0) > chip.flops_per_s.get("bf16", 0.0)
     )

@@ -19,9 +19,9 @@ from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.ledger import CollectiveKind, Ledger, Number, Row
 from rooftop.core.scopes import Phase
 from rooftop.plan.parts import Group, LayerParts, group
-from rooftop.plan.pricing import ALWAYS, StagePart, Transfer, Work
+from rooftop.plan.pricing import ALWAYS, RingSteps, StagePart, Transfer, Work
 from rooftop.plan.training.assumptions import Assumptions
-from rooftop.plan.training.strategies import Strategies
+from rooftop.plan.training.strategies import RING_HOP, Strategies
 from rooftop.roofline.overlap import Asynchronous
 from rooftop.roofline.rates import Rates
 from rooftop.scheduling.pipeline import ModelPart, StageOp
@@ -40,7 +40,12 @@ def _window(item: Work) -> _Window:
 
 
 def _hidden_with(item: Work, transfer: Transfer, asynchronous: Asynchronous) -> Group:
-    """The transfers of which computation hides the same share: by window and assumption, or within a layer's part."""
+    """The transfers of which computation hides the same share: by window and assumption, or within a layer's part.
+
+    A ring hides behind its own matmul.
+    """
+    if transfer.ring is not None:
+        return (f"{item.part} {item.phase}", f"{item.scope} {transfer.kind}"), "ring"
     return group(item, transfer, asynchronous) or (_window(item), transfer.hides)
 
 
@@ -80,7 +85,20 @@ class _Durations:
             fixed_s = np.where(transfer.summed, fixed, fixed_s)
             seconds_per_byte = np.where(transfer.summed, per_byte, seconds_per_byte)
         seconds = transfer.pieces * fixed_s + transfer.payload * seconds_per_byte
+        if (ring := transfer.ring) is not None:
+            hops = np.maximum(ring.members - 1, 0)
+            seconds = np.where(ring.on, hops * self._hop_s(transfer, ring), seconds)
         return seconds if transfer.when is ALWAYS else transfer.when * seconds
+
+    def ring_exposed_s(self, transfer: Transfer, ring: RingSteps) -> Number:
+        """Seconds of a ring that its matmul does not hide; all seconds of what is no ring."""
+        closed = self.strategies.closed_ring(transfer.axes)
+        return np.where(ring.on, ring.exposed_s(self._hop_s(transfer, ring), closed), self.transfer_s(transfer))
+
+    def _hop_s(self, transfer: Transfer, ring: RingSteps) -> Number:
+        efficiency, start_s = self.rates.network_efficiency("permute"), self.rates.collective_start_s
+        price = self.strategies.price(RING_HOP, transfer.axes)
+        return price.expected_s(transfer.payload / ring.members, efficiency, start_s)
 
     def _line(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[Number, Number]:
         """Fixed seconds, and seconds per byte, of a collective over axes together, [C, 1]."""
@@ -153,13 +171,14 @@ class _Busy:
 
     ``compute`` by phase and part of the model, and of it by window that in which transfers can hide, the ``room``.
     ``transfers`` by window and by the assumption under which they hide, and then by phase and part; where XLA's order
-    decides, ``parts`` has the seconds of layers in it.
+    decides, ``parts`` has the seconds of layers in it; ``rings`` has those of rings that nothing hides.
     """
 
     compute: dict[_Owner, Number] = field(default_factory=dict)
     room: dict[_Window, Number] = field(default_factory=dict)
     transfers: dict[Group, dict[_Owner, Number]] = field(default_factory=dict)
     parts: LayerParts = field(default_factory=LayerParts)
+    rings: dict[Group, Number] = field(default_factory=dict)
 
     @classmethod
     def of(cls, work: Sequence[Work], durations: _Durations, assumptions: Assumptions) -> _Busy:
@@ -180,6 +199,9 @@ class _Busy:
                     known[id(transfer)] = durations.transfer_s(transfer)
                 key = _hidden_with(item, transfer, asynchronous)
                 by_kind[key] = by_kind.get(key, 0.0) + known[id(transfer)]
+                if transfer.ring is not None:
+                    exposed = item.count * durations.ring_exposed_s(transfer, transfer.ring)
+                    busy.rings[key] = busy.rings.get(key, 0.0) + exposed
             if asynchronous != "none":
                 busy.parts.add(item, compute, [(one, item.count * known[id(one)]) for one in item.collectives])
             if not _is_zero(item.host_bytes):
@@ -192,13 +214,13 @@ class _Busy:
     def exposed(self, hideable: Mapping[str, float]) -> dict[Group, Number]:
         """For each window and kind of transfer the share of its time that nothing hides."""
         exposed: dict[Group, Number] = {}
-        in_parts = self.parts.exposed()
+        known = self.parts.exposed() | self.rings
         # Outside of the layers a transfer stands next to the work that needs it, or that it ends.
         network = dict(self.room)
         for (window, hides), parts in self.transfers.items():
             total = sum(parts.values(), 0.0)
-            if (window, hides) in in_parts:
-                share = in_parts[window, hides] / np.where(total > 0, total, 1.0)
+            if (window, hides) in known:
+                share = known[window, hides] / np.where(total > 0, total, 1.0)
                 # Users limit what hides of weights, and raise what hides over tensor.
                 limit = hideable.get(hides)
                 at_most = 1.0 - hideable["tensor"] if limit is None else 1.0

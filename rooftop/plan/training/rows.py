@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, combinations
 
 import numpy as np
@@ -32,7 +33,7 @@ from rooftop.models.config import MLA
 from rooftop.models.mixers import STATE_BYTES, Recurrence
 from rooftop.models.optimizers import NEWTON_SCHULZ_STEPS, deal, newton_schulz_flops
 from rooftop.models.segments import LayerKind, segments, shared_segment
-from rooftop.plan.pricing import StagePart, Transfer, Work
+from rooftop.plan.pricing import RingSteps, StagePart, Transfer, Work
 from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
 from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
@@ -222,6 +223,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             gathered=gathered,
             again=recomputed("qkv"),
             keys=True,
+            rings=step.rings * (1 - step.widths.copied_keys) if model.mla is None else 0.0,
             arrays=3 if model.mla is None else len(shapes.into),
             heads=(model.d_head,) if model.mla is None else (model.mla.d_nope + model.mla.d_v, d_qk),
         ),
@@ -236,7 +238,17 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         else core("recompute", per_pair, 1.0, core_again + step.staged),
         again,
         core("backward", per_pair_backward, around),
-        *matmuls(step, "layers/attn/out", count, shapes.out, tokens, scattered=stream, again=out_again, residual=True),
+        *matmuls(
+            step,
+            "layers/attn/out",
+            count,
+            shapes.out,
+            tokens,
+            scattered=stream,
+            again=out_again,
+            residual=True,
+            rings=step.rings,
+        ),
         *offloads(step, count, _ATTENTION_CHECKPOINTS, moe_layer=False),
     ]
 
@@ -288,6 +300,7 @@ def _mlp(step: TrainingStep, count: Number) -> list[Work]:
             step.tokens,
             gathered=stream,
             again=recomputed("mlp_up"),
+            rings=step.rings,
             arrays=step.model.mlp_matrices - 1,
         ),
         *activation(step, "layers/mlp/act", count, step.tokens * columns, dense=True),
@@ -300,6 +313,7 @@ def _mlp(step: TrainingStep, count: Number) -> list[Work]:
             scattered=stream,
             again=again,
             residual=True,
+            rings=step.rings,
             unstacked=unstacked,
         ),
         *offloads(step, count, _MLP_CHECKPOINTS, moe_layer=False),
@@ -706,6 +720,11 @@ _RING_BACKWARD = _RingPasses(once=8, hop=16.5, keys_hop=4.5)
 _NORM_PASSES = 1.5
 ROPE_PASSES = 38 / 6
 
+#: HBM passes of collective matmuls beyond those of plain ones, as counted in compiled layers
+#: (docs/collective-matmul.md): of their outputs, whose buffers XLA copies; of a gathered stream that the gradients of
+#: weights read, put together from shards; and of a scattered shard, of which a device's own term is added last.
+_BUFFER_PASSES, _WHOLE_PASSES, _SCATTER_PASSES = 2.0, 2.0, 3.0
+
 #: Vector operations per element: RMSNorm, rotation, gate times activation, residual add, softmax with loss, AdamW.
 VECTOR_OPS = {"norm": 4, "rope": 4, "act": 5, "add": 1, "loss": 6, "update": 14}
 
@@ -727,6 +746,7 @@ def matmuls(
     arrays: int = 1,
     heads: Sequence[int] = (),
     unstacked: Number = 0.0,
+    rings: Number = 0.0,
 ) -> list[Work]:
     """Forward, recompute and backward of ``shapes``, matmuls that share an input or feed one output.
 
@@ -736,7 +756,8 @@ def matmuls(
     gradients are summed at once in pipeline stages, elsewhere once a step. ``keys``: key and value heads are among the
     columns, which are gathered over tensor too where devices have heads in common. Weights are in ``arrays`` arrays,
     each with collectives of its own, of as many ``experts`` at once; ``shapes`` are of one. The columns of each may be
-    ``heads`` of so many elements. ``unstacked`` are bytes of checkpoints that the backward pass moves before it.
+    ``heads`` of so many elements. ``unstacked`` are bytes of checkpoints that the backward pass moves before it. Where
+    ``rings`` is 1, shards of the input or the output travel next to the matmul, which is done in pieces.
     """
     if not shapes:
         return []
@@ -763,8 +784,38 @@ def matmuls(
         """Seconds of one expert's part of the batch."""
         return step.rates.matmul_s(m, k, n, dtype, experts) / experts
 
-    forward_s = sum((share_s(tokens, m.k, m.n, dtype) for m in shapes), 0.0)
-    dx_s = sum((share_s(tokens, m.n, m.k, of_gradient) for m in shapes), 0.0)
+    def into_s(rows: Number) -> Number:
+        return sum((share_s(rows, m.k, m.n, dtype) for m in shapes), 0.0)
+
+    def back_s(rows: Number) -> Number:
+        return sum((share_s(rows, m.n, m.k, of_gradient) for m in shapes), 0.0)
+
+    forward_s, dx_s = into_s(tokens), back_s(tokens)
+    forward_ring: RingSteps | None = None
+    backward_ring: RingSteps | None = None
+    forward_passes: Number = 0.0
+    again_passes: Number = 0.0
+    backward_passes: Number = 0.0
+    payload = gathered if scattered is None else scattered
+    if payload is not None and np.any(rings):
+        # A gathered input makes one matmul of each shard. A scattered output has this device's shard as one, and the
+        # others in halves.
+        shard, into, out = tokens / step.tensor, *((into_s, back_s) if scattered is None else (back_s, into_s))
+        pieces_s = step.tensor * into(shard), out(shard) + 2 * (step.tensor - 1) * out(shard / 2)
+        ring = partial(RingSteps, on=rings, members=step.tensor)
+        gathering, scattering = ring(beside_s=into(shard), sums=False), ring(beside_s=out(shard), sums=True)
+        added = rings * _SCATTER_PASSES * payload / step.tensor
+        if scattered is None:
+            forward_s, dx_s = np.where(rings, pieces_s[0], forward_s), np.where(rings, pieces_s[1], dx_s)
+            forward_ring, backward_ring = gathering, scattering
+            forward_passes = rings * _BUFFER_PASSES * outputs * element
+            again_passes = again * (forward_passes + rings * _WHOLE_PASSES * payload)
+            backward_passes = added + rings * (arrays - 1) * payload
+        else:
+            forward_s, dx_s = np.where(rings, pieces_s[1], forward_s), np.where(rings, pieces_s[0], dx_s)
+            forward_ring, backward_ring = scattering, gathering
+            forward_passes, again_passes = added, again * added
+            backward_passes = rings * _WHOLE_PASSES * payload
     dw_s = sum((share_s(m.k, tokens, m.n, compute) for m in shapes), 0.0)
     pieces = arrays / experts
     gather_weight: tuple[Transfer, ...] = (
@@ -802,23 +853,30 @@ def matmuls(
         copies = tuple(axis for axis in copy_axes(*dims) if axis not in REPLICA_AXES)
         scatter_weight += (Transfer("all_reduce", copies, own, "gradient_scatter", step.staged),)
 
-    def exchange(kind: CollectiveKind, payload: Number | None) -> tuple[Transfer, ...]:
-        return () if payload is None else (Transfer(kind, COLUMN_AXES, payload, "tensor", pieces=1 / experts),)
+    def exchange(kind: CollectiveKind, payload: Number | None, ring: RingSteps | None) -> tuple[Transfer, ...]:
+        if payload is None:
+            return ()
+        return (Transfer(kind, COLUMN_AXES, payload, "tensor", pieces=1 / experts, ring=ring),)
 
-    gather_input, scatter_input = exchange("all_gather", gathered), exchange("reduce_scatter", gathered)
-    scatter_output, gather_output = exchange("reduce_scatter", scattered), exchange("all_gather", scattered)
+    gather_input = exchange("all_gather", gathered, forward_ring)
+    scatter_input = exchange("reduce_scatter", gathered, backward_ring)
+    scatter_output = exchange("reduce_scatter", scattered, forward_ring)
+    gather_output = exchange("all_gather", scattered, backward_ring)
+    # Where no matmul is repeated, none can be next to the hops.
+    again_ring = None if forward_ring is None else replace(forward_ring, on=forward_ring.on * again)
+    input_again = exchange("all_gather", gathered, again_ring)
     terms = " + ".join("2 T k n" for _ in shapes)
     once = scope == "unembed"  # Outside the layers nothing is recomputed and the gathered weight is still there.
     forward = Work(
         scope=scope, phase="forward", count=count, flops={dtype: flops}, matmul_s=forward_s,
-        hbm_bytes=forward_bytes, elementwise_bytes=of_inputs + of_weight,
+        hbm_bytes=forward_bytes, elementwise_bytes=of_inputs + of_weight + forward_passes,
         vector_flops=VECTOR_OPS["add"] * stream / element if residual else 0.0,
         collectives=gather_weight + gather_input + input_maxima + scatter_output, formula=terms,
     )  # fmt: skip
     backward = Work(
         scope=scope, phase="backward", count=count,
         flops={compute: 2 * flops} if of_gradient == compute else {of_gradient: flops, compute: flops},
-        matmul_s=dx_s + dw_s, hbm_bytes=backward_bytes, elementwise_bytes=of_outputs + unstacked,
+        matmul_s=dx_s + dw_s, hbm_bytes=backward_bytes, elementwise_bytes=of_outputs + unstacked + backward_passes,
         collectives=scatter_weight + gather_output + gradient_maxima + scatter_input,
         formula=f"dX and dW: 2 x ({terms})",
     )  # fmt: skip
@@ -827,9 +885,9 @@ def matmuls(
     regather = Work(
         scope=scope, phase="recompute", count=0 if once else count,
         flops={dtype: flops * again}, matmul_s=forward_s * again,
-        hbm_bytes=forward_bytes * again, elementwise_bytes=of_inputs * again + of_weight,
+        hbm_bytes=forward_bytes * again, elementwise_bytes=of_inputs * again + of_weight + again_passes,
         collectives=gather_weight
-        + gather_input
+        + input_again
         + tuple(replace(t, payload=t.payload * again) for t in (*input_maxima, *scatter_output)),
         formula="weights and inputs gathered again; the matmul repeated where its output was not kept",
     )  # fmt: skip
@@ -852,17 +910,20 @@ def activation(step: TrainingStep, scope: str, count: Number, hidden: Number, *,
     """Vector work on T F elements; its traffic is that of the matmuls that it is fused into.
 
     A result of a ``dense`` layer that is kept, of several sequences, has passes of its own: its inputs are read and it
-    is written; in the backward pass a copy has the layout of the gradient's matmul.
+    is written; in the backward pass a copy has the layout of the gradient's matmul. A collective matmul writes its
+    output piece by piece: the activation is then fused with nothing but the copy of kept inputs.
     """
     again = step.strategies.recomputed("mlp_act")
+    apart = dense * step.rings * hidden * step.element_bytes
+    alone = apart * step.strategies.recomputed("mlp_up")
     sequences = step.tokens * step.strategies.devices(*SEQUENCE_AXES) / step.workload.seq_len
     passed = dense * (1 - again) * (sequences > 1) * hidden * step.element_bytes
     forward = Work(
         scope=scope, phase="forward", count=count, vector_flops=VECTOR_OPS["act"] * hidden,
-        elementwise_bytes=step.model.mlp_matrices * passed,
+        elementwise_bytes=step.model.mlp_matrices * (passed + alone),
         formula="T F elements, fused into the matmuls around them unless it is kept",
     )  # fmt: skip
-    back = replace(backward(forward, 2.0), elementwise_bytes=2.0 * passed)
+    back = replace(backward(forward, 2.0), elementwise_bytes=2.0 * passed + (2 * step.model.mlp_matrices - 1) * apart)
     return [forward, recompute(replace(forward, elementwise_bytes=0.0), again), back]
 
 

@@ -449,11 +449,11 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
         replicas = layouts.along(*BATCH_AXES)
         most = max(1, problem.workload.batch_seqs // int(replicas.min(initial=1)))
         counts = [2**power for power in range(8) if 2**power <= most]
-    switches = _searched_switches(problem, layouts)
+    switches = searched_switches(problem, layouts)
     return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks, collective_matmuls=switches)
 
 
-def _searched_switches(problem: Problem, layouts: Layouts) -> tuple[bool, ...]:
+def searched_switches(problem: Problem, layouts: Layouts) -> tuple[bool, ...]:
     """Collective matmuls, or none, or both to be priced: they are where the chip's compiler overlaps them."""
     if problem.collective_matmuls is not None:
         return (problem.collective_matmuls,)

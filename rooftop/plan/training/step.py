@@ -86,6 +86,12 @@ class TrainingStep:
         return self.strategies.devices(*COLUMN_AXES)
 
     @cached_property
+    def rings(self) -> Floats:
+        """1 where matmuls overlap their collectives over tensor, [C, K]."""
+        rings: Floats = self.strategies.collective_matmuls * (self.tensor > 1)
+        return rings
+
+    @cached_property
     def positions(self) -> Floats:
         """Positions of a sequence as programs run it, [C, 1]: padded where a mesh does not divide them."""
         positions: Floats = padded_positions(

@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.arrays.mesh import Floats, Ints
+from rooftop.arrays.rings import closes
 from rooftop.arrays.rules import AXES, STAGE_AXES
 from rooftop.core.ledger import Number
 from rooftop.models import ModelConfig
 from rooftop.models.activations import CHECKPOINTS, kept_widths
 from rooftop.plan.layouts import Layouts, Ways
-from rooftop.roofline.collectives import Price, price
+from rooftop.roofline.collectives import Price, price, ring_hop
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule, SlotCounts, SlotMix, slot_counts
 
 #: The share of the 1F1B bubble that each pipeline schedule leaves idle. In the zero-bubble one (ZB-H1, Qi et al.
@@ -33,6 +34,9 @@ IDLE_SHARES: Mapping[PipelineSchedule, float] = {
     "interleaved": 1.0,
     "zero_bubble": 1.0 / 3.0,
 }
+
+#: The price of a hop of a ring, among the prices of collectives.
+RING_HOP = "ring_hop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +62,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Ways:
-    """The ways in which axes are laid, and the prices of collectives over them, by kind: computed once, [W]."""
+    """The ways in which axes are laid, and the prices of collectives over them, by kind: computed once, [W].
+
+    ``RING_HOP`` is a kind too.
+    """
 
     ways: Ways
     prices: dict[str, Price] = field(default_factory=dict)
 
     def price(self, kind: str) -> Price:
         if kind not in self.prices:
-            self.prices[kind] = price(kind, self.ways.spans)
+            self.prices[kind] = ring_hop(self.ways.spans) if kind == RING_HOP else price(kind, self.ways.spans)
         return self.prices[kind]
 
 
@@ -166,6 +173,13 @@ class Strategies:
             else:
                 self._prices[key] = self.groups.price(*key).map(lambda value: value[self.of_groups][:, None])
         return self._prices[key]
+
+    def closed_ring(self, axes: tuple[str, ...]) -> Floats:
+        """1 where a ring over axes together goes both ways round, [C, 1]; of groups always 0, as for a lower bound."""
+        if self.groups is not None:
+            return np.zeros((1, 1))
+        ways = self._ways_of(self._used(axes)).ways
+        return closes(ways.spans)[ways.of][:, None].astype(np.float64)
 
     def _used(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Those of ``axes`` along which any layout has devices, in mesh order: groups that are alike have one price."""

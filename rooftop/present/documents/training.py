@@ -57,7 +57,8 @@ def training_plan(data: Mapping[str, Any]) -> Document:
             + _too_long(data),
             no=_refusal(data),
             details=(
-                f"laid out as {layout}; remat {data['remat']['name']}; {microbatches_text(data['microbatches'])}",
+                f"laid out as {layout}; remat {data['remat']['name']}; {microbatches_text(data['microbatches'])}"
+                + ("; collective matmuls over tensor" if data["collective_matmuls"] else ""),
                 *_rounded(data["workload"]),
             ),
         ),
