@@ -39,8 +39,8 @@ from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule
 RESULTS = Path(__file__).parent / "results" / "compile.csv"
 COLUMNS = (
     "name", "model", "layers", "slice", "mesh", "remat", "microbatches", "sequences", "seq_len", "attention",
-    "optimizer", "matmul", "planned_flops", "compiled_flops", "compiled_narrow_flops", "planned_kernel_flops",
-    "compiled_kernel_flops", "planned_peak_bytes", "compiled_peak_bytes", "planned_collective_bytes",
+    "optimizer", "matmul", "collective_matmuls", "planned_flops", "compiled_flops", "compiled_narrow_flops",
+    "planned_kernel_flops", "compiled_kernel_flops", "planned_peak_bytes", "compiled_peak_bytes", "planned_collective_bytes",
     "compiled_collective_bytes", "planned_s", "compiled_s", "unexpected", "unexplained", "missing", "rematerialised_s",
     "differs", "compile_s", "jax", "libtpu", "date", "note",
 )  # fmt: skip
@@ -62,6 +62,7 @@ class Case:
     attention: str = "flash"
     optimizer: str = "adamw"
     matmul: str = "bf16"
+    collective_matmuls: bool = False
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
 
     @property
@@ -77,6 +78,7 @@ class Case:
             axes=parse_axes(self.mesh),
             remat=self.remat,
             microbatches=self.microbatches,
+            collective_matmuls=self.collective_matmuls,
             schedule=self.schedule,
         )
         return plan_training(problem, alternatives=0).plan
@@ -102,6 +104,8 @@ CASES = (
     _case("v6e-fsdp-tensor", "llama3-8b", "v6e:4x4", "fsdp=4,tensor=4", "matmuls", 16),
     _case("v5p-fsdp", "llama3-8b", "v5p:4x4x4", "fsdp=64", "matmuls", 128),
     _case("v5p-fsdp-tensor", "llama3-70b", "v5p:4x4x4", "fsdp=16,tensor=4", "block", 128),
+    _case("v5p-rings", "llama3-70b", "v5p:4x4x4", "fsdp=16,tensor=4", "none", 16, layers=8, collective_matmuls=True),
+    _case("v5p-rings-block", "llama3-8b", "v5p:4x4x4", "fsdp=16,tensor=4", "block", 32, collective_matmuls=True),
     _case("v5p-none", "llama3-8b", "v5p:4x4x4", "fsdp=16,tensor=4", "none", 32),
     _case("v5p-tensor", "llama3-8b", "v5p:4x4x4", "data=8,tensor=8", "matmuls", 64),
     _case("v5p-two-slices", "llama3-8b", "v5p:4x4x4@2", "data=2,fsdp=64", "block", 256),
@@ -131,6 +135,7 @@ def row(case: Case) -> dict[str, Any]:
         "name": case.name, "slice": case.slice, "mesh": case.mesh, "remat": case.remat, "sequences": case.sequences,
         "microbatches": case.microbatches, "seq_len": case.seq_len, "attention": case.attention, "model": case.model,
         "optimizer": case.optimizer, "matmul": case.matmul,
+        "collective_matmuls": "yes" if case.collective_matmuls else "",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }  # fmt: skip
     try:
@@ -165,6 +170,7 @@ def priced_again(row: Mapping[str, Any]) -> dict[str, Any]:
         axes=parse_axes(row["mesh"]),
         remat=row["remat"],
         microbatches=int(row["microbatches"]),
+        collective_matmuls=row.get("collective_matmuls") == "yes",
     )
     plan = plan_training(problem, alternatives=0).plan
     return {**row, "planned_s": plan.expected_s, "planned_peak_bytes": plan.memory_bytes}
@@ -234,9 +240,10 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         model = f"{entry['model']} ({entry['layers']} layers)"
         optimizer = "" if entry["optimizer"] == "adamw" else f", {entry['optimizer']}"
         narrow = "" if entry["matmul"] in ("", "bf16") else f", {entry['matmul']}"
+        rings = ", collective matmuls" if entry.get("collective_matmuls") else ""
         what = (
             f"{model}, {entry['slice']}, {entry['mesh']}, {entry['remat']}, {entry['sequences']} x {entry['seq_len']}"
-            f"{optimizer}{narrow}"
+            f"{optimizer}{narrow}{rings}"
         )
         if not entry["compiled_s"]:
             lines.append(f"| {what} | | | | | {entry['note']} |")

@@ -163,6 +163,31 @@ def test_the_two_directions_of_a_ring_are_separate_links() -> None:
     assert second.start_s == pytest.approx(first.done_s)
 
 
+def test_a_ring_round_a_square_has_links_of_its_own_in_either_direction() -> None:
+    """Both use both axes both ways, but no link; a collective over the axes waits for them."""
+    square = Mesh.from_layout(Slice.parse("v5e:4x4"), "X=x[2:2]+y[2:2],Y=x[1:2]+y[1:2]")
+    order = (0, 1, 3, 2)
+
+    def around(name: str, way: int) -> list[str]:
+        hops = [
+            f"{{{4 * group + order[at]},{4 * group + order[(at + way) % 4]}}}" for group in range(4) for at in range(4)
+        ]
+        start, done = permute(name, "x", 1, 4, rows=4)
+        return [start.replace(pairs(1, 4, 4), f"source_target_pairs={{{','.join(hops)}}}"), done]
+
+    (ahead, arrived), (back, returned) = around("u", 1), around("d", -1)
+    line = timeline(module([ahead, back, arrived, returned]), square)
+    assert [collective.start_s for collective in line.collectives] == [0.0, 0.0]
+    again = [text.replace("u", "v", 1) if text.startswith("u") else text for text in (ahead, arrived)]
+    first, second = timeline(
+        module([ahead, again[0], arrived, again[1].replace("%u-start", "%v-start")]), square
+    ).collectives
+    assert second.start_s == pytest.approx(first.done_s)
+    whole = f"g = {GATHERED} all-gather(%x), {groups('Y')}"
+    travelling, gathered = timeline(module([ahead, whole, arrived]), square).collectives
+    assert gathered.start_s == pytest.approx(travelling.done_s)
+
+
 def test_loops_run_trip_by_trip() -> None:
     """Many equal trips cost as many times one, and a collective's figures are those of one execution."""
     body = [f"g = {GATHERED} all-gather(%y), {groups('Y')}", dot("d", "y"), dot("e", "d")]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
@@ -16,7 +15,6 @@ from jax.sharding import AbstractMesh, AxisType
 from rooftop import capabilities
 from rooftop.arrays import AXES, Mesh
 from rooftop.capabilities import ENGINE_AXES, ENGINE_WEIGHTS, KERNELS, SERVING, TRAINING, ServingSpec, obstacles
-from rooftop.cli.main import cli
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import load_model

@@ -723,7 +723,7 @@ ROPE_PASSES = 38 / 6
 #: HBM passes of collective matmuls beyond those of plain ones, as counted in compiled layers
 #: (docs/collective-matmul.md): of their outputs, whose buffers XLA copies; of a gathered stream that the gradients of
 #: weights read, put together from shards; and of a scattered shard, of which a device's own term is added last.
-_BUFFER_PASSES, _WHOLE_PASSES, _SCATTER_PASSES = 2.0, 2.0, 3.0
+_BUFFER_PASSES, _WHOLE_PASSES, _SCATTER_PASSES = 2.0, 2.0, 4.0
 
 #: Vector operations per element: RMSNorm, rotation, gate times activation, residual add, softmax with loss, AdamW.
 VECTOR_OPS = {"norm": 4, "rope": 4, "act": 5, "add": 1, "loss": 6, "update": 14}

@@ -471,7 +471,9 @@ def multiply_scattered(
             tied, sums[number] = tuple(tied_again), ring.send(total, track.way)
     arrived_all = [total for total in sums if total is not None]
     own = lax.optimization_barrier(term(0, 0, width, tied).astype(dtype))
-    return own + (lax.concatenate(arrived_all, 1) if len(arrived_all) > 1 else arrived_all[0])
+    total = own + (lax.concatenate(arrived_all, 1) if len(arrived_all) > 1 else arrived_all[0])
+    # The sum is stored before it is used, so that readers of the compiled program find all of the ring.
+    return lax.optimization_barrier(total)
 
 
 def _product(x: jax.Array, weight: jax.Array, *, transposed: bool) -> jax.Array:
