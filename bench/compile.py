@@ -40,9 +40,9 @@ RESULTS = Path(__file__).parent / "results" / "compile.csv"
 COLUMNS = (
     "name", "model", "layers", "slice", "mesh", "remat", "microbatches", "sequences", "seq_len", "attention",
     "optimizer", "matmul", "collective_matmuls", "planned_flops", "compiled_flops", "compiled_narrow_flops",
-    "planned_kernel_flops", "compiled_kernel_flops", "planned_peak_bytes", "compiled_peak_bytes", "planned_collective_bytes",
-    "compiled_collective_bytes", "planned_s", "compiled_s", "unexpected", "unexplained", "missing", "rematerialised_s",
-    "differs", "compile_s", "jax", "libtpu", "date", "note",
+    "planned_kernel_flops", "compiled_kernel_flops", "planned_peak_bytes", "compiled_peak_bytes",
+    "planned_collective_bytes", "compiled_collective_bytes", "planned_s", "compiled_s", "unexpected", "unexplained", "missing",
+    "rematerialised_s", "differs", "compile_s", "jax", "libtpu", "date", "note",
 )  # fmt: skip
 
 
