@@ -41,7 +41,8 @@ COLUMNS = (
     "name", "model", "layers", "slice", "mesh", "remat", "microbatches", "sequences", "seq_len", "attention",
     "optimizer", "matmul", "collective_matmuls", "planned_flops", "compiled_flops", "compiled_narrow_flops",
     "planned_kernel_flops", "compiled_kernel_flops", "planned_peak_bytes", "compiled_peak_bytes",
-    "planned_collective_bytes", "compiled_collective_bytes", "planned_s", "compiled_s", "unexpected", "unexplained", "missing",
+    "planned_collective_bytes", "compiled_collective_bytes", "planned_s", "compiled_s",
+    "unexpected", "unexplained", "missing",
     "rematerialised_s", "differs", "compile_s", "jax", "libtpu", "date", "note",
 )  # fmt: skip
 

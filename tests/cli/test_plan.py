@@ -126,13 +126,15 @@ def test_the_first_line_says_that_nothing_fits_and_what_does(rooftop: Run) -> No
     assert first.startswith("Does not fit: ") and "too much; nearest that does: h100:8x8 as " in first
 
 
-def test_what_no_program_runs_stands_apart(rooftop: Run) -> None:
-    """Changes that programs run first, then those that none does, with what is missing."""
+def test_changes_are_those_that_programs_run(rooftop: Run) -> None:
+    """Int8 matmuls and collective matmuls run; a plan in int4 is priced, and says that no program runs it."""
     job = ("plan", "train", "llama3-8b", "--on", "v5p:4x4x4", "--batch-seqs", "32", "--mesh", "fsdp=16,tensor=4")
     out = rooftop(*job).out
     possible, _, missing = out[out.index("What would change it") :].partition("What no program runs")
     assert "ICI twice as fast" in possible and "int8 matmuls in the layers" in possible
-    assert "tensor collectives overlapped (collective matmuls): no layer" in missing
+    assert not missing
+    off = rooftop(*job, "--no-collective-matmuls").out
+    assert "collective matmuls over tensor" in off[off.index("What would change it") :]
     planned = rooftop(*job, "--matmul-dtype", "int4")
     assert planned.out.splitlines()[0].endswith("(not executable)")
     assert rooftop(*job, "--matmul-dtype", "int4", "--json").json["executable"] is False
