@@ -139,6 +139,7 @@ def test_changes_are_those_that_programs_run(rooftop: Run) -> None:
     assert planned.out.splitlines()[0].endswith("(not executable)")
     assert rooftop(*job, "--matmul-dtype", "int4", "--json").json["executable"] is False
     assert rooftop(*job, "--matmul-dtype", "int8", "--json").json["executable"] is True
+    assert "; int8 matmuls in the layers" in rooftop(*job, "--matmul-dtype", "int8").out
 
 
 def test_slices_are_compared_in_one_table(rooftop: Run) -> None:

@@ -132,7 +132,7 @@ def test_meshes_multiply_as_one_device(axes: dict[str, int], changes: dict[str, 
 
 
 def test_weights_are_gathered_in_8_bits() -> None:
-    """What fsdp gathers of layers is int8; only gradients of weights move in the dtype of activations."""
+    """Gathers over fsdp of the layers' weights are int8, that of the unembedding is not."""
     mesh = mesh_of(fsdp=2)
     program = TrainProgram.from_spec(spec_of({"fsdp": 2}, matmul="int8", compute="bf16"), "any")
     with jax.set_mesh(mesh):

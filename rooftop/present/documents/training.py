@@ -47,7 +47,7 @@ def training_plan(data: Mapping[str, Any]) -> Document:
     step, where = data["step"], data["slice"]["name"]
     ledger, lines = Ledger.from_json(data["ledger"]), of_ledgers({"planned": data["ledger"]})
     layout = layout_text(where, data["mesh"])
-    memory = data["memory"]
+    memory, dtypes = data["memory"], data["dtypes"]
     classes = {name: size for name, size in memory.items() if name not in ("total", "capacity", "fits", "host")}
     return Document(
         title=f"{data['model']['name']} on {where}: a training plan",
@@ -58,7 +58,8 @@ def training_plan(data: Mapping[str, Any]) -> Document:
             no=_refusal(data),
             details=(
                 f"laid out as {layout}; remat {data['remat']['name']}; {microbatches_text(data['microbatches'])}"
-                + ("; collective matmuls over tensor" if data["collective_matmuls"] else ""),
+                + ("; collective matmuls over tensor" if data["collective_matmuls"] else "")
+                + ("" if dtypes["matmul"] == dtypes["compute"] else f"; {dtypes['matmul']} matmuls in the layers"),
                 *_rounded(data["workload"]),
             ),
         ),
