@@ -39,7 +39,7 @@ from rooftop.programs.model.operations import (
     scale_norm,
     width_norm,
 )
-from rooftop.programs.model.overlapped import Ring, project_gathered, project_scattered
+from rooftop.programs.model.overlapped import StreamRing, project_gathered, project_scattered
 from rooftop.programs.model.positions import rotate, within_segments
 from rooftop.programs.parameters import MLP, Attention, Batch, LatentAttention, Layer, MoEWeights, Norm
 from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence, varying
@@ -102,11 +102,11 @@ class Computation:
         parse_policy(self.remat)
 
     @property
-    def ring(self) -> Ring | None:
+    def ring(self) -> StreamRing | None:
         """The ring of collective matmuls; None without them."""
         if not self.collective_matmuls:
             return None
-        return Ring.of(self.specs, order=self.ring_order, bidirectional=self.both_ways)
+        return StreamRing.of(self.specs, order=self.ring_order, bidirectional=self.both_ways)
 
     def saves(self, name: str) -> bool:
         """True if the backward pass has the checkpoint ``name``, and does not compute it again."""

@@ -26,7 +26,7 @@ from rooftop.programs.sharding import Specs, axes_of, on_shards, split_sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class StreamRing:
     """The ring over which the residual stream, split by ``residual``, is gathered to ``whole`` and scattered.
 
     It visits the devices in ``order`` (None: as they are), in one direction or both.
@@ -38,7 +38,7 @@ class Ring:
     bidirectional: bool
 
     @classmethod
-    def of(cls, specs: Specs, *, order: tuple[int, ...] | None, bidirectional: bool) -> Ring | None:
+    def of(cls, specs: Specs, *, order: tuple[int, ...] | None, bidirectional: bool) -> StreamRing | None:
         """The ring of these specs; None if nothing splits the stream more than matmuls do."""
         whole = specs.activation("batch", "seq", None)
         ring = cls(residual=specs.residual, whole=whole, order=order, bidirectional=bidirectional)
@@ -62,7 +62,7 @@ class Ring:
 
 
 def project_gathered(
-    x: Float[Array, "B T D"], weights: Sequence[Float[Array, " D ..."]], ring: Ring, *, saved: bool
+    x: Float[Array, "B T D"], weights: Sequence[Float[Array, " D ..."]], ring: StreamRing, *, saved: bool
 ) -> tuple[Float[Array, "B T ..."], ...]:
     """x, gathered over the ring, times each of the weights, whose first dim is whole and another one split.
 
@@ -71,13 +71,20 @@ def project_gathered(
     return _gathered(ring, saved, x, tuple(weights))
 
 
-def project_scattered(x: Float[Array, "B T rows"], weight: Float[Array, "rows D"], ring: Ring) -> Float[Array, "B T D"]:
+def project_scattered(
+    x: Float[Array, "B T rows"], weight: Float[Array, "rows D"], ring: StreamRing
+) -> Float[Array, "B T D"]:
     """x times weight, whose rows are split; partial sums are scattered over the ring into the stream's sharding."""
     return _scattered(ring, x, weight)
 
 
 def _gather(
-    ring: Ring, x: jax.Array, weights: tuple[jax.Array, ...], *, transposed: bool = False, keeps_whole: bool = False
+    ring: StreamRing,
+    x: jax.Array,
+    weights: tuple[jax.Array, ...],
+    *,
+    transposed: bool = False,
+    keeps_whole: bool = False,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """The products of the gathered x, and x itself, gathered, if it ``keeps_whole``."""
     local = partial(multiply_gathered, **ring.options, transposed=transposed, keeps_whole=keeps_whole)
@@ -93,7 +100,7 @@ def _gather(
 
 
 def _scatter(
-    ring: Ring, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], *, transposed: bool = False
+    ring: StreamRing, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], *, transposed: bool = False
 ) -> jax.Array:
     """The sum of the products of all xs with their weights, scattered over the ring."""
     local = partial(multiply_scattered, **ring.options, transposed=transposed)
@@ -109,7 +116,7 @@ def _plain(weight: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(ring: Ring, saved: bool, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _gathered(ring: StreamRing, saved: bool, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return _gather(ring, x, weights)[0]
 
 
@@ -117,14 +124,14 @@ _Saved = tuple[jax.Array, tuple[jax.Array, ...]]
 
 
 def _gathered_forward(
-    ring: Ring, saved: bool, x: jax.Array, weights: tuple[jax.Array, ...]
+    ring: StreamRing, saved: bool, x: jax.Array, weights: tuple[jax.Array, ...]
 ) -> tuple[tuple[jax.Array, ...], _Saved]:
     products, whole = _gather(ring, x, weights, keeps_whole=not saved)
     return products, (split_sequence(x, ring.whole) if whole is None else whole, weights)
 
 
 def _gathered_backward(
-    ring: Ring, saved: bool, residuals: _Saved, dys: tuple[jax.Array, ...]
+    ring: StreamRing, saved: bool, residuals: _Saved, dys: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     whole, weights = residuals
     dx = _scatter(ring, dys, weights, transposed=True)
@@ -135,12 +142,12 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scattered(ring: Ring, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _scattered(ring: StreamRing, x: jax.Array, weight: jax.Array) -> jax.Array:
     return _scatter(ring, (x,), (weight,))
 
 
 def _scattered_backward(
-    ring: Ring, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
+    ring: StreamRing, residuals: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = residuals
     (dx,), whole = _gather(ring, dy, (weight,), transposed=True, keeps_whole=True)
