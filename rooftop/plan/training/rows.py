@@ -349,7 +349,9 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     )  # fmt: skip
     # Shards of several experts arrive device by device: a copy puts those of each expert together.
     together = np.where(
-        (local > 1) & (step.strategies.devices(*GATHER_AXES) > 1), step.passed(step.stored(down) * local * element), 0.0
+        (local > 1) & (step.strategies.devices(*GATHER_AXES) > 1),
+        step.passed(step.stored(down) * local * step.operand_bytes),
+        0.0,
     )
     hidden = routed * step.columns(moe.d_ff) * element
     # The experts' inputs are gathered over tensor with their weights.
@@ -764,7 +766,7 @@ def matmuls(
     element, compute = step.element_bytes, step.numerics.compute
     # Routers and the unembedding multiply in the dtype of activations.
     dtype = step.numerics.matmul if scope.startswith("layers") and scope != "layers/moe/router" else compute
-    operand = min(element, dtype_bytes(dtype))
+    operand = element if dtype == compute else step.operand_bytes
     narrow = operand < element
     of_gradient = "f8_e5m2" if dtype == "f8_e4m3" else dtype
     weights = parameters(shapes)
@@ -846,7 +848,7 @@ def matmuls(
         )
     if keys and np.any(step.copied_keys):
         copied, both, when = step.copied_keys * element, (*GATHER_AXES, *COLUMN_AXES), step.widths.copied_keys
-        gather_weight += (Transfer("all_gather", both, copied, "weight_gather", when, pieces=2),)
+        gather_weight += (Transfer("all_gather", both, copied * operand / element, "weight_gather", when, pieces=2),)
         scatter_weight += (Transfer("reduce_scatter", both, copied, "gradient_scatter", when, pieces=2),)
     if np.any(step.staged):
         own = weights / step.strategies.devices(*GATHER_AXES)

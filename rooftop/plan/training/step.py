@@ -222,8 +222,13 @@ class TrainingStep:
 
     @cached_property
     def element_bytes(self) -> float:
-        """Bytes of one activation or gathered weight."""
+        """Bytes of one activation, or of a gathered weight whose matmul is in the dtype of activations."""
         return dtype_bytes(self.numerics.compute)
+
+    @property
+    def operand_bytes(self) -> float:
+        """Bytes of an operand of the layers' matmuls, and so of a layer's gathered weight."""
+        return min(self.element_bytes, dtype_bytes(self.numerics.matmul))
 
     @cached_property
     def widths(self) -> ModelWidths:
