@@ -32,7 +32,7 @@ LOGICAL: tuple[str, ...] = (
 class MeshAxis:
     """An axis of a mesh, by the logical dims of ``parameters`` and ``activations`` that it splits.
 
-    ``between_slices`` axes may run over DCN. ``serving`` axes split a server; a pipeline would only add latency there.
+    ``serving`` axes split a server; a pipeline would only add latency there.
     ``order`` is the place of the axis, outermost first, in a dim that several axes split.
     """
 
@@ -41,7 +41,6 @@ class MeshAxis:
     parameters: tuple[str, ...] = ()
     activations: tuple[str, ...] = ()
     order: int = 0
-    between_slices: bool = False
     serving: bool = True
 
     @property
@@ -56,13 +55,11 @@ MESH_AXES: tuple[MeshAxis, ...] = (
         name="data",
         summary="copies of the weights; their gradients are summed (AllReduce)",
         activations=("batch",),
-        between_slices=True,
     ),
     MeshAxis(
         name="stage",
         summary="layers, as a pipeline; activations go from stage to stage (Permute)",
         parameters=("layers",),
-        between_slices=True,
         serving=False,
     ),
     MeshAxis(
@@ -100,8 +97,6 @@ BATCH_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if "batch" i
 REPLICA_AXES: tuple[str, ...] = tuple(
     axis.name for axis in MESH_AXES if axis.activations == ("batch",) and not axis.parameters
 )
-#: The axes that may run between slices.
-DCN_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if axis.between_slices)
 #: The axes of a serving plan, in the order in which they are laid on the network.
 SERVING_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if axis.serving)
 

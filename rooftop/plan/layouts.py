@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.mesh import AxisPiece, AxisSpan, Ints, Mesh, joint_span, span
-from rooftop.arrays.rules import AXES, DCN_AXES
+from rooftop.arrays.mesh import AxisPiece, AxisSpan, Floats, Ints, Mesh, joint_span, span
+from rooftop.arrays.rules import AXES
 from rooftop.core.errors import unknown
 from rooftop.hardware import PhysicalAxis, Slice
 
@@ -43,6 +43,13 @@ class Ways:
 
     def __len__(self) -> int:
         return len(self.spans.size)
+
+    @cached_property
+    def within_slice(self) -> Floats:
+        """Devices of the group within one slice, or node, [W]."""
+        inside = np.array([axis.resource == "ici" for axis in self.spans.physical])
+        devices: Floats = np.prod(self.spans.size, axis=-1, where=inside).astype(np.float64)
+        return devices
 
     def __getitem__(self, index: Any) -> Ways:
         """The ways of the layouts at an index."""
@@ -183,12 +190,11 @@ def enumerate_layouts(
     An axis has at most ``most[name]`` devices (if given). ``accepts`` (if given) says of ``shapes_alone`` which are
     wanted, [S]: there are far fewer of them than of layouts.
 
-    Over DCN only ``DCN_AXES`` run; every physical axis is divided among at most ``MAX_SHARING`` logical
-    axes, in either order. Physical axes that are alike (same length and links) are interchangeable: one of the
-    permutations stands for all.
+    Every physical axis is divided among at most ``MAX_SHARING`` logical axes, in either order. Physical axes that are
+    alike (same length and links) are interchangeable: one of the permutations stands for all.
     """
     physical = slice_.physical_axes
-    divisions = [_division(axis, tuple(name for name in axes if _may_run(name, axis))) for axis in physical]
+    divisions = [_division(axis, tuple(axes)) for axis in physical]
     # Zero is divided by everything: no limit.
     whole = np.array([divides.get(name, 0) for name in AXES])
     limit = np.array([(most or {}).get(name, slice_.devices) for name in AXES])
@@ -223,11 +229,6 @@ def _different(shapes: Ints, devices: int) -> tuple[Ints, Ints]:
         code = code * len(divisors) + np.searchsorted(divisors, sizes)
     _, first, like = np.unique(code, return_index=True, return_inverse=True)
     return shapes[first], like
-
-
-def _may_run(name: str, axis: PhysicalAxis) -> bool:
-    """True if a physical axis may carry a logical one: between slices ``DCN_AXES`` only, inside a slice any."""
-    return axis.name != "dcn" or name in DCN_AXES
 
 
 def _alike(one: PhysicalAxis, other: PhysicalAxis) -> bool:

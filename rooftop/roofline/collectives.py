@@ -14,7 +14,7 @@ The book (chapter 3) counts whole shards on even rings, V/W for W the bytes/s bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -51,6 +51,14 @@ class Price:
             seconds_per_byte={name: change(value) for name, value in self.seconds_per_byte.items()},
             latency_s={name: change(value) for name, value in self.latency_s.items()},
             wire_per_byte=change(self.wire_per_byte),
+        )
+
+    def over(self, resources: Collection[str]) -> Price:
+        """The price of the part that some network resources do."""
+        return replace(
+            self,
+            seconds_per_byte={name: rate for name, rate in self.seconds_per_byte.items() if name in resources},
+            latency_s={name: seconds for name, seconds in self.latency_s.items() if name in resources},
         )
 
     def bound_s(self, payload_bytes: Number) -> dict[str, Number]:
@@ -106,7 +114,8 @@ def price(kind: str, group: AxisSpan, form: str = "exact") -> Price:
 
     Source: chapter 3 of the book for rings, the GPU chapter for switches; AllToAll by counting the bytes that cross
     the middle link of a line or a ring of A chips (A V/(4 N w) open, A V/(8 N w) wrapped for even A). A permute is
-    the shift to the next device by shortest paths; any other is the business of ``rooftop.roofline.routing``.
+    the shift to the next device by shortest paths; any other is the business of ``rooftop.roofline.routing``. Between
+    TPU slices an AllToAll and a permute use DCN alone.
 
     ``form="book"`` gives the book's own figures on links of a torus, which are no bounds: V over what all axes used
     take in, (N-1)/N V where one of them is a line; an AllReduce twice that, an AllToAll of N operands a quarter of V.
@@ -124,6 +133,12 @@ def price(kind: str, group: AxisSpan, form: str = "exact") -> Price:
         for resource, mask in on.items()
         if mask.any()
     }
+    if kind in ("all_to_all", "permute"):
+        # XLA:TPU hands all of one that crosses slices to the hosts, what stays in a slice too.
+        crosses = np.prod(group.size, axis=-1, where=np.array([axis.name == "dcn" for axis in group.physical])) > 1
+        for of_resource in (seconds, latency_s):
+            if "ici" in of_resource:
+                of_resource["ici"] = np.where(crosses, 0.0, of_resource["ici"])
     if form == "book" and kind != "permute":
         seconds["ici"] = _book(kind, group, on["ici"], seconds["ici"])
         latency_s["ici"] = latency_s["ici"] * (2 if kind == "all_reduce" else 1)

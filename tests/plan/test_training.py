@@ -353,6 +353,21 @@ def test_context_parallelism_rotates_keys_and_values() -> None:
     assert ring.bytes == pytest.approx(3 * tokens * 2 * 8 * 128 * 2)
 
 
+def test_fsdp_over_two_slices_gathers_between_them_first() -> None:
+    """A device gets the other slice's counterpart of its shard over DCN, and all others over ICI, in pairs."""
+    plan = best(sweep(problem("llama3-8b", "v5e:4x4@2", axes={"fsdp": 32}, seqs=32)))
+    assert {piece.axis for piece in plan.mesh.axes["fsdp"]} == {"x", "y", "dcn"}
+    row = next(row for row in plan.ledger if (row.scope, row.phase) == ("layers/mlp/down", "forward"))
+    (gather,) = (collective for collective in row.collectives if collective.kind == "all_gather")
+    assert gather.bytes == 2 * 4096 * 14336
+    assert gather.time_s["dcn"] == pytest.approx(gather.bytes / 32 / plan.problem.slice.chip.dcn_bytes_per_s)
+    assert gather.time_s["ici"] == pytest.approx(gather.bytes * 15 / 16 / 90e9)  # Over two open lines.
+    # It costs more than copies of the weights on both slices, where these fit.
+    copies = best(sweep(problem("llama3-8b", "v5e:4x4@2", axes={"data": 2, "fsdp": 16}, seqs=32)))
+    assert {piece.axis for piece in copies.mesh.axes["data"]} == {"dcn"}
+    assert copies.expected_s < plan.expected_s
+
+
 def test_data_over_dcn_reduces_gradient_shards() -> None:
     plan = best(sweep(problem("llama3-8b", "v5e:16x16@2", axes={"data": 2, "fsdp": 256}, seqs=512)))
     (row,) = [row for row in plan.ledger if row.scope == "gradients"]

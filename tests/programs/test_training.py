@@ -187,6 +187,20 @@ def test_collective_matmuls_send_shards_and_gather_nothing() -> None:
     assert counts[True][1] < counts[False][1]
 
 
+def test_axes_over_two_slices_equal_the_plain_transformer(expected: tuple[float, Any, Any]) -> None:
+    """FSDP within and between slices, its devices those of the layout: emulated ones are numbered slice by slice."""
+    slice_ = Slice.parse("v5e:2x2@2")
+    layout = Mesh(slice_, dict.fromkeys(AXES, ()) | dict(Mesh.from_layout(slice_, "fsdp=x+dcn,tensor=y").axes))
+    x, y, between = np.moveaxis(layout.device_coordinates(), -1, 0)
+    devices = np.array(jax.devices())[4 * between + 2 * x + y]
+    explicit = (jax.sharding.AxisType.Explicit,) * len(AXES)
+    mesh = jax.sharding.Mesh(devices, AXES, axis_types=explicit)
+    state, loss = one_step(program(optimizer=Optimizer(name="sgd", learning_rate=1.0)), mesh)
+    wanted_loss, gradients, weights = expected
+    assert loss == pytest.approx(wanted_loss, rel=1e-5)
+    assert largest_error(state.weights, jax.tree.map(np.subtract, weights, gradients)) < 1e-5
+
+
 def test_bf16_stays_near_float32(expected: tuple[float, Any, Any]) -> None:
     _, loss = one_step(program(compute_dtype="bf16"), mesh_of(fsdp=2, tensor=2))
     assert loss == pytest.approx(expected[0], rel=2e-2)

@@ -117,6 +117,15 @@ def test_the_next_device_of_two_lies_both_ways_round() -> None:
     assert rate("permute", group((4, 1, True))) == pytest.approx(1 / LINK)
 
 
+def test_what_crosses_slices_uses_dcn_alone() -> None:
+    """XLA:TPU gathers over both networks; all of an AllToAll or a permute it hands to the hosts."""
+    across = Mesh.from_layout(Slice.parse("v5e:4x4@2"), "fsdp=x+y+dcn").span("fsdp")
+    for kind, over_ici in (("all_gather", True), ("all_reduce", True), ("all_to_all", False), ("permute", False)):
+        seconds = price(kind, across).seconds_per_byte
+        assert float(seconds["dcn"]) > 0
+        assert (float(seconds["ici"]) > 0) == over_ici
+
+
 def test_unknown_collective_is_refused() -> None:
     with pytest.raises(RooftopError, match="all_gather"):
         price("all_gathr", group((4, 1, True)))

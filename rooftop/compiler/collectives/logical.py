@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -18,7 +18,17 @@ from rooftop.arrays import Mesh
 from rooftop.compiler.collectives.rings import Ring, find_rings
 from rooftop.compiler.hlo.dataflow import Flow, Value, rendezvous
 from rooftop.compiler.hlo.groups import replica_groups, varying_axes
-from rooftop.compiler.hlo.places import Located, first_place, flow_place, gather_phase, holders, place_of, producer
+from rooftop.compiler.hlo.places import (
+    Located,
+    before,
+    first_place,
+    flow_place,
+    gather_phase,
+    holders,
+    outermost,
+    place_of,
+    producer,
+)
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.core.errors import RooftopError, one_of
 from rooftop.core.ledger import COLLECTIVES, Collective, CollectiveKind
@@ -149,6 +159,9 @@ _PASSING = "layers/attn/core"
 class LogicalCollective:
     """One collective of the program, independent of the instructions that the compiler splits it into.
 
+    One over several slices consists of ``steps`` within each slice, kinds by scheduled instruction, and of one of kind
+    ``between`` slices; any other of neither.
+
     ``bytes`` is the payload of one execution as in ``core.ledger.Collective``, and ``wire_bytes`` are sent by one
     device. ``hops`` is the number of permutes of a ring (0: not a ring). ``synchronous``: the schedule waits for all of
     it. ``source`` is the 'file:line' of its program ('' if unknown), and ``instructions`` are (computation,
@@ -166,6 +179,8 @@ class LogicalCollective:
     phase: str
     source: str
     instructions: tuple[tuple[str, str], ...]
+    between: CollectiveKind | None = None
+    steps: tuple[tuple[tuple[str, str], CollectiveKind], ...] = ()
 
     @property
     def ledger_entry(self) -> Collective:
@@ -201,7 +216,119 @@ def logical_collectives(
             collectives += _unfolded(module, mesh, occurrences)
         elif occurrences[0].place == ring.permutes[0]:
             collectives.append(_from_ring(module, ring))
-    return (*collectives, *(_from_transfer(module, transfer) for transfer in between))
+    return tuple(_over_slices(module, collectives, between, tuple(mesh)))
+
+
+def _over_slices(
+    module: Module, within: list[LogicalCollective], between: list[CompiledTransfer], order: tuple[str, ...]
+) -> Iterator[LogicalCollective]:
+    """Collectives within slices and between them, joined into one where XLA has taken it apart.
+
+    It gathers between slices first and scatters between them last. It sums within each slice, then between slices, each
+    device its part, and gathers the parts.
+    """
+    by_place = {
+        place: index
+        for index, collective in enumerate(within)
+        for computation, name in collective.instructions
+        for place in ((computation, name), *outermost(module, computation, name))
+    }
+    by_meeting: dict[str, list[int]] = {}
+    for index, collective in enumerate(within):
+        computation = module.computations[collective.instructions[0][0]]
+        first = computation.instructions[collective.instructions[0][1]]
+        for _, origin in _origins(module, computation, first):
+            if origin.opcode == "recv":
+                by_meeting.setdefault(rendezvous(origin), []).append(index)
+    joined = set[int]()
+    for transfer in between:
+        outside = _from_transfer(module, transfer)
+        origins = _origins(module, transfer.computation, transfer.send)
+        places = ((computation.name, origin.name) for computation, origin in origins)
+        earlier = [by_place[place] for place in places if place in by_place]
+        later = by_meeting.get(rendezvous(transfer.recv), [])
+        steps = {"all_gather": (later,), "reduce_scatter": (earlier,), "all_reduce": (earlier, later)}
+        # In a loop XLA may do a step in the next trip: the steps of a collective are done equally often.
+        parts = [
+            next((part for part in step if part not in joined and within[part].executions == outside.executions), None)
+            for step in steps.get(transfer.kind, ())
+        ]
+        inside = [within[part] for part in parts if part is not None]
+        if not inside or len(inside) < len(parts):
+            yield outside
+            continue
+        joined.update(part for part in parts if part is not None)
+        yield replace(
+            inside[0],
+            kind=transfer.kind,
+            axes=tuple(axis for axis in order if axis in {*inside[0].axes, *outside.axes}),
+            wire_bytes=outside.wire_bytes + sum(step.wire_bytes for step in inside),
+            synchronous=False,
+            instructions=(*(place for step in inside for place in step.instructions), *outside.instructions),
+            between=transfer.kind,
+            steps=tuple(
+                (place, step.kind)
+                for step in inside
+                for computation, name in step.instructions
+                for place in outermost(module, computation, name)
+            ),
+        )
+    yield from (collective for index, collective in enumerate(within) if index not in joined)
+
+
+#: Opcodes of copies and slices between the parts of one collective. A fusion slices its first operand.
+_PASSED = frozenset(
+    (
+        "bitcast", "copy", "copy-start", "copy-done", "reshape", "transpose", "convert", "get-tuple-element",
+        "optimization-barrier", "recv-done", "dynamic-slice", "slice", "fusion", "all-gather-done", "all-reduce-done",
+    )
+)  # fmt: skip
+_MOVED = _PASSED | {"parameter", "constant", "broadcast"}
+
+
+def _origins(module: Module, computation: HloComputation, user: Instruction) -> Iterator[Located]:
+    """Yield the arrays that the first operand of an instruction is a copy or a slice of, nearest first.
+
+    What a loop carries comes from before it and from its last trip.
+    """
+    left = [(computation, operand) for operand in computation.operands(user)[:1]]
+    seen = set[tuple[str, str]]()
+    while left:
+        inside, at = left.pop(0)
+        if (inside.name, at.name) in seen:
+            continue
+        seen.add((inside.name, at.name))
+        yield inside, at
+        is_input = at.opcode == "parameter" and holders(module, inside.name)
+        moves = at.opcode != "fusion" or _only_moves(module.computations[at.called[0]])
+        if (at.opcode in _PASSED or is_input) and moves:
+            source = before(module, inside, at)
+            left += _carried(module, inside, at) or ([] if source is None else [source])
+
+
+def _only_moves(fused: HloComputation) -> bool:
+    """True if a fusion only moves elements. A sum of as many numbers as it has terms leaves out dims of size 1."""
+
+    def keeps(reduction: Instruction) -> bool:
+        return reduction.shape[0].elements == fused.operands(reduction)[0].shape[0].elements
+
+    return all(inner.opcode in _MOVED or (inner.opcode == "reduce" and keeps(inner)) for inner in fused)
+
+
+def _carried(module: Module, computation: HloComputation, element: Instruction) -> list[Located]:
+    """The sources of an element of a loop's tuple, in the loop or after it."""
+    if element.opcode != "get-tuple-element":
+        return []
+    of, index = computation.operands(element)[0], int(element.attribute("index"))
+    outer, loop = computation, of
+    if of.opcode == "parameter":
+        loops = [caller for caller in module.callers.get(computation.name, ()) if caller[1].opcode == "while"]
+        outer, loop = loops[0] if loops else (computation, of)
+    if loop.opcode != "while":
+        return []
+    body, begin = module.computations[loop.called_as("body")], outer.operands(loop)[0]
+    results, inputs = body.operands(body.instructions[body.root]), outer.operands(begin)
+    return [(body, results[index]), *([(outer, inputs[index])] if begin.opcode == "tuple" else [])]
 
 
 @dataclass(frozen=True, kw_only=True)

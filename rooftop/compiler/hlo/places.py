@@ -50,6 +50,15 @@ def holders(module: Module, name: str) -> list[tuple[HloComputation, Instruction
     return [caller for caller in callers if caller[1].opcode == "fusion" or caller[1].opcode.endswith("-start")]
 
 
+def outermost(module: Module, computation: str, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the scheduled instructions that contain one, as (computation, instruction): it, or the fusions around."""
+    outer_callers = holders(module, computation)
+    if not outer_callers:
+        yield computation, name
+    for outer, holder in outer_callers:
+        yield from outermost(module, outer.name, holder.name)
+
+
 #: Limit on the instructions that a search among users of a result visits.
 _FAR = 60
 
@@ -121,11 +130,11 @@ def producer(module: Module, computation: HloComputation, source: Instruction) -
             if at[1].opcode not in _MOVES:
                 return at
             moved = moved or at
-        at = _before(module, *at)
+        at = before(module, *at)
     return moved
 
 
-def _before(module: Module, computation: HloComputation, source: Instruction) -> Located | None:
+def before(module: Module, computation: HloComputation, source: Instruction) -> Located | None:
     """The source of an array, by its first operand; for a loop's result, the result of its body."""
     outer = holders(module, computation.name)
     if source.opcode == "parameter" and outer:
@@ -165,7 +174,7 @@ def _is_stacked(module: Module, computation: HloComputation, source: Instruction
         inside = module.computations[called[0]] if opcode == "fusion" else ()
         if opcode == "dynamic-slice" or any(fused.opcode == "dynamic-slice" for fused in inside):
             return True
-        at = _before(module, *at)
+        at = before(module, *at)
     return False
 
 

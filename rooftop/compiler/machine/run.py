@@ -18,7 +18,7 @@ from rooftop.compiler.collectives.logical import LogicalCollective, logical_coll
 from rooftop.compiler.hlo.costs import is_host_copy, moved_bytes, work
 from rooftop.compiler.hlo.dataflow import rendezvous
 from rooftop.compiler.hlo.groups import replica_groups
-from rooftop.compiler.hlo.places import holders
+from rooftop.compiler.hlo.places import outermost
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.hardware import PhysicalAxis
 from rooftop.roofline.collectives import price
@@ -330,7 +330,7 @@ class Network:
         by_place: dict[Place, list[int]] = {}
         for index, collective in enumerate(self.collectives):
             for computation, name in collective.instructions:
-                for place in _outermost(self.module, computation, name):
+                for place in outermost(self.module, computation, name):
                     by_place.setdefault(place, []).append(index)
         return by_place
 
@@ -342,7 +342,7 @@ class Network:
             if instruction.opcode.startswith("collective-permute"):
                 self._known[place] = self._permute(computation, instruction, tuple(logical))
             else:
-                self._known[place] = self._collective(logical)
+                self._known[place] = self._collective(logical, place)
         return self._known[place]
 
     def bound_s(self, index: int) -> dict[str, float]:
@@ -360,16 +360,24 @@ class Network:
     def _known(self) -> dict[Place, Transmission]:
         return {}
 
-    def _collective(self, logical: Mapping[int, LogicalCollective]) -> Transmission:
+    def _collective(self, logical: Mapping[int, LogicalCollective], place: Place) -> Transmission:
+        """The price of collectives, or of the step of one within or between slices that is at a place."""
         first = next(iter(logical.values()))
-        group = self.mesh.span(*first.axes)
+        kind, group = first.kind, self.mesh.span(*first.axes)
+        physical = group.physical
+        if first.between is not None:
+            within = dict(first.steps).get(place)
+            kind = first.between if within is None else within
+            physical = tuple(axis for axis in physical if (axis.kind == "dcn") == (within is None))
         payload = sum(collective.bytes for collective in logical.values())
-        seconds = price(first.kind, group).expected_s(
-            payload, self.rates.network_efficiency(first.kind), self.rates.collective_start_s
+        seconds = (
+            price(kind, group)
+            .over({axis.resource for axis in physical})
+            .expected_s(payload, self.rates.network_efficiency(kind), self.rates.collective_start_s)
         )
         used = [axis.name for axis, size in zip(group.physical, group.size, strict=True) if size > 1]
         return Transmission(
-            links=tuple(f"{name}{way}" for name in used for way in "+-"),
+            links=tuple(f"{axis.name}{way}" for axis in physical if axis.name in used for way in "+-"),
             seconds=float(seconds),
             shares={index: collective.bytes / payload for index, collective in logical.items()},
         )
@@ -440,11 +448,3 @@ def _of_neighbours(
             return ()
         links.append(f"{axis.name}{'+' if (step > 0) != wraps else '-'}/{device}")
     return tuple(links)
-
-
-def _outermost(module: Module, computation: str, name: str) -> Iterator[Place]:
-    outer_callers = holders(module, computation)
-    if not outer_callers:
-        yield computation, name
-    for outer, holder in outer_callers:
-        yield from _outermost(module, outer.name, holder.name)

@@ -9,11 +9,12 @@ parts of a layer (``rooftop.plan.parts``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
 import numpy as np
+import numpy.typing as npt
 
 from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.ledger import CollectiveKind, Ledger, Number, Row
@@ -103,17 +104,39 @@ class _Durations:
     def _line(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[Number, Number]:
         """Fixed seconds, and seconds per byte, of a collective over axes together, [C, 1]."""
         if (kind, axes) not in self._lines:
-            efficiency, start_s = self.rates.network_efficiency(kind), self.rates.collective_start_s
-            fixed_s, seconds_per_byte = self.strategies.price(kind, axes).expected_line(efficiency, start_s)
+            line, slice_ = self._part(kind, axes, ("ici", "dcn")), self.strategies.layouts.slice
+            devices, within = self.strategies.devices(*axes), self.strategies.within_slice(*axes)
+            # Groups of layouts have least prices, whichever of them cross slices.
+            bound = self.strategies.groups is not None
+            if kind == "all_reduce" and slice_.chip.kind == "tpu" and slice_.num_slices > 1:
+                # XLA scatters sums within each slice, sums the parts between slices, and gathers them.
+                steps = [self._part(step, axes, ("ici",)) for step in ("reduce_scatter", "all_gather")]
+                in_steps = _sum(*steps, self._part(kind, axes, ("dcn",)))
+                line = _where((within < devices) & (bound | (within > 1)), in_steps, line)
             if kind == "reduce_scatter" and self.rates.overlap.whole_slice_scatter == "all_reduce":
-                # A compiler that cannot scatter over a whole slice sums everything everywhere, and keeps a part.
-                slice_ = self.strategies.layouts.slice
-                whole = self.strategies.devices(*axes) * slice_.num_slices == slice_.devices
-                fixed, per_byte = self._line("all_reduce", axes)
-                fixed_s = np.where(whole, fixed, fixed_s)
-                seconds_per_byte = np.where(whole, per_byte, seconds_per_byte)
-            self._lines[kind, axes] = fixed_s, seconds_per_byte
+                # A compiler that cannot scatter over a whole slice sums everything everywhere, and keeps a part. Nor
+                # does it scatter within slices and between them.
+                whole, crosses = within * slice_.num_slices == slice_.devices, (within > 1) & (within < devices)
+                line = _where(whole | (crosses & (not bound)), self._line("all_reduce", axes), line)
+            self._lines[kind, axes] = line
         return self._lines[kind, axes]
+
+    def _part(self, kind: CollectiveKind, axes: tuple[str, ...], resources: Collection[str]) -> tuple[Number, Number]:
+        """The line of that part of a collective which some network resources do."""
+        efficiency, start_s = self.rates.network_efficiency(kind), self.rates.collective_start_s
+        return self.strategies.price(kind, axes).over(resources).expected_line(efficiency, start_s)
+
+
+def _sum(*lines: tuple[Number, Number]) -> tuple[Number, Number]:
+    """The line of collectives one after another."""
+    return sum((fixed for fixed, _ in lines), 0.0), sum((per_byte for _, per_byte in lines), 0.0)
+
+
+def _where(
+    condition: npt.NDArray[np.bool_], one: tuple[Number, Number], other: tuple[Number, Number]
+) -> tuple[Number, Number]:
+    """The one line where ``condition`` is true, and the other elsewhere."""
+    return np.where(condition, one[0], other[0]), np.where(condition, one[1], other[1])
 
 
 def _is_zero(value: Number) -> bool:

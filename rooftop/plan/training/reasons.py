@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, STAGE_AXES
+from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_AXES, STAGE_AXES
 from rooftop.core.quantities import format_bytes, format_count
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params, flops_per_token
@@ -140,7 +140,8 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
                 limit=best,
                 text=f"On paper {best:.0f} ways of FSDP move the fewest bytes; the search chose {chosen:.0f}.",
             )
-    if problem.slice.num_slices > 1:
+    copies, within = step.strategies.devices(*REPLICA_AXES), step.strategies.within_slice(*REPLICA_AXES)
+    if np.any(within < copies) and problem.slice.num_slices > 1:
         need = rules.dcn_tokens_per_slice(chip.flops_per_s[dtype], chip.dcn_bytes_per_s)
         own = problem.workload.batch_tokens / problem.slice.num_slices
         yield Reason(

@@ -20,7 +20,6 @@ from rooftop.arrays.rules import (
     AXES,
     BATCH_AXES,
     COLUMN_AXES,
-    DCN_AXES,
     EXPERT_AXES,
     GATHER_AXES,
     STAGE_AXES,
@@ -409,8 +408,7 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
         raise RooftopError(
             "mesh",
             text,
-            f"axes that whole or split physical axes ({physical}) make up; over DCN only {' and '.join(DCN_AXES)}"
-            f"{_such_as(problem, sizes)}",
+            f"axes that whole or split physical axes ({physical}) make up{_such_as(problem, sizes)}",
         )
     return layouts
 

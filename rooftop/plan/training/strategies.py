@@ -181,6 +181,16 @@ class Strategies:
         ways = self._ways_of(self._used(axes)).ways
         return closes(ways.spans)[ways.of][:, None].astype(np.float64)
 
+    def within_slice(self, *names: str) -> Floats:
+        """Devices along the named axes together within one slice, [C, 1]; of groups of layouts the fewest."""
+        axes, slice_ = self._used(names), self.layouts.slice
+        if slice_.num_slices == 1:
+            return self.devices(*axes)
+        if self.groups is not None:
+            return self.groups.within_slice(axes)[self.of_groups][:, None]
+        ways = self._ways_of(axes).ways
+        return ways.within_slice[ways.of][:, None]
+
     def _used(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Those of ``axes`` along which any layout has devices, in mesh order: groups that are alike have one price."""
         return tuple(axis for axis in AXES if axis in axes and axis in self._with_devices) or axes[:1]
@@ -313,6 +323,13 @@ class _Groups:
         """The group of each layout."""
         lengths = np.diff(self.starts, append=len(self.strategies.layouts))
         return np.repeat(np.arange(len(self.starts), dtype=np.int32), lengths)
+
+    def within_slice(self, axes: tuple[str, ...]) -> Floats:
+        """The fewest devices within a slice that any of each group lays along axes together, [G]."""
+        ways = self.strategies._ways_of(axes).ways
+        columns, begin = self._ways_of_groups(axes, ways)
+        fewest: Floats = np.minimum.reduceat(ways.within_slice[columns], begin)
+        return fewest
 
     def _ways_of_groups(self, axes: tuple[str, ...], ways: Ways) -> tuple[Ints, Ints]:
         """The different ways in which each group lays axes, and where those of a group begin."""

@@ -26,6 +26,7 @@ def compiler_options(mesh: Mapping[str, int], chip: str, *, slices: int) -> dict
     both.
     """
     schedule, gathered = overlap(chip), ways(mesh, *GATHER_AXES)
-    if gathered * slices == ways(mesh, *mesh) and schedule.whole_slice_gather == "all_reduce":
+    whole = ways(mesh, *mesh)
+    if gathered in (whole, whole // slices) and schedule.whole_slice_gather == "all_reduce":
         return dict(_KEEP_ALL_GATHERS)
     return dict(_NO_WINDOWED_EINSUM) if gathered > 1 and not schedule.windowed_einsum else {}
