@@ -148,10 +148,15 @@ class Decoder:
         return next_multiple(self.model.vocab, ways(dict(self.sizes), *axes_of(self.logits_spec.partitions[1])))
 
     @property
+    def token_parts(self) -> int:
+        """Tokens of a step are a multiple of it: devices have equal parts of the residual stream."""
+        activations, sizes = self.specs.rules.activations, dict(self.sizes)
+        return math.lcm(ways(sizes, *activations["seq"]), ways(sizes, *activations["residual_seq"]))
+
+    @property
     def least_rows(self) -> int:
-        """Rows of a step are a multiple of it: their tokens and their sequences are split evenly."""
-        stream = self.specs.rules.activations["residual_seq"]
-        return math.lcm(self.groups.ways, ways(dict(self.sizes), *stream))
+        """Rows of a step that generates are a multiple of it, so that groups have equal parts of them too."""
+        return math.lcm(self.groups.ways, self.token_parts)
 
     def _along(self, axis: str) -> tuple[tuple[str, int], ...]:
         return tuple((name, size) for name, size in self.sizes if name == axis)

@@ -53,7 +53,7 @@ class Shapes:
     def of(
         cls, *, max_batch: int, max_model_len: int, page_tokens: int, prefill_tokens: int, reader: str, least: int = 1
     ) -> Shapes:
-        """By default: batches double, widths and contexts quadruple. Batches have a multiple of ``least`` rows.
+        """By default: batches double, widths and contexts quadruple. Batches and widths are multiples of ``least``.
 
         A ``reader`` of ``programs.serving.paged`` that reads only the pages in use gains nothing from short contexts
         but the transfer of shorter tables.
@@ -63,11 +63,12 @@ class Shapes:
 
         pages = next_multiple(max_model_len, page_tokens)
         whole = BLOCK if reader == "gather" else _TABLE_TOKENS
+        longest = max(16, min(prefill_tokens, max_model_len))
         first = 256 if reader == "gather" else _TABLE_TOKENS
         short = _grown(min(next_multiple(first, page_tokens), pages), min(whole, pages), 4)
         return cls(
             batches=tuple(sorted({next_multiple(size, least) for size in _grown(1, max_batch, 2)})),
-            widths=tuple(_grown(max(16, least), max(16, least, min(prefill_tokens, max_model_len)), 4)),
+            widths=tuple(_grown(next_multiple(16, least), next_multiple(longest, least), 4)),
             contexts=tuple(sorted({*(next_multiple(size, page_tokens) for size in short), pages})),
             prefill_tokens=prefill_tokens,
         )

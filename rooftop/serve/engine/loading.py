@@ -156,6 +156,10 @@ def parts(
     )
     if any(rows % decoder.groups.ways for rows in shapes.batches):
         raise RooftopError("batches", shapes.batches, f"multiples of the {decoder.groups.ways} groups")
+    for name in ("batches", "widths"):
+        if any(size % decoder.token_parts for size in getattr(shapes, name)):
+            accepted = f"multiples of {decoder.token_parts}, as so many devices split the tokens of a step"
+            raise RooftopError(name, getattr(shapes, name), accepted)
     make_replica = partial(
         replica,
         pages=pages,

@@ -1,0 +1,109 @@
+"""D split over fsdp, and sizes that a mesh does not divide: answers, and what compiled steps move next to the plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rooftop.arrays import Mesh
+from rooftop.arrays.rules import SERVING_AXES
+from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
+from rooftop.compiler.ledger import compiled_ledger
+from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import Row
+from rooftop.hardware import Slice
+from rooftop.plan.serving.placement import Placement
+from rooftop.plan.serving.problem import ServingProblem
+from rooftop.plan.serving.workload import ServingWorkload
+from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.engine.configuration import Shapes
+from rooftop.serve.engine.loading import load
+from tests.support.engines import CONFIGURATION, engine, greedy
+from tests.support.engines import checkpoint as saved
+from tests.support.serving_steps import small
+
+#: Batches and chunks of tokens that eight devices share.
+SHAPES = Shapes(batches=(8,), widths=(8,), contexts=(32,), prefill_tokens=8)
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama", (("fsdp", 2), ("tensor", 2))),
+        ("llama", (("fsdp", 2), ("tensor", 2), ("context", 2))),
+        ("gpt2", (("fsdp", 4),)),
+        # Heads, columns and the vocabulary are padded, and key/value heads copied.
+        ("llama", (("tensor", 3),)),
+        ("gpt_oss", (("tensor", 3), ("expert", 2))),
+        ("deepseek_v3", (("tensor", 3),)),
+    ],
+)
+@pytest.mark.parametrize("weights", ["plain", "int8"])
+def test_any_mesh_answers_as_transformers_do(
+    name: str, mesh: tuple[tuple[str, int], ...], weights: str, tmp_path: Path
+) -> None:
+    """In int8, as one device does."""
+    policy = Policy(max_batch=8, chunk_tokens=16)
+    how = replace(CONFIGURATION, mesh=mesh, shapes=SHAPES, policy=policy, pages=64, weights_dtype=weights)
+    folder = saved(name, tmp_path)
+    if name in ("gpt_oss", "deepseek_v3"):
+        # Tokens of experts are split over all devices.
+        with pytest.raises(RooftopError, match=r"batches: .*split the tokens of a step"):
+            load(folder, how)
+        how = replace(how, shapes=replace(SHAPES, batches=(12,), widths=(12,), prefill_tokens=12))
+    tokens, expected = greedy(name, engine(folder, how))
+    if weights != "plain":
+        alone, _ = greedy(name, engine(folder, replace(how, mesh=())))
+        assert tokens == alone
+    else:
+        assert tokens == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "on", "axes", "batch"),
+    [
+        ("llama3.1-70b", "v5e:4x4", {"fsdp": 4, "tensor": 4}, 32),
+        ("llama3.1-405b", "v5e:8x8", {"fsdp": 8, "tensor": 8}, 64),
+    ],
+)
+def test_a_compiled_step_moves_what_is_planned(name: str, on: str, axes: dict[str, int], batch: int) -> None:
+    """In the layers every matmul has the planned FLOPs, and every collective of activations the planned bytes."""
+    context, layers = 1024, 2
+    mesh = Mesh.lay(Slice.parse(on), dict.fromkeys(SERVING_AXES, 1) | axes)
+    arguments = {"model": name, "layers": layers, "batch": batch, "context": context, "kv_split": "batch", "axes": axes}
+    request = CompileRequest(mesh=mesh, program="tests.support.serving_steps:lower", arguments=arguments)
+    compiled = compiled_ledger(compile_ahead_of_time(request)).ledger
+    problem = ServingProblem(
+        model=small(name, layers),
+        slice=mesh.slice,
+        workload=ServingWorkload(prompt=context - 16, generate=16, context=context),
+    )
+    planned = problem.generate(Placement(mesh=mesh, kv_split="batch"), float(batch))
+    for scope in ("layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down", "unembed"):
+        assert _flops(compiled, scope) == pytest.approx(_flops(planned, scope), rel=1e-6)
+    for scope in ("layers/attn/out", "layers/mlp/up", "layers/mlp/down"):
+        assert _bytes(compiled, scope) == pytest.approx(_bytes(planned, scope))
+    # XLA:TPU adds up the sums of one narrow head with an AllReduce.
+    both = _bytes(compiled, "layers/attn/qkv")
+    assert sum(both.values()) == pytest.approx(sum(_bytes(planned, "layers/attn/qkv").values()))
+
+
+def _flops(rows: Iterable[Row], scope: str) -> float:
+    return sum(float(row.count) * sum(map(float, row.flops.values())) for row in rows if row.scope == scope)
+
+
+def _bytes(rows: Iterable[Row], scope: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Bytes of the collectives of activations in a scope, by kind and axes; those of norms are a few numbers."""
+    moved = Counter[tuple[str, tuple[str, ...]]]()
+    for row in rows:
+        for one in row.collectives:
+            if row.scope == scope and float(one.bytes) > 1000:
+                moved[one.kind, tuple(one.axes)] += float(row.count * one.bytes)  # type: ignore[assignment]
+    return dict(moved)
