@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
 from rooftop.arrays import Mesh
+from rooftop.arrays.rules import ways
 from rooftop.compiler.collectives.rings import Ring, find_rings
 from rooftop.compiler.hlo.dataflow import Flow, Value, rendezvous
 from rooftop.compiler.hlo.groups import replica_groups, varying_axes
@@ -216,11 +217,11 @@ def logical_collectives(
             collectives += _unfolded(module, mesh, occurrences)
         elif occurrences[0].place == ring.permutes[0]:
             collectives.append(_from_ring(module, ring))
-    return tuple(_over_slices(module, collectives, between, tuple(mesh)))
+    return tuple(_over_slices(module, collectives, between, mesh))
 
 
 def _over_slices(
-    module: Module, within: list[LogicalCollective], between: list[CompiledTransfer], order: tuple[str, ...]
+    module: Module, within: list[LogicalCollective], between: list[CompiledTransfer], sizes: Mapping[str, int]
 ) -> Iterator[LogicalCollective]:
     """Collectives within slices and between them, joined into one where XLA has taken it apart.
 
@@ -241,6 +242,19 @@ def _over_slices(
             if origin.opcode == "recv":
                 by_meeting.setdefault(rendezvous(origin), []).append(index)
     joined = set[int]()
+
+    def parts_of(step: Iterable[int], outside: LogicalCollective) -> list[int]:
+        """The collectives of a step: several if XLA sends their parts between slices together."""
+        parts, left = list[int](), outside.bytes
+        for part in dict.fromkeys(step):
+            ours = within[part]
+            share = ours.bytes / ways(sizes, *ours.axes)
+            # In a loop XLA may do a step in the next trip: all steps of a collective are done equally often.
+            if part not in joined and ours.executions == outside.executions and share <= left:
+                parts.append(part)
+                left -= share
+        return [] if left else parts
+
     for transfer in between:
         outside = _from_transfer(module, transfer)
         origins = _origins(module, transfer.computation, transfer.send)
@@ -248,31 +262,30 @@ def _over_slices(
         earlier = [by_place[place] for place in places if place in by_place]
         later = by_meeting.get(rendezvous(transfer.recv), [])
         steps = {"all_gather": (later,), "reduce_scatter": (earlier,), "all_reduce": (earlier, later)}
-        # In a loop XLA may do a step in the next trip: the steps of a collective are done equally often.
-        parts = [
-            next((part for part in step if part not in joined and within[part].executions == outside.executions), None)
-            for step in steps.get(transfer.kind, ())
-        ]
-        inside = [within[part] for part in parts if part is not None]
-        if not inside or len(inside) < len(parts):
+        parts = [parts_of(step, outside) for step in steps.get(transfer.kind, ())]
+        if not parts or not parts[0] or len(set(map(len, parts))) > 1:
             yield outside
             continue
-        joined.update(part for part in parts if part is not None)
-        yield replace(
-            inside[0],
-            kind=transfer.kind,
-            axes=tuple(axis for axis in order if axis in {*inside[0].axes, *outside.axes}),
-            wire_bytes=outside.wire_bytes + sum(step.wire_bytes for step in inside),
-            synchronous=False,
-            instructions=(*(place for step in inside for place in step.instructions), *outside.instructions),
-            between=transfer.kind,
-            steps=tuple(
-                (place, step.kind)
-                for step in inside
-                for computation, name in step.instructions
-                for place in outermost(module, computation, name)
-            ),
-        )
+        joined.update(part for step in parts for part in step)
+        whole = sum(within[part].bytes for part in parts[0])
+        for together in zip(*parts, strict=True):
+            inside = [within[part] for part in together]
+            share = inside[0].bytes / whole
+            yield replace(
+                inside[0],
+                kind=transfer.kind,
+                axes=tuple(axis for axis in sizes if axis in {*inside[0].axes, *outside.axes}),
+                wire_bytes=share * outside.wire_bytes + sum(step.wire_bytes for step in inside),
+                synchronous=False,
+                instructions=(*(place for step in inside for place in step.instructions), *outside.instructions),
+                between=transfer.kind,
+                steps=tuple(
+                    (place, step.kind)
+                    for step in inside
+                    for computation, name in step.instructions
+                    for place in outermost(module, computation, name)
+                ),
+            )
     yield from (collective for index, collective in enumerate(within) if index not in joined)
 
 
@@ -283,7 +296,7 @@ _PASSED = frozenset(
         "optimization-barrier", "recv-done", "dynamic-slice", "slice", "fusion", "all-gather-done", "all-reduce-done",
     )
 )  # fmt: skip
-_MOVED = _PASSED | {"parameter", "constant", "broadcast"}
+_MOVED = _PASSED | {"parameter", "constant", "broadcast", "pad", "maximum", "concatenate"}
 
 
 def _origins(module: Module, computation: HloComputation, user: Instruction) -> Iterator[Located]:
@@ -303,7 +316,10 @@ def _origins(module: Module, computation: HloComputation, user: Instruction) -> 
         moves = at.opcode != "fusion" or _only_moves(module.computations[at.called[0]])
         if (at.opcode in _PASSED or is_input) and moves:
             source = before(module, inside, at)
-            left += _carried(module, inside, at) or ([] if source is None else [source])
+            if at.opcode == "fusion" and _joins(module.computations[at.called[0]]):
+                left += [(inside, operand) for operand in inside.operands(at)]
+            else:
+                left += _carried(module, inside, at) or ([] if source is None else [source])
 
 
 def _only_moves(fused: HloComputation) -> bool:
@@ -313,6 +329,11 @@ def _only_moves(fused: HloComputation) -> bool:
         return reduction.shape[0].elements == fused.operands(reduction)[0].shape[0].elements
 
     return all(inner.opcode in _MOVED or (inner.opcode == "reduce" and keeps(inner)) for inner in fused)
+
+
+def _joins(fused: HloComputation) -> bool:
+    """True if a fusion concatenates: XLA may do so as the maximum of padded arrays."""
+    return any(inner.opcode in ("maximum", "concatenate") for inner in fused)
 
 
 def _carried(module: Module, computation: HloComputation, element: Instruction) -> list[Located]:
