@@ -11,7 +11,7 @@ padded logit is left out of the softmax.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
@@ -135,9 +135,7 @@ class HeadSplit:
     @property
     def cached(self) -> tuple[int, ...]:
         """The key/value head in each place of a cache, group by group; those of padding are arbitrary."""
-        if not self.copies_keys and self.kv_heads < self.heads:
-            return tuple(range(self.kv_heads))
-        return tuple(head for of_group in self.key_table() for head in of_group)
+        return _cached(self)
 
     def key_table(self) -> list[list[int]]:
         """The key/value heads of each group, in the order of its query heads; those of padding are arbitrary."""
@@ -150,6 +148,13 @@ class HeadSplit:
     @property
     def _owns_keys(self) -> bool:
         return self.kv_heads < self.heads and self.ways % self.kv_heads == 0
+
+
+@lru_cache(maxsize=1 << 12)
+def _cached(split: HeadSplit) -> tuple[int, ...]:
+    if not split.copies_keys and split.kv_heads < split.heads:
+        return tuple(range(split.kv_heads))
+    return tuple(head for of_group in split.key_table() for head in of_group)
 
 
 def query_heads(heads: int, kv_heads: int, ways: Number, sharing: Number = 1) -> Number:

@@ -16,7 +16,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import ServingProblem
-from rooftop.plan.serving.search import PrefillSweep, batch_grid, most_of_each, sweep_generate
+from rooftop.plan.serving.search import PrefillSweep, server_batches, sweep_generate
 
 #: How the batch was chosen: by the user, at the knee, by a target of TPOT, or with a fleet.
 BatchRule = Literal["given", "knee", "target", "fleet"]
@@ -84,8 +84,8 @@ def _batches(problem: ServingProblem, generate: Sequence[Placement], prefill: Se
         )
     batch_seqs = problem.workload.batch_seqs
     if batch_seqs is None:
-        most = max(most_of_each(problem, generate))
-        swept = sweep_generate(problem, generate, batch_grid(max(most, 1)))
+        batches = server_batches(problem, generate)
+        swept = sweep_generate(problem, generate, batches if len(batches) else np.ones(1))
         chosen = [(choice.placement, choice.batch) for choice in swept.choices()] or [(swept.best(0), 1)]
     else:
         swept = sweep_generate(problem, generate, np.array([float(batch_seqs)]))

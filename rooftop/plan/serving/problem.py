@@ -336,10 +336,11 @@ class ServingProblem:
         """
         devices = slice_.devices
         if requested is None:
-            for chosen in _divisions(devices, len(axes)):
-                sizes = dict.fromkeys(SERVING_AXES, 1) | dict(zip(axes, chosen, strict=True))
-                if refused(sizes) is None and self.padding(sizes, ring=ring) <= MOST_PADDING:
-                    yield sizes
+            meshes = [
+                dict.fromkeys(SERVING_AXES, 1) | dict(zip(axes, chosen, strict=True))
+                for chosen in _divisions(devices, len(axes))
+            ]
+            yield from self._little_padding([sizes for sizes in meshes if refused(sizes) is None], ring=ring)
             return
         text = ",".join(f"{name}={size}" for name, size in requested.items())
         for name in requested:
@@ -374,18 +375,19 @@ class ServingProblem:
             return "no expert axis without several sequences"
         return None
 
-    def padding(self, sizes: Mapping[str, int], *, ring: bool) -> float:
-        """The largest padding of a dim over axes of these sizes, relative to its size.
+    def _little_padding(self, meshes: Sequence[dict[str, int]], *, ring: bool) -> list[dict[str, int]]:
+        """The meshes that pad no dim by more than ``MOST_PADDING`` of its size.
 
         ``ring``: context splits the sequence of a prefill, not columns.
         """
         tensor, context, fsdp, expert = (
-            float(ways(sizes, *axes)) for axes in (COLUMN_AXES, SEQUENCE_AXES, GATHER_AXES, EXPERT_AXES)
+            np.array([ways(sizes, *axes) for sizes in meshes], np.float64)
+            for axes in (COLUMN_AXES, SEQUENCE_AXES, GATHER_AXES, EXPERT_AXES)
         )
-        widths = ModelWidths(
-            model=self.model, tensor=tensor, fsdp=fsdp, expert=expert, sharing=1.0 if ring else context
-        )
-        return float(np.asarray(widths.padding))
+        sharing = np.ones_like(context) if ring else context
+        widths = ModelWidths(model=self.model, tensor=tensor, fsdp=fsdp, expert=expert, sharing=sharing)
+        padding = np.broadcast_to(widths.padding, len(meshes)).tolist()
+        return [sizes for sizes, more in zip(meshes, padding, strict=True) if more <= MOST_PADDING]
 
 
 def _alone(slice_: Slice) -> Mesh:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,10 +24,17 @@ MOST_SEQUENCES = 2**20
 _AT_A_TIME = 2**7
 
 
-def batch_grid(most: int) -> Floats:
-    """Batches to look at: all up to 16, then eight to every doubling, ``most`` included."""
+def batch_grid(most: int, also: Iterable[int] = ()) -> Floats:
+    """Batches to look at: all up to 16, then eight to every doubling, ``most`` and those of ``also`` included."""
     grown = {round(2 ** (power / 8)) for power in range(8 * (most.bit_length() + 1))}
-    return np.array(sorted({size for size in grown | set(range(1, 17)) | {most} if size <= most}), np.float64)
+    sizes = grown | set(range(1, 17)) | {most, *also}
+    return np.array(sorted(size for size in sizes if 0 < size <= most), np.float64)
+
+
+def server_batches(problem: ServingProblem, placements: Sequence[Placement]) -> Floats:
+    """``batch_grid`` up to the largest batch of any placement, with the largest of each; empty if none has room."""
+    each = most_of_each(problem, placements)
+    return batch_grid(max(each), [even_batch(most, place) for most, place in zip(each, placements, strict=True)])
 
 
 @dataclass(frozen=True, kw_only=True)
