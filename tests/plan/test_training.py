@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rooftop.arrays import AXES, parse_axes
+from rooftop.arrays import AXES, Mesh, parse_axes
 from rooftop.capabilities import KERNELS, LANES, AttentionKernel, block_size, padded_positions
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Ledger
@@ -25,16 +25,17 @@ from rooftop.explain.compiled.report import bytes_by_axes
 from rooftop.explain.join import join
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
-from rooftop.models.activations import CHECKPOINTS
-from rooftop.plan.layouts import enumerate_layouts
-from rooftop.plan.pricing import RingSteps
+from rooftop.models.activations import CHECKPOINTS, POLICIES
+from rooftop.plan.layouts import enumerate_layouts, from_mesh
+from rooftop.plan.pricing import RingSteps, scalar
 from rooftop.plan.shapes import attended_pairs
 from rooftop.plan.training.answer import TrainingAnswerDocument, plan_training
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import Padding, TrainingPlan
 from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.search import Sweep, sweep
-from rooftop.plan.training.strategies import Strategies
+from rooftop.plan.training.strategies import Choice, Strategies
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.collectives import price
 from rooftop.scheduling.pipeline import PipelineSchedule
@@ -366,6 +367,21 @@ def test_fsdp_over_two_slices_gathers_between_them_first() -> None:
     copies = best(sweep(problem("llama3-8b", "v5e:4x4@2", axes={"data": 2, "fsdp": 16}, seqs=32)))
     assert {piece.axis for piece in copies.mesh.axes["data"]} == {"dcn"}
     assert copies.expected_s < plan.expected_s
+
+
+def test_a_ring_over_two_slices_goes_over_dcn_in_every_hop() -> None:
+    asked = problem("llama3-8b", "v5e:4x4@2", seqs=8)
+    slice_, seconds = asked.slice, {}
+    for layout in ("fsdp=x+dcn,context=y", "fsdp=x+y[1:2],context=y[2:2]+dcn", "fsdp=x+y,context=dcn"):
+        mesh = Mesh(slice_, dict.fromkeys(AXES, ()) | dict(Mesh.from_layout(slice_, layout).axes))
+        step = asked.step(Strategies(from_mesh(mesh), (Choice(remat="block", policy=POLICIES["block"]),)))
+        (row,) = (r for r in training_ledger(step) if (r.scope, r.phase) == ("layers/attn/core", "forward"))
+        (ring,) = (collective for collective in row.collectives if scalar(collective.wire_bytes) > 0)
+        seconds[layout] = scalar(ring.expected_s) / scalar(ring.wire_bytes)
+    within, both, between = seconds.values()
+    # A device sends all that it sends through the network of its host.
+    assert both == pytest.approx(between, rel=0.05)
+    assert both > 10 * within
 
 
 def test_data_over_dcn_reduces_gradient_shards() -> None:

@@ -81,6 +81,16 @@ class _Durations:
     def transfer_s(self, transfer: Transfer) -> Number:
         """Seconds of a transfer."""
         fixed_s, seconds_per_byte = self._line(transfer.priced_as, transfer.axes)
+        slice_ = self.strategies.layouts.slice
+        if transfer.kind == "permute_ring" and slice_.chip.kind == "tpu" and slice_.num_slices > 1:
+            # XLA hands all of a permute between slices to the hosts, in every hop of a rotation.
+            devices, within = self.strategies.devices(*transfer.axes), self.strategies.within_slice(*transfer.axes)
+            hop_s, per_byte = self._line("permute", transfer.axes)
+            crosses = (within > 1) & (within < devices) & (self.strategies.groups is None)
+            hops = devices - 1
+            fixed_s, seconds_per_byte = _where(
+                crosses, (hops * hop_s, hops / devices * per_byte), (fixed_s, seconds_per_byte)
+            )
         if np.any(transfer.summed):
             fixed, per_byte = self._line("all_reduce", transfer.axes)
             fixed_s = np.where(transfer.summed, fixed, fixed_s)
