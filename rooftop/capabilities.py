@@ -53,6 +53,9 @@ KERNEL_OF_CHIP: Mapping[str, AttentionKernel] = MappingProxyType({"tpu": "splash
 RING_KERNELS: tuple[AttentionKernel, ...] = ("reference", "chunked", "splash")
 #: Elements of a row of a TPU's vector registers. The splash kernel takes positions in multiples of it.
 LANES = 128
+#: Rows of a TPU's vector registers. XLA:TPU rearranges arrays with another number of tokens on a device, which takes
+#: longer than a layer's matmuls where D is split over fsdp: a step's tokens are a multiple of it on each device.
+SUBLANES = 8
 #: Pieces of the sequence on each device of a context axis: one from either end, so that causal work is balanced.
 CONTEXT_CHUNKS = 2
 #: Blocks of positions that the splash kernel should not have to go below where padding decides its length, in LANES.

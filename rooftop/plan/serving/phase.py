@@ -24,8 +24,10 @@ from rooftop.arrays.rules import (
     SEQUENCE_AXES,
     Rules,
 )
+from rooftop.capabilities import SUBLANES
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
+from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.attention import AttentionKind, AttentionMatmuls, MatmulShape, attention_kind
 from rooftop.models.counting import kv_cache_bytes
@@ -100,7 +102,20 @@ class Phase:
     def own_tokens(self) -> Number:
         """Tokens that one group of devices which share activations works on: the batch is split over ``expert``."""
         spread = self.ways(*REPLICA_AXES, *EXPERT_AXES, *(() if self.generating else SEQUENCE_AXES))
-        return np.ceil(self.tokens / spread) * (1 + self.guesses)
+        own: Number = next_multiple(np.ceil(self.tokens / spread), self.token_unit)
+        return own * (1 + self.guesses)
+
+    @cached_property
+    def token_unit(self) -> Number:
+        """Tokens that a step is padded to a multiple of where D is split over ``fsdp``; 1 elsewhere.
+
+        Between matmuls tokens are split over the axes of columns, and inside of blocks over ``fsdp``.
+        """
+        if not self.splits(*GATHER_AXES):
+            return 1.0
+        shared = self.placement.kv_split == "batch" and self.generating
+        groups = self.ways(*GATHER_AXES) * (self.ways(*SEQUENCE_AXES) if shared else 1)
+        return SUBLANES * np.lcm(np.asarray(groups).astype(np.int64), np.asarray(self.split).astype(np.int64)) * 1.0
 
     @cached_property
     def kv_heads(self) -> Number:

@@ -18,7 +18,7 @@ import numpy as np
 from rooftop.arrays import Mesh
 from rooftop.arrays.mesh import AxisPiece, AxisSpan, Floats, Ints, joint_span
 from rooftop.arrays.rules import BATCH_AXES, COLUMN_AXES, EXPERT_AXES, GATHER_AXES, SEQUENCE_AXES, ways
-from rooftop.capabilities import KV_SPLITS, KvSplit
+from rooftop.capabilities import KV_SPLITS, SUBLANES, KvSplit
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import Number
 from rooftop.hardware import Slice
@@ -95,10 +95,12 @@ class Placement:
     def spread(self) -> int:
         """Equal parts of a generate server's batch: one for each group of devices that shares a cache.
 
-        With D split over ``fsdp`` the tokens between matmuls are also split by the axes of columns.
+        With D split over ``fsdp``, so many that tokens are split evenly too: see ``Phase.token_unit``.
         """
         groups = self.ways(BATCH_AXES) * (1 if self.kv_split == "seq" else self.ways(SEQUENCE_AXES))
-        return groups if self.ways(GATHER_AXES) == 1 else lcm(groups, self.ways((*SEQUENCE_AXES, *COLUMN_AXES)))
+        if self.ways(GATHER_AXES) == 1:
+            return groups
+        return SUBLANES * lcm(groups, self.ways((*SEQUENCE_AXES, *COLUMN_AXES)))
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from rooftop.arrays.rules import COLUMN_AXES, SEQUENCE_AXES, ways
-from rooftop.capabilities import ENGINE_AXES, engine_mesh_errors
+from rooftop.capabilities import ENGINE_AXES, SUBLANES, engine_mesh_errors
 from rooftop.checkpoints.huggingface import load_weights
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
@@ -152,7 +152,7 @@ def parts(
         page_tokens=configuration.page_tokens,
         prefill_tokens=_PREFILL_TOKENS[platform],
         reader=decoder.reader,
-        least=decoder.least_rows,
+        least=decoder.least_rows * (SUBLANES if platform == "tpu" and decoder.specs.width else 1),
     )
     if any(rows % decoder.groups.ways for rows in shapes.batches):
         raise RooftopError("batches", shapes.batches, f"multiples of the {decoder.groups.ways} groups")
