@@ -760,6 +760,10 @@ def test_collective_matmuls_are_chosen_where_they_pay() -> None:
     for plain in (replace(asked, axes={"fsdp": 512}), problem("llama3-8b", on="v5e:4x4", seqs=32)):
         assert not plan_training(plain, alternatives=0).plan.choice.collective_matmuls
     assert TrainingPlan.from_json(on.to_json()).choice == on.choice
+    staged = replace(asked, axes={"stage": 4, "fsdp": 32, "tensor": 4}, microbatches=4)
+    assert not plan_training(staged, alternatives=0).plan.choice.collective_matmuls
+    pinned = plan_training(replace(staged, collective_matmuls=True), alternatives=0).plan
+    assert pinned.obstacles == ["no program has collective matmuls in a pipeline stage"]
 
 
 def test_switched_off_a_search_says_what_collective_matmuls_gain() -> None:

@@ -475,5 +475,8 @@ def allowed_candidates(problem: Problem, strategies: Strategies) -> Mask:
         most = parts // int(stages.min())
         accepted = f"at most {most}" if most > 1 else "no interleaving"
         raise RooftopError("chunks", problem.chunks, f"{accepted} ({int(stages.min())} stages share {parts} {what})")
+    if problem.collective_matmuls is None:
+        # No program has them in stages.
+        filled = filled & ((stages == 1) | (strategies.collective_matmuls == 0))
     # Little padding matters less than a schedule that can be.
     return good & filled if (good & filled).any() else np.broadcast_to(filled, strategies.shape)
