@@ -33,8 +33,8 @@ def batch_grid(most: int, also: Iterable[int] = ()) -> Floats:
 
 def server_batches(problem: ServingProblem, placements: Sequence[Placement]) -> Floats:
     """``batch_grid`` up to the largest batch of any placement, with the largest of each; empty if none has room."""
-    each = most_of_each(problem, placements)
-    return batch_grid(max(each), [even_batch(most, place) for most, place in zip(each, placements, strict=True)])
+    largest = most_of_each(problem, placements)
+    return batch_grid(max(largest), [even_batch(most, place) for most, place in zip(largest, placements, strict=True)])
 
 
 @dataclass(frozen=True, kw_only=True)
