@@ -34,6 +34,7 @@ from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
 from rooftop.models.optimizers import OPTIMIZERS
 from rooftop.models.segments import stage_parts
+from rooftop.models.stored import KeptWeights
 from rooftop.models.widths import HeadSplit
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
 
@@ -64,8 +65,8 @@ _LEAST_BLOCK, _MOST_BLOCK = 4, 8
 ENGINE_AXES: tuple[str, ...] = ("data", "fsdp", "expert", "tensor", "context")
 #: How an engine holds weights of a dtype, in groups that share a scale (None: a whole column).
 ENGINE_WEIGHTS: Mapping[tuple[str, int | None], str] = MappingProxyType(
-    {("bf16", None): "plain", ("int8", None): "int8", ("f8_e4m3", None): "f8_e4m3"}
-    | {("int4", group): f"int4-{group}" for group in (32, 64, 128)}
+    {("bf16", None): "plain", ("int8", None): "int8", ("f8_e4m3", None): "f8_e4m3", ("f4_e2m1", 32): "f4_e2m1-32"}
+    | {(dtype, group): f"{dtype}-{group}" for dtype in ("int4", "f8_e4m3") for group in (32, 64, 128)}
 )
 #: How an engine holds keys and values of a dtype.
 ENGINE_CACHES: Mapping[str, str] = MappingProxyType({"bf16": "plain", "int8": "int8"})
@@ -171,8 +172,9 @@ class ServingSpec:
 
     ``tokens`` of the longest sequence (None: as many as the model allows). ``prefill_axes`` are those of a server that
     prefills alone (None: the same); with ``prefill_ring`` its context axis splits sequences, not columns. Dtypes:
-    ``weights`` of the layers, in groups of ``weight_group`` inputs that share a scale (None: a whole column), ``kv`` of
-    the cache, ``matmul`` of the matmuls. ``kv_sharing`` layers share one cache. ``drafted``: a draft model guesses.
+    ``weights`` of the layers, or of their experts alone (``only_experts``), in groups of ``weight_group`` inputs that
+    share a scale (None: a whole column), ``tables`` of the embedding and the unembedding, ``kv`` of the cache,
+    ``matmul`` of the matmuls. ``kv_sharing`` layers share one cache. ``drafted``: a draft model guesses.
     """
 
     model: ModelConfig
@@ -183,6 +185,8 @@ class ServingSpec:
     kv_split: KvSplit = "batch"
     weights: str = "bf16"
     weight_group: int | None = None
+    only_experts: bool = False
+    tables: str = "bf16"
     kv: str = "bf16"
     matmul: str = "bf16"
     kv_sharing: int = 1
@@ -435,28 +439,52 @@ def _engine_weights(spec: ServingSpec) -> str | None:
     return f"no engine has weights in {spec.weights} with {scales}: {_weight_formats()}"
 
 
+def published_weights(model: ModelConfig, axes: Mapping[str, int] | None = None) -> KeptWeights | None:
+    """The format in which an engine over mesh ``axes`` keeps the values of the model's published checkpoint.
+
+    None if it reads them as plain weights: others are plain already, have zero points, or groups that a device has part
+    of.
+    """
+    kept = KeptWeights.of(model)
+    if kept is None or (kept.dtype, kept.group) not in ENGINE_WEIGHTS:
+        return None
+    spec = ServingSpec(
+        model=model,
+        axes=axes or {},
+        weights=kept.dtype,
+        weight_group=kept.group,
+        only_experts=kept.only_experts,
+    )
+    return None if _weight_groups(spec) is not None else kept
+
+
 def _weight_groups(spec: ServingSpec) -> str | None:
     group = spec.weight_group
     if group is None or spec.weights == "bf16" or spec.engine_weights is None:
         return None
     for axes in (spec.axes, spec.prefill_axes or {}):
-        for name, inputs in _matmul_inputs(spec.model, axes):
+        for name, inputs in _matmul_inputs(spec, axes):
             if inputs % group:
                 return f"groups of {group} weights do not divide the {inputs} {name} that a device sums over"
     return None
 
 
-def _matmul_inputs(model: ModelConfig, axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Inputs of the layers' matmuls on one device, padding included, with their names."""
+def _matmul_inputs(spec: ServingSpec, axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Inputs of matmuls with quantised weights on one device, padding included, with their names."""
+    model = spec.model
     heads = engine_heads(model, axes)
+    columns = heads.ways * heads.sharing
     yield "of D", model.d_model // ways(axes, *GATHER_AXES)
+    if spec.only_experts and model.moe is not None:
+        yield "columns of an expert", ceil_div(model.moe.d_ff, columns)
+        return
     yield "outputs of heads", heads.queries // heads.sharing * model.d_value
     if model.mla is not None:
         yield "of the latent", model.mla.kv_rank
         if model.mla.q_rank is not None:
             yield "of the queries' latent", model.mla.q_rank
     for name, hidden in _hidden_columns(model):
-        yield name, ceil_div(hidden, heads.ways * heads.sharing)
+        yield name, ceil_div(hidden, columns)
 
 
 def _hidden_columns(model: ModelConfig) -> Iterator[tuple[str, int]]:
@@ -471,6 +499,10 @@ def _hidden_columns(model: ModelConfig) -> Iterator[tuple[str, int]]:
 
 def _weight_formats() -> str:
     return ", ".join(dtype if group is None else f"{dtype} in groups of {group}" for dtype, group in ENGINE_WEIGHTS)
+
+
+def _engine_tables(spec: ServingSpec) -> str | None:
+    return None if spec.tables == "bf16" else f"no engine has embedding tables in {spec.tables}: bf16"
 
 
 def _engine_cache(spec: ServingSpec) -> str | None:
@@ -570,6 +602,7 @@ SERVING: tuple[Capability[ServingSpec], ...] = (
         accepted="a divisor of the inputs of every matmul on a device: D, heads and F over tensor x context",
         obstacle=_weight_groups,
     ),
+    Capability(name="embedding and unembedding", accepted="bf16", obstacle=_engine_tables),
     Capability(name="KV cache", accepted=", ".join(ENGINE_CACHES), obstacle=_engine_cache),
     Capability(name="matmul dtype", accepted="bf16", obstacle=_engine_matmuls),
     Capability(name="layers that share a cache", accepted="1", obstacle=_kv_sharing),

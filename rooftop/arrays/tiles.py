@@ -32,6 +32,7 @@ HLO_DTYPES: Mapping[str, str] = {
     "int4": "s4",
     "f8_e4m3": "f8e4m3fn",
     "f8_e5m2": "f8e5m2",
+    "f4_e2m1": "f4e2m1fn",
 }
 
 #: Bits of one element by HLO dtype. In memory one of fewer than 8 bits fills a byte, unless its layout says ``E(4)``.

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from rooftop.checkpoints.huggingface_files import Checkpoint, CheckpointTensor, write_checkpoint
 from rooftop.checkpoints.names import Array, Entry, entries, matrix, region, tensor_shape
-from rooftop.checkpoints.quantised import open_weights, output_scales
+from rooftop.checkpoints.quantised import group_scales, open_weights
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.models.config import MoE
@@ -47,15 +47,15 @@ def load_weights(
     *,
     described: Transformer[Parameter] | None = None,
     placed: Callable[[Parameter, jax.Array, jax.Array | None], Any] = lambda parameter, array, scales: array,
-    scaled: Callable[[Parameter], int | None] = lambda parameter: None,
+    scaled: Callable[[Parameter], ScaledDim | None] = lambda parameter: None,
 ) -> Transformer[Any]:
     """The weights of ``model`` from the safetensors in ``folder`` (one file, or several with an index).
 
     ``abstract`` has shapes, dtypes and shardings, as returned by ``rooftop.programs.parameters.abstract``; values are
     cast to those dtypes on the device. ``described`` says how dims are padded; by default none is. Tensors that the
     model does not have are ignored, and quantised ones are dequantised. ``placed`` converts each array to its stored
-    form, before the next one is read. It also gets the scales that the checkpoint has for FP8 values of the array, in
-    float32, if one suffices along the dim that ``scaled`` says, whose size is 1 then; else None.
+    form, before the next one is read. It also gets the scales that the checkpoint has for the array, if they are those
+    of the groups that ``scaled`` says, whose dim has an element for each group then; else None.
 
     Raises RooftopError for a file or tensor that is missing, damaged, quantised in a way that is not read, or of
     another shape than the model's.
@@ -67,17 +67,32 @@ def load_weights(
         entry = replace(entry, name=_published(entry.name, model, checkpoint))
         checkpoint.check(entry.name, tensor_shape(parameters[entry.leaf], entry))
         places[entry.leaf][entry.index] = entry
-    scales, leaves = output_scales(checkpoint), []
+    leaves = []
     for path, leaf in _by_path(abstract).items():
         parameter = padded[path]
-        source, dim = _Source(parameter=parameters[path], padding=parameter.padding), scaled(parameter)
+        source, wanted = _Source(parameter=parameters[path], padding=parameter.padding), scaled(parameter)
         array, own = _load(checkpoint, places[path], source, leaf), None
-        if dim is not None and all(entry.name in scales for entry in places[path].values()):
-            thin = tuple(None if at == dim else padding for at, padding in enumerate(source.padding))
-            own = _load(scales, places[path], replace(source, padding=thin), _thin(leaf, dim))
+        if wanted is not None and (wanted.group is None or not source.pads(wanted.dim)):
+            scales = group_scales(checkpoint, wanted.group)
+            if all(entry.name in scales for entry in places[path].values()):
+                own = _load(scales, places[path], source.thin(wanted), _thin(leaf, wanted))
         leaves.append(placed(parameter, array, own))
     weights: Transformer[Any] = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     return weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledDim:
+    """The ``dim`` of an array whose elements share scales in ``dtype``: all of it, or each ``group`` of neighbours."""
+
+    dim: int
+    group: int | None = None
+    dtype: str = "float32"
+
+    def thin(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scales of an array of ``shape``."""
+        groups = 1 if self.group is None else shape[self.dim] // self.group
+        return (*shape[: self.dim], groups, *shape[self.dim + 1 :])
 
 
 def save_weights(
@@ -185,6 +200,15 @@ class _Source:
     parameter: Parameter
     padding: tuple[PaddedDim | None, ...]
 
+    def pads(self, dim: int) -> bool:
+        """True if devices have padding in ``dim``."""
+        return bool(self.padding) and self.padding[dim] is not None
+
+    def thin(self, scaled: ScaledDim) -> _Source:
+        """The scales of the parameter, without padding in their dim."""
+        padding = tuple(None if at == scaled.dim else one for at, one in enumerate(self.padding))
+        return _Source(parameter=replace(self.parameter, shape=scaled.thin(self.parameter.shape)), padding=padding)
+
     def read(
         self, checkpoint: Checkpoint, places: Mapping[tuple[int, ...], Entry], spans: Sequence[tuple[int, int]]
     ) -> Array:
@@ -256,14 +280,15 @@ def _load(
     return array
 
 
-def _thin(leaf: jax.ShapeDtypeStruct, dim: int) -> jax.ShapeDtypeStruct:
-    """``leaf`` in float32, with the size 1 in ``dim``."""
+def _thin(leaf: jax.ShapeDtypeStruct, scaled: ScaledDim) -> jax.ShapeDtypeStruct:
+    """The scales of ``leaf``, split as it is."""
     place = leaf.sharding
     assert isinstance(place, NamedSharding)
     spec = [*place.spec, *(None,) * (len(leaf.shape) - len(place.spec))]
-    spec[dim] = None
-    shape = (*leaf.shape[:dim], 1, *leaf.shape[dim + 1 :])
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(place.mesh, P(*spec)))
+    if scaled.group is None:
+        spec[scaled.dim] = None
+    place = NamedSharding(place.mesh, P(*spec))
+    return jax.ShapeDtypeStruct(scaled.thin(leaf.shape), jnp.dtype(scaled.dtype), sharding=place)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

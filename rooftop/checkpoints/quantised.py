@@ -77,21 +77,22 @@ class _Dequantised(Checkpoint):
         return part
 
 
-def output_scales(files: Checkpoint) -> Checkpoint:
-    """The scales of the FP8 matrices of ``files`` that have one for each output, or one for all.
+def group_scales(files: Checkpoint, group: int | None) -> Checkpoint:
+    """The scales of the matrices of ``files`` that have one for each output and ``group`` inputs (None: all inputs).
 
-    Tensors have the names and shapes of these matrices: each element is its scale, in float32.
+    Tensors have the names and shapes of these matrices, but one element for each group of inputs, in float32. Matrices
+    with zero points are left out, and those with part of a group.
     """
     matrices = files.matrices if isinstance(files, _Dequantised) else {}
-    scaled = {name: matrix for name, matrix in matrices.items() if isinstance(matrix, _Fp8) and matrix.by_output}
-    return _OutputScales(folder=files.folder, tensors={}, matrices=scaled)
+    scaled = {name: matrix for name, matrix in matrices.items() if matrix.in_groups_of(group)}
+    return _GroupScales(folder=files.folder, tensors={}, matrices=scaled)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OutputScales(Checkpoint):
-    """See ``output_scales``."""
+class _GroupScales(Checkpoint):
+    """See ``group_scales``."""
 
-    matrices: Mapping[str, _Fp8]
+    matrices: Mapping[str, _Matrix]
 
     def __contains__(self, name: str) -> bool:
         return name in self.matrices
@@ -100,12 +101,10 @@ class _OutputScales(Checkpoint):
         return np.dtype(np.float32)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.matrices[name].shape
+        return self.matrices[name].groups_shape
 
     def read(self, name: str, region: tuple[slice, ...]) -> Array:
-        spans = [part.indices(size) for part, size in zip(region, self.shape(name), strict=True)]
-        bounds = tuple(slice(start, stop) for start, stop, _ in spans)
-        return np.broadcast_to(self.matrices[name].scales(bounds), [span.stop - span.start for span in bounds])
+        return self.matrices[name].group_scales(region)
 
 
 def _matrices(files: Checkpoint, stored: StoredFormat) -> dict[str, _Matrix]:
@@ -154,6 +153,19 @@ class _Matrix(ABC):
     def read(self, region: tuple[slice, ...]) -> Array:
         """The values of ``region``, whose slices have bounds and no steps."""
 
+    def in_groups_of(self, group: int | None) -> bool:
+        """True if a scale, and no zero point, covers ``group`` whole inputs (None: all) of one output or more."""
+        return False
+
+    @property
+    def groups_shape(self) -> tuple[int, ...]:
+        """The shape of the matrix, with its groups for its inputs."""
+        raise NotImplementedError
+
+    def group_scales(self, region: tuple[slice, ...]) -> Array:
+        """The scales of a region of ``groups_shape``."""
+        raise NotImplementedError
+
     def expect(self, suffix: str, codes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
         """Raise RooftopError unless the tensor has one of these dtypes and shapes."""
         name = f"{self.name}{suffix}"
@@ -191,10 +203,19 @@ class _Fp8(_Matrix):
     def dtype(self) -> np.dtype[Any]:
         return _BF16
 
+    def in_groups_of(self, group: int | None) -> bool:
+        return self.block[1] == (group or 0) and not self.shape[1] % (group or 1)
+
     @property
-    def by_output(self) -> bool:
-        """True if all inputs of an output have the same scale."""
-        return self.block[0] in (0, 1) and not self.block[1]
+    def groups_shape(self) -> tuple[int, ...]:
+        outputs, inputs = self.shape
+        return outputs, inputs // (self.block[1] or inputs)
+
+    def group_scales(self, region: tuple[slice, ...]) -> Array:
+        rows, columns = self.block[0] or self.shape[0], self.groups_shape[1]
+        scales = _floats(self.tensor(self.suffix)).reshape(-1, columns)
+        outputs: Array = scales[np.arange(*region[0].indices(self.shape[0])) // rows]
+        return outputs[:, region[1]]
 
     @property
     def suffix(self) -> str:
@@ -249,6 +270,18 @@ class _Mxfp4(_Matrix):
         blocks = self.files.shape(f"{self.name}_blocks")
         self.expect("_blocks", ("U8",), (*blocks[:3], 16))
         self.expect("_scales", ("U8",), blocks[:3])
+
+    def in_groups_of(self, group: int | None) -> bool:
+        return group == 32
+
+    @property
+    def groups_shape(self) -> tuple[int, ...]:
+        experts, outputs, blocks = self.files.shape(f"{self.name}_scales")
+        return experts, blocks, outputs
+
+    def group_scales(self, region: tuple[slice, ...]) -> Array:
+        experts, blocks, outputs = region
+        return _floats(self.tensor("_scales", experts)).swapaxes(1, 2)[:, blocks, outputs]
 
     def read(self, region: tuple[slice, ...]) -> Array:
         experts, inputs, outputs = region
@@ -392,6 +425,16 @@ class _Packed(_Words):
         self.expect_dims("_packed", "out word")
         self.expect("_packed", ("I32",), self.files.shape(f"{self.name}_packed"))
         self.expect("_scale", ("BF16", "F16", "F32"), (self.shape[0], self.groups))
+
+    def in_groups_of(self, group: int | None) -> bool:
+        return self.stored.block[1] == (group or 0) and not self.shape[1] % (group or 1)
+
+    @property
+    def groups_shape(self) -> tuple[int, ...]:
+        return self.shape[0], self.groups
+
+    def group_scales(self, region: tuple[slice, ...]) -> Array:
+        return self.tensor("_scale")[region].astype(np.float32)
 
     def read(self, region: tuple[slice, ...]) -> Array:
         outputs, inputs = region

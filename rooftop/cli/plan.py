@@ -231,11 +231,13 @@ class _ServingOptions(_FrontOptions):
     "--context", group=WORKLOAD, type=COUNT,
     help="Tokens in the cache at the priced step. Default: prompt and half the answer.",
 )  # fmt: skip
-@weights_dtype_option(type=DTYPES, help="Dtype of the layers' weights; a list when chips are searched.")
+@weights_dtype_option(
+    type=DTYPES, help="Dtype of the layers' weights; a list when chips are searched. [default: as published, or bf16]"
+)
 @kv_dtype_option(type=DTYPES, help="Dtype of the KV cache; a list when chips are searched.")
 @matmul_dtype_option(default="bf16")
-@embeddings_dtype_option(help="Dtype of embedding and unembedding. Default: as the weights.")
-@weight_group_option(help="Weights of a column that share a scale. Default: all of them.")
+@embeddings_dtype_option(help="Dtype of embedding and unembedding. [default: bf16]")
+@weight_group_option(help="Weights of a column that share a scale. [default: all; 32 of f4_e2m1]")
 @option("--kv-sharing", group=NUMERICS, default="1", type=COUNT, help="Layers that share one KV cache.")
 @batching_option(
     type=Name("disaggregated", "interleaved"),

@@ -150,9 +150,10 @@ class _ServeOptions(TypedDict):
 @option("--host-pages", group=CACHE, default="0", type=COUNT_OR_ZERO, help="Pages in the host's memory.")
 @compute_dtype_option(help="bf16 or f32. [default: bf16, on a CPU f32]")
 @weights_dtype_option(
-    help="int8, f8_e4m3, int4 (with --weight-group), or the compute dtype. [default: the latter, or the plan's]"
+    help="int8, f8_e4m3, f4_e2m1 (MXFP4), int4 (with --weight-group), or the compute dtype. [default: the plan's, or "
+    "the checkpoint's]"
 )
-@weight_group_option(help="With --weights-dtype int4: input channels that share a scale: 32, 64 or 128.")
+@weight_group_option(help="Input channels that share a scale: 32, 64 or 128 in int4 and f8_e4m3.")
 @kv_dtype_option(help="int8, or the compute dtype. [default: the latter, or the plan's]")
 @mesh_option(help="Axes on the devices here: tensor=4,expert=2. [default: the plan's]")
 @option(

@@ -8,7 +8,7 @@ from decimal import Decimal
 
 from rooftop.core.errors import RooftopError, unknown
 
-#: Bytes of one element, by dtype name. int4 packs two to a byte.
+#: Bytes of one element, by dtype name. Two of 4 bits share a byte.
 DTYPE_BYTES: dict[str, float] = {
     "bf16": 2.0,
     "f32": 4.0,
@@ -17,6 +17,7 @@ DTYPE_BYTES: dict[str, float] = {
     "int4": 0.5,
     "f8_e4m3": 1.0,
     "f8_e5m2": 1.0,
+    "f4_e2m1": 0.5,
 }
 
 #: Other spellings of dtypes, in lower case, by the name that rooftop prints.
@@ -34,6 +35,10 @@ DTYPE_ALIASES: dict[str, str] = {
     "f8_e4m3fn": "f8_e4m3",
     "e5m2": "f8_e5m2",
     "float8_e5m2": "f8_e5m2",
+    "fp4": "f4_e2m1",
+    "mxfp4": "f4_e2m1",
+    "e2m1": "f4_e2m1",
+    "float4_e2m1fn": "f4_e2m1",
 }
 
 #: The largest number of tokens, steps, dims or requests that is accepted: more is a slip of the keyboard.

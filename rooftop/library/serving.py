@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from rooftop.capabilities import KV_SPLITS
+from rooftop.capabilities import KV_SPLITS, published_weights
 from rooftop.core.errors import RooftopError, one_of, unknown
 from rooftop.core.files import write_json
 from rooftop.core.quantities import (
@@ -36,6 +36,7 @@ from rooftop.library.inputs import (
     slice_of,
 )
 from rooftop.library.results import Result, flat, ledger_rows
+from rooftop.models.stored import MXFP4_GROUP, KeptWeights
 from rooftop.plan.pricing import BOUNDS
 from rooftop.plan.serving import answer as serving
 from rooftop.plan.serving.answer import ServingAnswer
@@ -230,11 +231,12 @@ def plan_serving(
         prefill_on: Slice of a prefill server, if it is another one of the same chip.
         kv_split: The part of the cache that context splits: 'batch' or 'seq'; searched by default.
         link: The network between prefill and generate servers: 'ici' or 'dcn'.
-        weights_dtype: Dtype of the layers' weights; several where chips are searched.
+        weights_dtype: Dtype of the layers' weights; several where chips are searched. By default the format of the
+            published checkpoint, where an engine keeps it, and bf16 elsewhere.
         kv_dtype: Dtype of the KV cache; several where chips are searched.
         matmul_dtype: Dtype of the layers' matmuls.
-        embeddings_dtype: Dtype of embedding and unembedding; by default that of the weights.
-        weight_group: Input channels of the weights that share a scale; all by default.
+        embeddings_dtype: Dtype of embedding and unembedding; by default bf16, as engines have them.
+        weight_group: Input channels of the weights that share a scale; by default all, and 32 of f4_e2m1 (MXFP4).
         kv_sharing: Layers that share one KV cache.
         mfu: Share of peak that a prefill reaches, instead of our own estimate.
         assume: Assumptions: 'hbm_read=0.9,latency=0.5'.
@@ -355,22 +357,28 @@ def _question(
     if prefill_slice is not None and prefill_slice.chip.name == first.chip.name:
         # The same chip, with the price that is given.
         prefill_slice = Slice(first.chip, prefill_slice.shape, prefill_slice.num_slices)
+    config, answer_tokens = model_of(model), parse_count(generate, "generate")
+    published = None if weights_dtype is not None or bounds == "book" else published_weights(config)
+    if published is None:
+        formats = _formats(_dtypes(weights_dtype, "weights-dtype", searching), weight_group)
+    elif weight_group is None:
+        formats = [published]
+    else:
+        raise RooftopError("weight-group", weight_group, "this with --weights-dtype")
     numerics = [
         ServingNumerics(
-            weights=weights,
+            weights=weights.dtype,
             kv=kv,
             flops=parse_dtype(matmul_dtype, "matmul-dtype"),
-            embeddings=None if embeddings_dtype is None else parse_dtype(embeddings_dtype, "embeddings-dtype"),
-            weight_group=None if weight_group is None else parse_count(weight_group, "weight-group"),
+            embeddings="bf16" if embeddings_dtype is None else parse_dtype(embeddings_dtype, "embeddings-dtype"),
+            weight_group=weights.group,
+            only_experts=weights.only_experts,
             kv_sharing=parse_count(kv_sharing, "kv-sharing"),
         )
-        for weights, kv in product(
-            _dtypes(weights_dtype, "weights-dtype", searching), _dtypes(kv_dtype, "kv-dtype", searching)
-        )
+        for weights, kv in product(formats, _dtypes(kv_dtype, "kv-dtype", searching))
     ]
     modes = [one_of("batching", batching, MODES)] if batching is not None else list(MODES if searching else MODES[:1])
     assumptions = ServingAssumptions(mfu=None if mfu is None else parse_share(mfu, "mfu"))
-    config, answer_tokens = model_of(model), parse_count(generate, "generate")
     longest_prompt = max(1, config.max_seq_len - answer_tokens)
     problem = ServingProblem(
         model=config,
@@ -440,6 +448,14 @@ def _dtypes(dtypes: DtypesLike | None, field: str, searching: bool) -> list[str]
     if len(names) > 1 and not searching:
         raise RooftopError(field, ",".join(names), "one dtype each on one slice; lists where chips are searched")
     return [parse_dtype(name, field) for name in names]
+
+
+def _formats(dtypes: Sequence[str], group: CountLike | None) -> list[KeptWeights]:
+    """Formats of the weights of all layers."""
+    size = None if group is None else parse_count(group, "weight-group")
+    return [
+        KeptWeights(dtype=dtype, group=MXFP4_GROUP if size is None and dtype == "f4_e2m1" else size) for dtype in dtypes
+    ]
 
 
 def _contexts(contexts: Sequence[CountLike] | str | None) -> list[int] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import Record
@@ -40,6 +40,64 @@ class StoredWeights(Record):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeptWeights(Record):
+    """A format of the layers' weights on a server: a scale for each ``group`` inputs of an output, None for all inputs.
+
+    With ``only_experts`` all other weights are bf16.
+    """
+
+    dtype: str
+    group: int | None = None
+    only_experts: bool = False
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> KeptWeights | None:
+        """The format in which a server keeps the values of the model's published checkpoint; None if it has none.
+
+        That of a checkpoint with zero points, or with matrices of both kinds, is none.
+        """
+        stored = config.stored
+        kept = None if stored is None else _kept(stored)
+        if stored is None or kept is None:
+            return None
+        plain = {
+            weight.component
+            for weight in weights(config)
+            if weight.name in _MODULES.get(weight.component, {}) and not _all_quantised(config, stored, weight)
+        }
+        if "experts" in plain or (plain and config.moe is None):
+            return None
+        return replace(kept, only_experts=bool(plain))
+
+
+#: Inputs of an output that share an exponent in MXFP4.
+MXFP4_GROUP = 32
+
+
+def _kept(stored: StoredFormat) -> KeptWeights | None:
+    """The format on a server of matrices that are stored so; None for those with zero points, and other widths."""
+    match stored.method, stored.bits, stored.block[1]:
+        case "mxfp4", 4, _:
+            return KeptWeights(dtype="f4_e2m1", group=MXFP4_GROUP)
+        case "fp8", 8, columns:
+            return KeptWeights(dtype="f8_e4m3", group=columns or None)
+        case "packed", 8, 0:
+            return KeptWeights(dtype="int8")
+        case "packed", 4, columns if columns:
+            return KeptWeights(dtype="int4", group=columns)
+    return None
+
+
+def _all_quantised(config: ModelConfig, stored: StoredFormat, weight: Weight) -> bool:
+    return _in_method(stored, weight) and not any(stored.skips(name) for name in _modules(config, weight))
+
+
+def _in_method(stored: StoredFormat, weight: Weight) -> bool:
+    """True if the method quantises such weights, where no list leaves them out: MXFP4 is for experts alone."""
+    return stored.method != "mxfp4" or weight.component == "experts"
+
+
 #: Names of modules in published checkpoints, by the names of weights in ``rooftop.models.counting``.
 _MODULES: Mapping[str, Mapping[str, str]] = {
     "attn": {
@@ -61,7 +119,7 @@ _MODULES: Mapping[str, Mapping[str, str]] = {
 def _weight_bytes(config: ModelConfig, stored: StoredFormat, weight: Weight) -> int:
     """Bytes of one weight in all layers."""
     names = list(_modules(config, weight))
-    if not names or (stored.method == "mxfp4" and weight.component != "experts"):
+    if not names or not _in_method(stored, weight):
         return weight.params * PLAIN_BYTES
     *many, inputs, outputs = _as_matrices(weight)
     size = math.prod(many) * stored.matrix_bytes(outputs, inputs)

@@ -34,6 +34,10 @@ KERNEL_MATMULS: Mapping[str, tuple[int, int]] = {"fwd": (1, 1), "dq": (2, 1), "d
 _BACKWARD: Mapping[str, tuple[str, ...]] = {"tpu": ("dq", "dkv"), "gpu": ("bwd",)}
 
 
+#: Dtypes of weights that come in groups with scales of their own.
+GROUPED_DTYPES = ("f8_e4m3", "int4", "f4_e2m1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MatmulFit:
     """Time of a bare matmul: FLOPs at ``peak`` of the rate, ``start_s``, and ``result_s`` an element of its result.
@@ -79,7 +83,8 @@ class Fractions:
     ``matmul`` maps a width ('16-bit', '8-bit') to a fit, ``ici`` a collective kind to the share of the link rate.
     ``batch`` is of 16-bit matmuls, None where none was compiled.
     ``hbm`` and ``dcn`` are shares of the catalogue's rates; ``collective_start_s`` passes before a collective's first
-    byte. ``attention`` is None where no kernel was counted. ``sources`` has the evidence, under 'hbm',
+    byte. ``convert_s`` are seconds in which a weight in groups is read and converted for a matmul, by dtype; 0 where
+    nothing was compiled. ``attention`` is None where no kernel was counted. ``sources`` has the evidence, under 'hbm',
     'ici.all_gather', 'matmul.16-bit' and so on.
     """
 
@@ -91,6 +96,7 @@ class Fractions:
     ici: Mapping[str, float] = field(hash=False)
     dcn: float
     collective_start_s: float
+    convert_s: Mapping[str, float] = field(hash=False)
     sources: Mapping[str, str] = field(hash=False)
 
 
@@ -130,6 +136,7 @@ def fractions(chip_name: str) -> Fractions:
         ici=MappingProxyType({kind: figure(f"ici.{kind}", 1.0) for kind in COLLECTIVES}),
         dcn=figure("dcn", 1.0),
         collective_start_s=figure("collective_start_s", 0.0),
+        convert_s=MappingProxyType({dtype: figure(f"convert_s.{dtype}", 0.0) for dtype in GROUPED_DTYPES}),
         sources=MappingProxyType(sources),
     )
 

@@ -87,6 +87,10 @@ class Rates:
         together = batched_matmul_seconds(self.chip, batch, m, k, n) if dtype == "bf16" else None
         return batch * alone if together is None else np.where(np.asarray(batch) > 1, together, alone)
 
+    def convert_s(self, weights: Number, dtype: str) -> Number:
+        """Expected seconds to read and convert weights in groups for a matmul; 0 where no program was compiled."""
+        return weights * self.fractions.convert_s.get(dtype, 0.0)
+
     def attention_s(self, scores: Number, d_qk: int, d_v: int, *, backward: bool) -> Number:
         """Expected seconds of an attention kernel: its matrix unit's, and those in which that waits.
 

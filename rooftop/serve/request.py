@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from rooftop.capabilities import KV_SPLITS
+from rooftop.capabilities import ENGINE_WEIGHTS, KV_SPLITS, published_weights
 from rooftop.core.errors import RooftopError, one_of, unknown
-from rooftop.programs.serving.formats import FORMATS
+from rooftop.models import ModelConfig
 from rooftop.scheduling.serving.scheduler import BATCHING, Policy
 from rooftop.serve.engine.configuration import Configuration
 
@@ -18,9 +18,9 @@ from rooftop.serve.engine.configuration import Configuration
 LEVELS = ("debug", "info", "warning", "error")
 #: Compute dtypes, which are stored without conversion, and their JAX names.
 _COMPUTED = {"bf16": "bfloat16", "f32": "float32"}
-_WEIGHTS = (*_COMPUTED, "int8", "f8_e4m3", "int4")
+_QUANTISED = ("int8", "f8_e4m3", "int4", "f4_e2m1")
+_WEIGHTS = (*_COMPUTED, *_QUANTISED)
 _CACHES = (*_COMPUTED, "int8")
-_GROUPS = tuple(form.group for form in FORMATS.values() if form.group is not None)
 #: Tokens of a step for prompts, next to one for every sequence that generates.
 _PROMPT_TOKENS = 224
 
@@ -129,12 +129,17 @@ class ServeRequest:
             log_texts=self.log_texts,
         )
 
-    def configuration(self, planned: Configuration | None) -> Configuration:
+    def configuration(self, planned: Configuration | None, model: ModelConfig | None = None) -> Configuration:
         """The engine's configuration: this request's values, then the plan's, then defaults.
 
-        Raises RooftopError, naming the option that is wrong.
+        Without either, weights have the published format of ``model``, if the engine keeps it. Raises RooftopError,
+        naming the option that is wrong.
         """
         base = Configuration() if planned is None else planned
+        if planned is None and model is not None and (kept := published_weights(model, self.mesh)) is not None:
+            name = ENGINE_WEIGHTS[kept.dtype, kept.group]
+            base = replace(base, weights_dtype=name, only_experts=kept.only_experts)
+        weights = self._weights()
         batch = self.batch_seqs or base.policy.max_batch
         batching = self.batching or base.policy.batching
         if self.draft is not None and not (self.draft / "config.json").is_file():
@@ -165,7 +170,8 @@ class ServeRequest:
                 kv_split=base.kv_split if self.kv_split is None else one_of("kv-split", self.kv_split, KV_SPLITS),
                 prefill_devices=self.prefill_devices,
                 compute_dtype=self._computed(),
-                weights_dtype=self._weights() or base.weights_dtype,
+                weights_dtype=weights or base.weights_dtype,
+                only_experts=base.only_experts if weights is None else False,
                 kv_dtype=self._cache() or base.kv_dtype,
                 draft_length=self.draft_length,
             )
@@ -184,14 +190,18 @@ class ServeRequest:
 
     def _weights(self) -> str | None:
         """The engine's name of the weights' format; None if the plan decides."""
-        if self.weights_dtype != "int4":
-            if self.weight_group is not None:
-                raise RooftopError("weight-group", self.weight_group, "this with --weights-dtype int4")
-            return "plain" if self.weights_dtype in _COMPUTED else self.weights_dtype
-        if self.weight_group not in _GROUPS:
-            accepted = f"{', '.join(map(str, _GROUPS))}: weights of a column that share a scale in int4"
-            raise RooftopError("weight-group", self.weight_group, accepted)
-        return f"int4-{self.weight_group}"
+        dtype, group = self.weights_dtype, self.weight_group
+        if dtype is None or dtype in _COMPUTED:
+            if group is not None:
+                raise RooftopError("weight-group", group, "this with --weights-dtype int4, f8_e4m3 or f4_e2m1")
+            return None if dtype is None else "plain"
+        groups = [size for kind, size in ENGINE_WEIGHTS if kind == dtype]
+        if group is None and len(groups) == 1:
+            (group,) = groups
+        if group not in groups:
+            sizes = ", ".join(str(size) for size in groups if size is not None) or "none"
+            raise RooftopError("weight-group", group, f"{sizes}: weights of a column that share a scale in {dtype}")
+        return ENGINE_WEIGHTS[dtype, group]
 
     def _cache(self) -> str | None:
         """The engine's name of the KV cache's format; None if the plan decides."""

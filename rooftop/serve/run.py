@@ -139,7 +139,7 @@ def _run(request: ServeRequest, on_ready: Callable[[ReadyProcess], None], on_pro
     model = example_model(request.checkpoint) if source is None else source.model
     planned = None if source is None or source.plan is None else configuration_of(source.plan)
     with named_as_options():
-        configuration = part.configured(request.configuration(planned))
+        configuration = part.configured(request.configuration(planned, model))
     request.settings(model.name)  # Checked now, used once the model is there.
     # One of several processes does not know yet if it listens.
     early = bind(request.host, request.port) if request.coordinator is None else None

@@ -173,5 +173,5 @@ def _numerics(row: TableRow, facts: Mapping[str, Any]) -> ServingNumerics:
         if kv not in DTYPE_BYTES:
             raise row.error("dtype", f"a KV dtype among {', '.join(DTYPE_BYTES)}")
     return ServingNumerics(
-        weights=weights, kv=kv, flops=str(facts.get("flops", "bf16")), embeddings=facts.get("embeddings")
+        weights=weights, kv=kv, flops=str(facts.get("flops", "bf16")), embeddings=facts.get("embeddings") or weights
     )

@@ -169,7 +169,7 @@ def test_speculation_and_prefix_cache_are_shown(rooftop: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--batch-seqs", "4000"), "at most 144 sequences fit"),
+        (("--batch-seqs", "4000"), "at most 142 sequences fit"),
         (("--tpot", "1ms"), "misses its TPOT of 1 ms: nearest is 1"),
         (("--ttft", "10ms"), "misses its TTFT of 10 ms: nearest is"),
     ],

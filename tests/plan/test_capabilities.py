@@ -212,7 +212,7 @@ def test_engines_have_every_format_of_the_table(format_: tuple[str, int | None])
         "mesh": {"axes": axes},
         "kv_split": "seq",
         "generate": {"batch": 8},
-        "dtypes": {"weights": weights, "weight_group": group, "kv": "int8"},
+        "dtypes": {"weights": weights, "weight_group": group, "only_experts": False, "kv": "int8"},
     }
     configuration = configuration_of(plan)
     assert (configuration.weights_dtype, configuration.kv_dtype, dict(configuration.mesh)) == (

@@ -129,11 +129,11 @@ def test_weights_and_cache_are_read_once() -> None:
     job = problem()
     step = job.generate(place("v5e:4x4", context=2, tensor=8), 32.0)
     core = next(row for row in step if row.scope == "layers/attn/core")
-    # 32 sequences of 8448 tokens, 163840 bytes each and a bf16 scale per head of 128, over 16 devices.
-    assert 80 * float(core.hbm_bytes) == pytest.approx(32 * 8448 * 163840 * (1 + 2 / 128) / 16)
+    # 32 sequences of 8448 tokens, 163840 bytes each and a float32 scale per head of 128, over 16 devices.
+    assert 80 * float(core.hbm_bytes) == pytest.approx(32 * 8448 * 163840 * (1 + 4 / 128) / 16)
     weights = sum(float(row.count * row.hbm_bytes) for row in step if row.scope.startswith("layers/mlp"))
-    # A bf16 scale per column, and activations in and out: two matmuls of D to 2 F/16 and of F/16 to D.
-    scales = 2 * 80 * (2 * 28672 / 16 + 8192)
+    # A float32 scale per column, and activations in and out: two matmuls of D to 2 F/16 and of F/16 to D.
+    scales = 4 * 80 * (2 * 28672 / 16 + 8192)
     moved = 2 * 80 * 32 * (8192 + 2 * 28672 / 16 + 28672 / 16 + 8192)
     assert weights == pytest.approx(3 * 80 * 8192 * 28672 / 16 + scales + moved)
 
@@ -243,7 +243,8 @@ def test_scales_are_counted() -> None:
 
     grouped = scales(weights="int4", weight_group=128)
     assert grouped == pytest.approx(70.5e9 * 2 / 128 / 16, rel=0.03)
-    assert 0 < scales(weights="int8") < grouped / 20
+    # A float32 for 8,192 inputs or more, and a bf16 for 128.
+    assert 0 < scales(weights="int8") < grouped / 10
     assert scales(weights="bf16") == 0
 
 
@@ -317,7 +318,7 @@ def test_interleaving_puts_prefills_between_tokens() -> None:
 def test_transfer_and_prefix_cache() -> None:
     plan = plan_serving(problem(hit_rate=0.75, host_bytes=400e9)).plan
     cold = plan_serving(problem()).plan
-    kv = 8192 * 163840 * (1 + 2 / 128)
+    kv = 8192 * 163840 * (1 + 4 / 128)
     share = fractions("v5e")
     assert cold.problem.prompt_kv_bytes == pytest.approx(kv)
     assert cold.transfer_s == pytest.approx(kv / (16 * 3.125e9 * share.dcn))
@@ -348,7 +349,7 @@ def test_speculation_trades_flops_for_steps() -> None:
     assert slow.step_s < draft_figures["check_s"] < 1.3 * slow.step_s
     # The draft model prefills the prompt too, and its KV is sent as well.
     assert fast.prefill_s == pytest.approx(slow.prefill_s + draft_figures["prefill_s"])
-    kv = 8192 * (163840 + 2 * 8 * 128 * 32) * (1 + 2 / 128)
+    kv = 8192 * (163840 + 2 * 8 * 128 * 32) * (1 + 4 / 128)
     assert fast.problem.prompt_kv_bytes == pytest.approx(kv)
     # Both models are held, and none of it pays if nothing is accepted.
     assert float(fast.memory.weights) > float(slow.memory.weights) + 0.9 * 8e9 / 16

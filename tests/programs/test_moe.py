@@ -38,6 +38,7 @@ from rooftop.plan.training.workload import Workload
 from rooftop.programs.model import grouped_matmul
 from rooftop.programs.model.moe import ExpertSlots, activate, capacity, from_slots, moe_mlp, route, to_slots
 from rooftop.programs.parameters import MoEWeights, Norm
+from rooftop.programs.serving.quantised import quantise
 from rooftop.programs.sharding import Dim, Specs, axes_of, named_reshard
 from tests.support.curves import mesh_of
 from tests.support.examples import examples
@@ -320,6 +321,27 @@ def test_products_of_groups(sizes: list[int], beyond: int, tile: int) -> None:
             jnp.asarray(rows, jnp.float32), jnp.asarray(others, jnp.float32), jnp.asarray(sizes, jnp.int32)
         )
     np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 4), st.sampled_from([1, 3, 4, 64]))
+def test_quantised_matrices_of_groups(sizes: list[int], beyond: int, tile: int) -> None:
+    """Each row times the matrix of its group, as if that were in full; zeros for rows of no group."""
+    random, total = np.random.default_rng(0), max(sum(sizes) + beyond, 1)
+    rows = random.standard_normal((total, 64))
+    matrices = quantise(
+        jnp.asarray(random.standard_normal((len(sizes), 64, 3)), jnp.float32), 1, "f4_e2m1-32", "cpu", "float32"
+    )
+    full = np.asarray(matrices.in_full(jnp.float32))
+    expected = np.zeros((total, 3))
+    for group, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
+        expected[end - size : end] = rows[end - size : end] @ full[group]
+    groups = grouped_matmul.RowGroups(
+        order=jnp.arange(total), places=jnp.arange(total), sizes=jnp.asarray(sizes, jnp.int32)
+    )
+    with mock.patch.object(grouped_matmul, "QUANTISED_TILE", tile):
+        actual = grouped_matmul.grouped_matmul_of(jnp.asarray(rows, jnp.float32), matrices, groups)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"expert": 4, "tensor": 2}, {"fsdp": 2, "expert": 2}])

@@ -40,7 +40,10 @@ def test_every_figure_is_a_fraction_with_a_source(name: str) -> None:
         assert 0 < value <= 1
         assert table.sources[path]
         assert (table.sources[path] == NO_MEASUREMENT) <= (value == 1)
-    assert set(table.sources) == {*figures, "matmul.batch", "attention", "collective_start_s"}
+    converted = {f"convert_s.{dtype}" for dtype in table.convert_s}
+    assert set(table.sources) == {*figures, *converted, "matmul.batch", "attention", "collective_start_s"}
+    for dtype, seconds in table.convert_s.items():
+        assert (table.sources[f"convert_s.{dtype}"] == NO_MEASUREMENT) == (seconds == 0)
     assert (table.batch is None) == (table.sources["matmul.batch"] == NO_MEASUREMENT)
 
 

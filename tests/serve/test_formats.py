@@ -16,12 +16,21 @@ import tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from rooftop.checkpoints.huggingface import load_weights
+from rooftop import capabilities
+from rooftop.capabilities import ENGINE_WEIGHTS
+from rooftop.checkpoints.huggingface import ScaledDim, load_weights
 from rooftop.models import from_huggingface
+from rooftop.models.stored import KeptWeights
 from rooftop.programs.parameters import Parameter
-from rooftop.programs.serving.quantised import Quantised, scaled_by, summed_dim
-from rooftop.serve.engine.loading import load
+from rooftop.programs.quantised import Quantised
+from rooftop.programs.serving.formats import FORMATS
+from rooftop.programs.serving.quantised import Turned, in_full, scaled_by, summed_dim
+from rooftop.serve import request
+from rooftop.serve.engine import configuration
+from rooftop.serve.engine.configuration import Configuration
+from rooftop.serve.engine.loading import load, parts
 from rooftop.serve.engine.requests import Sampling
+from rooftop.serve.request import ServeRequest
 from tests.checkpoints.test_huggingface import blank, eight
 from tests.checkpoints.test_quantised import CASES, NAMES, publish, tiny_formats
 from tests.support.checkpoint_tensors import from_checkpoint
@@ -52,10 +61,15 @@ def test_fp8_keeps_the_values_and_scales_of_the_checkpoint(name: str, tmp_path: 
     model = from_huggingface(folder, name)
 
     def placed(parameter: Parameter, array: jax.Array, scales: jax.Array | None) -> Any:
-        assert (scales is not None) == (summed_dim(parameter) is not None)
-        return array if scales is None else scaled_by(array, scales)
+        dim = summed_dim(parameter)
+        assert (scales is not None) == (dim is not None)
+        return array if scales is None or dim is None else scaled_by(array, scales, dim, "f8_e4m3", "cpu")
 
-    weights = load_weights(folder, model, blank(model, **eight(model)), placed=placed, scaled=summed_dim)
+    def scaled(parameter: Parameter) -> ScaledDim | None:
+        dim = summed_dim(parameter)
+        return None if dim is None else ScaledDim(dim=dim)
+
+    weights = load_weights(folder, model, blank(model, **eight(model)), placed=placed, scaled=scaled)
     tensors = tiny_formats.tensors(CASES[name]["weights"], CASES[name]["config"]["quantization_config"])
     exact = dict[str, Any]()
     for tensor, (array, code) in tensors.items():
@@ -83,6 +97,62 @@ def test_fp8_is_served_as_it_is_stored(tmp_path: Path) -> None:
     sampling = Sampling(max_tokens=1, temperature=0.0, logprobs=3)
     ((token,),) = answers(serving, [case["prompt"]], [sampling])
     assert case["output"][0] in [likely for likely, _ in token.top]
+
+
+def loaded_weights(folder: Path, configuration: Configuration) -> Any:
+    """The weights of an engine."""
+
+    def weights_of(decoder: Any, mesh: Any, weights: Any, **_: Any) -> Any:
+        return weights
+
+    (weights,) = parts(folder, configuration, None, None, None, weights_of).replicas
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("gpt_oss_mxfp4", KeptWeights(dtype="f4_e2m1", group=32, only_experts=True)),
+        ("llama_packed", KeptWeights(dtype="int4", group=32)),
+        pytest.param("deepseek_v3_fp8", KeptWeights(dtype="f8_e4m3", group=8), marks=pytest.mark.slow),
+        pytest.param("llama_fp8", KeptWeights(dtype="f8_e4m3"), marks=pytest.mark.slow),
+        pytest.param("llama_packed_channels", KeptWeights(dtype="int8"), marks=pytest.mark.slow),
+        pytest.param("llama_awq", None, marks=pytest.mark.slow),
+        pytest.param("llama_gptq", None, marks=pytest.mark.slow),
+    ],
+)
+def test_the_published_format_is_kept(
+    name: str, kept: KeptWeights | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default; values and scales are bit for bit the checkpoint's, and greedy tokens those of transformers."""
+    folder = publish(name, tmp_path / name)
+    assert KeptWeights.of(from_huggingface(folder, name)) == kept
+    # Blocks of this tiny checkpoint are smaller than any published one's.
+    blocks = {("f8_e4m3", 8): "f8_e4m3-8"}
+    for owner in (capabilities, request):
+        monkeypatch.setattr(owner, "ENGINE_WEIGHTS", {**ENGINE_WEIGHTS, **blocks})
+    monkeypatch.setattr(configuration, "WEIGHTS", (*configuration.WEIGHTS, *blocks.values()))
+    monkeypatch.setitem(FORMATS, "f8_e4m3-8", replace(FORMATS["f8_e4m3-32"], group=8))
+    asked = ServeRequest(checkpoint=folder).configuration(None, from_huggingface(folder, name))
+    expected = "plain" if kept is None else {**ENGINE_WEIGHTS, **blocks}[kept.dtype, kept.group]
+    assert asked.weights_dtype == expected
+    small = replace(CONFIGURATION, weights_dtype=expected, only_experts=asked.only_experts)
+    weights, plain = (
+        jax.tree.leaves(loaded_weights(folder, of), is_leaf=lambda leaf: isinstance(leaf, Quantised | Turned))
+        for of in (small, CONFIGURATION)
+    )
+    assert any(isinstance(leaf, Quantised) for leaf in weights) == (kept is not None)
+    for left, right in zip(weights, plain, strict=True):
+        # A plain engine has the checkpoint's products of values and scales, in the dtype of their published reading.
+        exact, read = (np.asarray(in_full(leaf, jnp.float32)) for leaf in (left, right))
+        np.testing.assert_array_equal(exact.astype(ml_dtypes.bfloat16), read.astype(ml_dtypes.bfloat16))
+    serving = load(folder, small, options=QUICKLY)
+    serving.stops = frozenset()
+    serving.start()
+    cases = CASES[name]["greedy"]
+    samplings = [Sampling(max_tokens=len(case["output"]), temperature=0.0) for case in cases]
+    for tokens, case in zip(answers(serving, [case["prompt"] for case in cases], samplings), cases, strict=True):
+        assert [token.token for token in tokens] == case["output"]
 
 
 @pytest.mark.slow

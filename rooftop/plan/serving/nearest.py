@@ -125,7 +125,7 @@ def _numerics(numerics: ServingNumerics) -> ServingNumerics:
     kv = numerics.kv
     if kv not in ENGINE_CACHES:
         kv = "int8" if dtype_bytes(kv) < dtype_bytes("bf16") else "bf16"
-    return replace(numerics, weights=weights, weight_group=group, kv=kv, flops="bf16", kv_sharing=1)
+    return replace(numerics, weights=weights, weight_group=group, embeddings="bf16", kv=kv, flops="bf16", kv_sharing=1)
 
 
 def _workload(work: ServingWorkload, longest: int) -> ServingWorkload:

@@ -34,7 +34,7 @@ from rooftop.models.counting import kv_cache_bytes
 from rooftop.models.mixers import Recurrence, recurrences, state_bytes
 from rooftop.models.widths import ModelWidths
 from rooftop.plan.serving.placement import Placed
-from rooftop.plan.serving.workload import ServingNumerics
+from rooftop.plan.serving.workload import ROUTER_DTYPE, ServingNumerics
 from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.rules import distinct_experts
@@ -159,11 +159,21 @@ class Phase:
         return distinct_experts(moe.experts, moe.active, self.tokens * (1 + self.guesses)) / self.ways(*EXPERT_AXES)
 
     def weight_bytes(self, matmuls: Sequence[MatmulShape], dtype: str | None = None) -> tuple[Number, Number]:
-        """Bytes of matrices and of their scales on one device: D is also split over ``fsdp``."""
-        kind = dtype or self.numerics.weights
+        """Bytes of matrices and of their scales on one device: D is also split over ``fsdp``.
+
+        ``dtype``: by default that of all layers but their experts.
+        """
+        kind = dtype or self.numerics.shared_weights
         elements = [m.parameters / self.ways(*GATHER_AXES) for m in matmuls]
         scales = (self.numerics.weight_scale_bytes(m.k, kind) for m in matmuls)
         return sum(elements) * dtype_bytes(kind), sum(n * element for n, element in zip(elements, scales, strict=True))
+
+    def convert_s(self, matmuls: Sequence[MatmulShape], dtype: str | None = None) -> Number:
+        """Seconds in which a device converts weights in groups for a matmul; 0 of others. ``dtype`` as above."""
+        kind = dtype or self.numerics.shared_weights
+        if self.numerics.weight_group is None:
+            return 0.0
+        return self.rates.convert_s(sum(m.parameters for m in matmuls) / self.ways(*GATHER_AXES), kind)
 
     @cached_property
     def cache_share(self) -> Number:
@@ -201,17 +211,13 @@ class Phase:
         if moe is not None:
             up, down = self.mlp(moe.d_ff)
             local = model.moe_layers * self.widths.experts
-            parts += [(local, self.weight_bytes(up + down)), (model.moe_layers, self.weight_bytes([self.router]))]
+            parts.append((local, self.weight_bytes(up + down, self.numerics.weights)))
+            parts.append((model.moe_layers, self.weight_bytes([self.router], ROUTER_DTYPE)))
             if moe.shared_d_ff:
                 up, down = self.mlp(moe.shared_d_ff)
                 parts.append((model.moe_layers, self.weight_bytes(up + down)))
-        parts.append((1 if model.tied_embeddings else 2, self.weight_bytes([self.table], self.table_dtype)))
+        parts.append((1 if model.tied_embeddings else 2, self.weight_bytes([self.table], self.numerics.embeddings)))
         return sum(count * plain for count, (plain, _) in parts), sum(count * more for count, (_, more) in parts)
-
-    @property
-    def table_dtype(self) -> str:
-        """Dtype of the embedding table and of the unembedding."""
-        return self.numerics.embeddings or self.numerics.weights
 
     @cached_property
     def table(self) -> MatmulShape:

@@ -266,6 +266,8 @@ class ServingProblem:
             kv_split=generate.kv_split,
             weights=numerics.weights,
             weight_group=numerics.weight_group,
+            only_experts=numerics.only_experts,
+            tables=numerics.embeddings,
             kv=numerics.kv,
             matmul=numerics.flops,
             kv_sharing=numerics.kv_sharing,

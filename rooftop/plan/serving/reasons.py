@@ -28,7 +28,8 @@ def serving_reasons(problem: ServingProblem, placement: Placement, batch: int, s
 
 def _matmuls(problem: ServingProblem, batch: int) -> Iterator[Reason]:
     rates, numerics = problem.rates, problem.numerics
-    need = rules.critical_batch(rates.flops_per_s[numerics.flops], rates.hbm_bytes_per_s, weight_dtype=numerics.weights)
+    flops, hbm = rates.flops_per_s[numerics.flops], rates.hbm_bytes_per_s
+    need = rules.critical_batch(flops, hbm, weight_dtype=numerics.shared_weights)
     yield Reason(
         rule="matmuls bound by FLOPs, not HBM",
         source="chapter 7",
@@ -39,7 +40,8 @@ def _matmuls(problem: ServingProblem, batch: int) -> Iterator[Reason]:
     )
     moe = problem.model.moe
     if moe is not None:
-        more = rules.critical_moe_tokens(need, moe.experts, moe.active)
+        of_experts = rules.critical_batch(flops, hbm, weight_dtype=numerics.weights)
+        more = rules.critical_moe_tokens(of_experts, moe.experts, moe.active)
         used = float(rules.distinct_experts(moe.experts, moe.active, float(batch)))
         yield Reason(
             rule="experts bound by FLOPs, not HBM",

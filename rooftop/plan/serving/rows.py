@@ -21,6 +21,7 @@ from rooftop.models.attention import MatmulShape
 from rooftop.models.mixers import CONV_BYTES, STATE_BYTES
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.serving.phase import ACTIVATION_BYTES, Phase
+from rooftop.plan.serving.workload import ROUTER_DTYPE
 from rooftop.plan.shapes import attended_pairs
 from rooftop.roofline.achievable import kernel_flops
 
@@ -176,7 +177,7 @@ def _blocks(phase: Phase) -> list[Work]:
     layers = model.moe_layers
     routed = tokens * moe.active
     sent = routed * model.d_model * ACTIVATION_BYTES
-    work += _matmuls(phase, "layers/moe/router", layers, [phase.router], tokens, into=None)
+    work += _matmuls(phase, "layers/moe/router", layers, [phase.router], tokens, into=None, dtype=ROUTER_DTYPE)
     if phase.splits(*EXPERT_AXES):
         # Every device of a group sends its columns of a token, which its receivers gather.
         there = (
@@ -195,9 +196,18 @@ def _blocks(phase: Phase) -> list[Work]:
     up, down = phase.mlp(moe.d_ff)
     into = None if phase.splits(*EXPERT_AXES) else False
     for scope_matmuls, summed in ((up, None), (down, into)):
-        weights = phase.experts_read * sum(phase.weight_bytes(scope_matmuls))
+        weights = phase.experts_read * sum(phase.weight_bytes(scope_matmuls, phase.numerics.weights))
+        converted = phase.experts_read * phase.convert_s(scope_matmuls, phase.numerics.weights)
         work += _matmuls(
-            phase, "layers/moe/experts", layers, scope_matmuls, routed, into=summed, weights=weights, sums=tokens
+            phase,
+            "layers/moe/experts",
+            layers,
+            scope_matmuls,
+            routed,
+            into=summed,
+            weights=weights,
+            sums=tokens,
+            converted=converted,
         )
     if moe.shared_d_ff:
         up, down = phase.mlp(moe.shared_d_ff)
@@ -210,7 +220,7 @@ def _blocks(phase: Phase) -> list[Work]:
 def _head(phase: Phase, tokens: Number) -> list[Work]:
     """Unembedding and sampling of the last token of each sequence. All devices split the vocabulary, none D."""
     columns = (*GATHER_AXES, *phase.columns)
-    work = _matmuls(phase, "unembed", 1, [phase.table], tokens, into=None, dtype=phase.table_dtype)
+    work = _matmuls(phase, "unembed", 1, [phase.table], tokens, into=None, dtype=phase.numerics.embeddings)
     if phase.splits(*GATHER_AXES):
         stream = phase.own_tokens * phase.model.d_model * ACTIVATION_BYTES
         whole = Transfer("all_gather", columns, stream, "critical")
@@ -237,10 +247,12 @@ def _matmuls(
     weights: Number | None = None,
     sums: Number | None = None,
     dtype: str | None = None,
+    converted: Number | None = None,
 ) -> list[Work]:
     """Matmuls of ``tokens`` rows. ``into`` a block from the stream (True), out of it (False), or neither (None).
 
-    ``weights``: bytes read, if not all of them once; ``sums``: rows of the output that are added up, if not all.
+    ``weights``: bytes read, if not all of them once, and ``converted``, seconds of their conversion, during which the
+    matrix unit waits; ``sums``: rows of the output that are added up, if not all.
     """
     if not matmuls:
         return []
@@ -250,6 +262,7 @@ def _matmuls(
     shapes = [(m.k / own, m.n) if into else (m.k, m.n / own) for m in matmuls]
     flops = 2.0 * sum((tokens * m.parameters for m in matmuls), 0.0) / own
     seconds = sum((rate.matmul_s(tokens, k, n, phase.numerics.flops) for k, n in shapes), 0.0)
+    seconds = np.maximum(seconds, phase.convert_s(matmuls, dtype) if converted is None else converted)
     rows = tokens if sums is None else sums
     stream = rows * phase.model.d_model * ACTIVATION_BYTES
     collectives: tuple[Transfer, ...] = ()

@@ -15,8 +15,11 @@ from rooftop.models import ModelConfig
 from rooftop.models.attention import attention_kind
 from rooftop.roofline.rules import speculated_tokens
 
-#: Bytes of one scale of a quantised weight or cache entry: bf16.
-SCALE_BYTES = 2.0
+#: Bytes of one scale of a column of quantised weights, or of a cache entry: f32. Those of groups are bf16.
+SCALE_BYTES = 4.0
+_GROUP_SCALE_BYTES = 2.0
+#: Dtype of routers, which are small and sensitive.
+ROUTER_DTYPE = "bf16"
 #: Tokens of the longest sequence that is planned: a longer one is a slip of the keyboard.
 LONGEST = 10**12
 #: Most tokens that a draft guesses a round: engines guess fewer than twenty.
@@ -81,9 +84,10 @@ class ServingWorkload(Record):
 class ServingNumerics(Record):
     """Number formats, each chosen apart: ``weights`` of the layers, ``kv`` of the cache, ``flops`` of the matmuls.
 
-    ``embeddings`` is the dtype of the embedding table and of the unembedding (None: as the weights). A weight narrower
-    than bf16 has a bf16 scale per output column, or one for every ``weight_group`` inputs of a column; so has an entry
-    of the cache per token and head. Activations are bf16. ``kv_sharing`` layers share one cache.
+    ``embeddings`` is the dtype of the embedding table and of the unembedding. Routers are bf16, and so is all but the
+    experts with ``only_experts``. A weight narrower than bf16 has a scale per output column, or one for every
+    ``weight_group`` inputs of a column; so has an entry of the cache per token and head. Activations are bf16.
+    ``kv_sharing`` layers share one cache.
     """
 
     closed = True
@@ -91,30 +95,30 @@ class ServingNumerics(Record):
     weights: str = "bf16"
     kv: str = "bf16"
     flops: str = "bf16"
-    embeddings: str | None = None
+    embeddings: str = "bf16"
     weight_group: int | None = None
+    only_experts: bool = False
     kv_sharing: int = 1
 
     def __post_init__(self) -> None:
         dtype_bytes(self.weights, "weights-dtype")
         dtype_bytes(self.kv, "kv-dtype")
         dtype_bytes(self.flops, "matmul-dtype")
-        if self.embeddings is not None:
-            dtype_bytes(self.embeddings, "embeddings-dtype")
+        dtype_bytes(self.embeddings, "embeddings-dtype")
         for name in ("weight_group", "kv_sharing"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RooftopError(name, value, "a positive whole number")
 
     @property
+    def shared_weights(self) -> str:
+        """Dtype of the weights of layers that all tokens use."""
+        return "bf16" if self.only_experts else self.weights
+
+    @property
     def weight_bytes(self) -> float:
         """Bytes of one weight of a layer, without its scale."""
         return dtype_bytes(self.weights)
-
-    @property
-    def table_bytes(self) -> float:
-        """Bytes of one element of the embedding table and of the unembedding, without its scale."""
-        return dtype_bytes(self.embeddings or self.weights)
 
     @property
     def kv_bytes(self) -> float:
@@ -123,13 +127,15 @@ class ServingNumerics(Record):
 
     def weight_scale_bytes(self, inputs: Number, dtype: str) -> Number:
         """Bytes of scales per weight in a matrix with so many ``inputs`` (rows)."""
-        if dtype_bytes(dtype) >= SCALE_BYTES:
+        if dtype_bytes(dtype) >= dtype_bytes("bf16"):
             return 0.0
-        return SCALE_BYTES / (inputs if self.weight_group is None else np.minimum(inputs, self.weight_group))
+        if self.weight_group is None:
+            return SCALE_BYTES / inputs
+        return _GROUP_SCALE_BYTES / np.minimum(inputs, self.weight_group)
 
     def kv_scale_bytes(self, model: ModelConfig) -> float:
         """Bytes of scales per element of the cache: one scale for each head's key and value, or for a latent."""
-        if self.kv_bytes >= SCALE_BYTES:
+        if self.kv_bytes >= dtype_bytes("bf16"):
             return 0.0
         return SCALE_BYTES / attention_kind(model).cached_together
 

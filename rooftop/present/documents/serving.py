@@ -128,15 +128,20 @@ def _missed(data: Mapping[str, Any]) -> Iterator[str]:
             yield f"its {name} of {format_seconds(target)} with {format_seconds(data[key])}"
 
 
+def _weights(dtypes: Mapping[str, Any]) -> str:
+    """The format of weights: 'int4 in groups of 32'."""
+    group = dtypes["weight_group"]
+    return str(dtypes["weights"]) if group is None else f"{dtypes['weights']} in groups of {group}"
+
+
 def _near(data: Mapping[str, Any], near: Mapping[str, Any]) -> str:
     """The nearest plan, by its batch and all else in which it differs from the one asked for."""
     work, dtypes = data["workload"], data["dtypes"]
     parts = [f"batch {near['batch']} on {near['slice']}"]
     if near["prompt"] != work["prompt"] or near["generate"] != work["generate"]:
         parts.append(f"{near['prompt']} + {near['generate']} tokens")
-    if (near["weights"], near["weight_group"]) != (dtypes["weights"], dtypes["weight_group"]):
-        group = "" if near["weight_group"] is None else f" in groups of {near['weight_group']}"
-        parts.append(f"{near['weights']} weights{group}")
+    if _weights(near) != _weights(dtypes):
+        parts.append(f"weights in {_weights(near)}")
     if near["kv"] != dtypes["kv"]:
         parts.append(f"{near['kv']} KV")
     if near["matmul"] != dtypes["flops"]:
@@ -216,7 +221,8 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
     classes = ", ".join(f"{name} {format_bytes(memory[name])}" for name in _CLASSES)
     yield ShownFigure("memory_bytes", "memory", memory["total"], "B", "expected",
         note=f"of {format_bytes(memory['capacity'])}: {classes}")  # fmt: skip
-    yield from stored_figures(data["model"], f"planned and served as {data['dtypes']['weights']}")
+    weights = _weights(data["dtypes"]) + (", all else bf16" if data["dtypes"]["only_experts"] else "")
+    yield from stored_figures(data["model"], f"planned and served as {weights}")
     yield from _batches(data)
     transfer = data["kv_transfer"]
     yield ShownFigure("prefill_per_generate", "prefill", data["prefill_per_generate"], level="expected",

@@ -16,14 +16,19 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.rounding import ceil_div, next_multiple
+from rooftop.programs.quantised import Quantised
 from rooftop.programs.sharding import varying_alike
 
 #: Rows of a tile. For each tile a float32 matrix of sums is read and written, which takes as long as the FLOPs of this
 #: many rows on a TPU v5e (8 bytes per element at 819 GB/s, 2 FLOPs per element and row at 197 TFLOP/s).
 TILE = 1024
+#: Most rows of a tile with quantised matrices, which a TPU multiplies in about the time that it reads a matrix of 8
+#: bits, and fewest: with fewer it takes as long.
+QUANTISED_TILE, _FEWEST = 128, 32
 
 
 @jax.tree_util.register_dataclass
@@ -113,30 +118,79 @@ def _gradients(saved: _Saved, gradient: jax.Array) -> tuple[jax.Array, jax.Array
 _matmul.defvjp(_multiply, _gradients)
 
 
+def grouped_matmul_of(rows: Float[Array, "R d"], matrices: Quantised, groups: RowGroups) -> Float[Array, "R f"]:
+    """``grouped_matmul`` with quantised matrices [G, d, f]; not for gradients.
+
+    XLA:TPU would write matrices of a ragged matmul to HBM in full first. In a loop over tiles, each with the matrix of
+    one group, it converts the matrix in the matmul's operand.
+    """
+    mean = max(_FEWEST, ceil_div(len(rows), len(groups.sizes)))
+    visits = _Visits.of(groups.sizes, min(QUANTISED_TILE, next_multiple(mean, _FEWEST), len(rows)), len(rows))
+
+    def visit(index: jax.Array, y: jax.Array) -> jax.Array:
+        group, start, own = visits.visit(index)
+        tile = lax.dynamic_slice_in_dim(rows, start, visits.size)
+        product = tile @ matrices.of_group(group).in_full(rows.dtype)
+        before = lax.dynamic_slice_in_dim(y, start, visits.size)
+        return lax.dynamic_update_slice_in_dim(y, jnp.where(own[:, None], product, before), start, 0)
+
+    zeros = jnp.zeros((len(rows), matrices.values.shape[-1]), rows.dtype)
+    return lax.fori_loop(0, visits.count, visit, varying_alike(rows, matrices.values, zeros)[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Visits:
+    """Visits of tiles of ``size`` rows by the groups that have rows in them, ``count`` in all, group after group.
+
+    A tile that spans several groups is visited once for each. Rows of no group are in no visit.
+    """
+
+    size: int
+    rows: int
+    sizes: jax.Array
+    ends: jax.Array
+    first: jax.Array
+    visits: jax.Array
+    visited: jax.Array
+
+    @classmethod
+    def of(cls, sizes: Int[Array, " G"], size: int, rows: int) -> _Visits:
+        """The visits of ``rows`` sorted by groups of these ``sizes``."""
+        ends = jnp.cumsum(sizes)
+        first, last = (ends - sizes) // size, (ends - 1) // size
+        visits = jnp.where(sizes > 0, last - first + 1, 0)
+        return cls(size=size, rows=rows, sizes=sizes, ends=ends, first=first, visits=visits, visited=jnp.cumsum(visits))
+
+    @property
+    def count(self) -> Int[Array, ""]:
+        """The number of visits."""
+        return self.visited[-1]
+
+    def visit(self, index: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""], Bool[Array, " size"]]:
+        """The group of a visit, the first row of its tile, and the rows of the tile that are the group's."""
+        group = jnp.sum(index >= self.visited)
+        tile = self.first[group] + index - (self.visited[group] - self.visits[group])
+        # If rows are no whole number of tiles, the last tile starts earlier; its repeated rows are masked.
+        start = jnp.minimum(tile * self.size, self.rows - self.size)
+        row = start + jnp.arange(self.size)
+        begin = jnp.maximum(tile * self.size, self.ends[group] - self.sizes[group])
+        return group, start, (row >= begin) & (row < self.ends[group])
+
+
 def grouped_products(
     rows: Float[Array, "R d"], others: Float[Array, "R f"], sizes: Int[Array, " G"]
 ) -> Float32[Array, "G d f"]:
     """For each group, its rows transposed times its rows of ``others``.
 
-    A loop over tiles of rows. A tile that spans several groups is visited once for each. The loop ends with the last
-    group, so that rows of no group cost nothing.
+    A loop over tiles of rows, which ends with the last group, so that rows of no group cost nothing.
     """
-    size = min(TILE, len(rows))
-    ends = jnp.cumsum(sizes)
-    first, last = (ends - sizes) // size, (ends - 1) // size
-    visits = jnp.where(sizes > 0, last - first + 1, 0)
-    visited = jnp.cumsum(visits)
+    visits = _Visits.of(sizes, min(TILE, len(rows)), len(rows))
 
     def visit(index: jax.Array, total: jax.Array) -> jax.Array:
-        group = jnp.sum(index >= visited)
-        tile = first[group] + index - (visited[group] - visits[group])
-        # If rows are no whole number of tiles, the last tile starts earlier; its repeated rows are masked.
-        start = jnp.minimum(tile * size, len(rows) - size)
-        row = start + jnp.arange(size)
-        own = (row >= jnp.maximum(tile * size, ends[group] - sizes[group])) & (row < ends[group])
-        left, right = (lax.dynamic_slice_in_dim(x, start, size) for x in (rows, others))
+        group, start, own = visits.visit(index)
+        left, right = (lax.dynamic_slice_in_dim(x, start, visits.size) for x in (rows, others))
         more = jnp.einsum("rd,rf->df", jnp.where(own[:, None], left, 0), right, preferred_element_type=jnp.float32)
         return total.at[group].add(more)
 
     zeros = jnp.zeros((len(sizes), rows.shape[1], others.shape[1]), jnp.float32)
-    return lax.fori_loop(0, visited[-1], visit, varying_alike(rows, others, zeros)[2])
+    return lax.fori_loop(0, visits.count, visit, varying_alike(rows, others, zeros)[2])

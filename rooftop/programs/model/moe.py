@@ -36,9 +36,10 @@ from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import field_values
 from rooftop.core.rounding import ceil_div
 from rooftop.models import ModelConfig
-from rooftop.programs.model.grouped_matmul import RowGroups, grouped_matmul
+from rooftop.programs.model.grouped_matmul import RowGroups, grouped_matmul, grouped_matmul_of
 from rooftop.programs.model.narrow import NarrowWeight, grouped_narrow_matmul, narrow_matmul, narrowed
 from rooftop.programs.parameters import MoEWeights
+from rooftop.programs.quantised import Quantised, in_full
 from rooftop.programs.sharding import Specs, axes_of, named_reshard, on_shards
 
 Axes = tuple[str, ...]
@@ -80,7 +81,9 @@ def moe_mlp(
         raise RooftopError("model.moe", None, "a mixture of experts")
     axes = _Axes.of(specs)
     axes.check()
-    weights = {name: weight for name, weight in field_values(layer).items() if isinstance(weight, jax.Array)}
+    weights = {
+        name: weight for name, weight in field_values(layer).items() if isinstance(weight, jax.Array | Quantised)
+    }
 
     # As stored: with experts that nothing is sent to, where shards do not divide them.
     experts_stored = layer.up.shape[0]
@@ -98,8 +101,10 @@ def moe_mlp(
                 if groups is not None:
                     return grouped_narrow_matmul(rows[0], weight, groups, **split)[None]
                 return narrow_matmul(rows, weight, batch=weight.ndim - 2, **split)
+            if isinstance(weight, Quantised) and groups is not None:
+                return grouped_matmul_of(rows[0], weight, groups)[None]
             # The rest are rows that pad the weight at rest.
-            weight = weight[..., : rows.shape[-1], :]
+            weight = in_full(weight, rows.dtype)[..., : rows.shape[-1], :]
             if groups is not None:
                 return grouped_matmul(rows[0], weight, groups)[None]
             return jnp.einsum("erd,edf->erf" if weight.ndim == 3 else "erd,df->erf", rows, weight)
@@ -175,8 +180,8 @@ def moe_mlp(
         used_weights: dict[str, Any] = {}
         for name, weight in weights.items():
             with named_scope(_scope(name)):
-                used_weights[name] = axes.gather_weight(weight)
-                if dtype is not None and name.removeprefix("shared_") in _NARROWED:
+                used_weights[name] = jax.tree.map(axes.gather_weight, weight)
+                if dtype is not None and isinstance(weight, jax.Array) and name.removeprefix("shared_") in _NARROWED:
                     used_weights[name] = narrowed(
                         weight, used_weights[name], axes.gather_weight, dtype, batch=weight.ndim - 2
                     )

@@ -47,7 +47,7 @@ from rooftop.programs.parameters import (
 )
 from rooftop.programs.serving.groups import DeviceGroups
 from rooftop.programs.serving.paged import PageParts, Pages, Rows, attend_heads, attend_latents
-from rooftop.programs.serving.quantised import in_full
+from rooftop.programs.serving.quantised import in_full, layer_in_full
 from rooftop.programs.serving.sampling import Adjustments, SampledChoice, choose, largest_of_parts, log_probabilities
 from rooftop.programs.sharding import Specs, axes_of, on_shards
 
@@ -344,7 +344,7 @@ def _stream(
             turns = {local: rotation(model, positions, local=local) for local in (False, True)}
         written = list[Pages]()
         for kind, (layer,), pool in zip(how.kinds, weights.layers, pools, strict=True):
-            layer = in_full(layer, jnp.dtype(how.dtype))
+            layer = layer_in_full(layer, jnp.dtype(how.dtype))
             local = kind.window is not None and model.rope_local_theta is not None
             own = turns[local] if kind.rope and model.positions == "rope" else None
             heads = PagedHeads(layer=layer.attn, turns=own, window=kind.window, rows=rows, how=how)

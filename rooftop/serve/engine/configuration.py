@@ -113,7 +113,8 @@ class Configuration:
     ``page_tokens`` (None: as many as fit) and ``host_pages`` in the host's memory. With ``prefix_cache``, prompts that
     begin alike share pages. At most ``max_queue`` requests wait. ``mesh``: sizes of ``ENGINE_AXES``; ``kv_split``:
     the dim of the cache that context splits. Each of the ``copies`` along data gets its share of ``max_batch``.
-    ``compute_dtype`` has JAX's name (None: by platform). A step guesses at most ``draft_length`` tokens and
+    ``compute_dtype`` has JAX's name (None: by platform). ``weights_dtype`` is that of all layers, or with
+    ``only_experts`` that of their experts. A step guesses at most ``draft_length`` tokens and
     checks them together: it looks them up in the text (``rooftop.serve.engine.running``) or asks a draft model.
     """
 
@@ -130,6 +131,7 @@ class Configuration:
     role: str = "both"
     compute_dtype: str | None = None
     weights_dtype: str = "plain"
+    only_experts: bool = False
     kv_dtype: str = "plain"
     shapes: Shapes | None = None
     draft_length: int = 0
@@ -189,5 +191,6 @@ def configuration_of(plan: Mapping[str, Any]) -> Configuration:
         mesh=tuple(axes.items()),
         kv_split=plan["kv_split"],
         weights_dtype=ENGINE_WEIGHTS.get((planned["weights"], group), "plain"),
+        only_experts=planned["only_experts"],
         kv_dtype=ENGINE_CACHES.get(planned["kv"], "plain"),
     )

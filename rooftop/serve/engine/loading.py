@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from rooftop.arrays.rules import COLUMN_AXES, SEQUENCE_AXES, ways
 from rooftop.capabilities import ENGINE_AXES, SUBLANES, engine_mesh_errors
-from rooftop.checkpoints.huggingface import load_weights
+from rooftop.checkpoints.huggingface import ScaledDim, load_weights
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
 from rooftop.core.rounding import ceil_div, next_multiple
@@ -40,8 +40,8 @@ _PREFILL_TOKENS = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 
 #: Converts an array once it is loaded, with its scales if the checkpoint has usable ones.
 Placed = Callable[[Parameter, jax.Array, jax.Array | None], Any]
-#: The dim of a parameter along which usable scales do not change, None if none are.
-Scaled = Callable[[Parameter], int | None]
+#: The dim of a parameter with usable scales, None if none are.
+Scaled = Callable[[Parameter], ScaledDim | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,24 +279,30 @@ def _placed(
 ) -> Transformer[Any]:
     """The weights layer by layer. Each array is quantised or turned, and split into layers, once it is loaded.
 
-    FP8 with the scales of the checkpoint has the checkpoint's values.
+    A format with the scales of the checkpoint has the checkpoint's values.
     """
-    fp8 = configuration.weights_dtype == "f8_e4m3"
+    name, platform = configuration.weights_dtype, mesh.devices.flat[0].platform
+
+    def scaled(parameter: Parameter) -> ScaledDim | None:
+        dim, format_ = _quantised_dim(parameter, configuration), FORMATS.get(name)
+        if dim is None or format_ is None:
+            return None
+        return ScaledDim(dim=dim, group=format_.group, dtype=format_.scales(decoder.dtype))
 
     def placed(parameter: Parameter, array: jax.Array, scales: jax.Array | None) -> Any:
         with jax.set_mesh(mesh):
-            dim, stored = summed_dim(parameter), array
-            if scales is not None:
-                stored = jax.jit(scaled_by)(array, scales)
-            elif dim is not None and configuration.weights_dtype != "plain":
-                stored = jax.jit(quantise, static_argnums=(1, 2))(array, dim, configuration.weights_dtype)
-            turns = decoder.weights_left and (dim == 1 or parameter == decoder.described.unembed)
+            dim, stored = _quantised_dim(parameter, configuration), array
+            if dim is not None and scales is not None:
+                stored = jax.jit(scaled_by, static_argnums=(2, 3, 4))(array, scales, dim, name, platform)
+            elif dim is not None:
+                stored = jax.jit(quantise, static_argnums=(1, 2, 3, 4))(array, dim, name, platform, decoder.dtype)
+            turns = decoder.weights_left and (summed_dim(parameter) == 1 or parameter == decoder.described.unembed)
             whole = Turned.of if turns else lambda leaf: leaf
             if not parameter.stacked:
                 return whole(stored)
             return tuple(whole(jax.tree.map(lambda leaf, at=at: leaf[at], stored)) for at in range(parameter.shape[0]))
 
-    result = by_layer(decoder.model, weights(decoder, mesh, placed, summed_dim if fp8 else _unscaled))
+    result = by_layer(decoder.model, weights(decoder, mesh, placed, scaled))
     place = NamedSharding(mesh, decoder.specs.parameter(None, ("vocab", "embed")))
     if result.unembed is None and place.spec != P(None, None):
         # A tied table is split over D, and every step would reshard it to a split over V.
@@ -311,8 +317,10 @@ def _placed(
     return result
 
 
-def _unscaled(parameter: Parameter) -> None:
-    """No parameter has usable scales."""
+def _quantised_dim(parameter: Parameter, configuration: Configuration) -> int | None:
+    """The dim of a parameter that its matmul sums over; None if the engine does not quantise it."""
+    plain = configuration.weights_dtype == "plain" or (configuration.only_experts and "expert" not in parameter.dims)
+    return None if plain else summed_dim(parameter)
 
 
 #: Share of the memory left by weights that the cache gets by default: the rest is for steps and the host.
@@ -328,12 +336,13 @@ def weight_bytes(decoder: Decoder, mesh: Mesh, configuration: Configuration) -> 
     parameters, leaves = jax.tree.leaves(decoder.described), jax.tree.leaves(decoder.abstract_weights(mesh))
     for parameter, leaf in zip(parameters, leaves, strict=True):
         shard = leaf.sharding.shard_shape(leaf.shape)
-        count, dim = math.prod(shard), summed_dim(parameter)
-        if dim is None or configuration.weights_dtype == "plain":
+        count, dim = math.prod(shard), _quantised_dim(parameter, configuration)
+        if dim is None:
             total += count * leaf.dtype.itemsize
             continue
         require_format(configuration.weights_dtype, parameter, shard)
-        total += FORMATS[configuration.weights_dtype].weight_bytes(count, shard[dim])
+        platform = mesh.devices.flat[0].platform
+        total += FORMATS[configuration.weights_dtype].weight_bytes(count, shard[dim], platform, decoder.dtype)
     return total
 
 
