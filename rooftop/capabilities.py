@@ -445,17 +445,17 @@ def published_weights(model: ModelConfig, axes: Mapping[str, int] | None = None)
     None if it reads them as plain weights: others are plain already, have zero points, or groups that a device has part
     of.
     """
-    kept = KeptWeights.of(model)
-    if kept is None or (kept.dtype, kept.group) not in ENGINE_WEIGHTS:
+    stored = KeptWeights.of(model)
+    if stored is None or (stored.dtype, stored.group) not in ENGINE_WEIGHTS:
         return None
     spec = ServingSpec(
         model=model,
         axes=axes or {},
-        weights=kept.dtype,
-        weight_group=kept.group,
-        only_experts=kept.only_experts,
+        weights=stored.dtype,
+        weight_group=stored.group,
+        only_experts=stored.only_experts,
     )
-    return None if _weight_groups(spec) is not None else kept
+    return None if _weight_groups(spec) is not None else stored
 
 
 def _weight_groups(spec: ServingSpec) -> str | None:

@@ -70,12 +70,12 @@ def load_weights(
     leaves = []
     for path, leaf in _by_path(abstract).items():
         parameter = padded[path]
-        source, wanted = _Source(parameter=parameters[path], padding=parameter.padding), scaled(parameter)
+        source, scaled_dim = _Source(parameter=parameters[path], padding=parameter.padding), scaled(parameter)
         array, own = _load(checkpoint, places[path], source, leaf), None
-        if wanted is not None and (wanted.group is None or not source.pads(wanted.dim)):
-            scales = group_scales(checkpoint, wanted.group)
+        if scaled_dim is not None and (scaled_dim.group is None or not source.pads(scaled_dim.dim)):
+            scales = group_scales(checkpoint, scaled_dim.group)
             if all(entry.name in scales for entry in places[path].values()):
-                own = _load(scales, places[path], source.thin(wanted), _thin(leaf, wanted))
+                own = _load(scales, places[path], source.thin(scaled_dim), _thin(leaf, scaled_dim))
         leaves.append(placed(parameter, array, own))
     weights: Transformer[Any] = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     return weights

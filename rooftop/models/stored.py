@@ -58,8 +58,8 @@ class KeptWeights(Record):
         That of a checkpoint with zero points, or with matrices of both kinds, is none.
         """
         stored = config.stored
-        kept = None if stored is None else _kept(stored)
-        if stored is None or kept is None:
+        weights_format = None if stored is None else _kept(stored)
+        if stored is None or weights_format is None:
             return None
         plain = {
             weight.component
@@ -68,7 +68,7 @@ class KeptWeights(Record):
         }
         if "experts" in plain or (plain and config.moe is None):
             return None
-        return replace(kept, only_experts=bool(plain))
+        return replace(weights_format, only_experts=bool(plain))
 
 
 #: Inputs of an output that share an exponent in MXFP4.

@@ -136,9 +136,9 @@ class ServeRequest:
         naming the option that is wrong.
         """
         base = Configuration() if planned is None else planned
-        if planned is None and model is not None and (kept := published_weights(model, self.mesh)) is not None:
-            name = ENGINE_WEIGHTS[kept.dtype, kept.group]
-            base = replace(base, weights_dtype=name, only_experts=kept.only_experts)
+        if planned is None and model is not None and (published := published_weights(model, self.mesh)) is not None:
+            name = ENGINE_WEIGHTS[published.dtype, published.group]
+            base = replace(base, weights_dtype=name, only_experts=published.only_experts)
         weights = self._weights()
         batch = self.batch_seqs or base.policy.max_batch
         batching = self.batching or base.policy.batching

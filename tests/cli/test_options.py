@@ -78,8 +78,8 @@ def _given(param: click.Parameter) -> Any:
             value = str
     if param.multiple or param.nargs == -1:
         return dict[str, float] if param.name == "figures" else tuple[value, ...]
-    flag = isinstance(param, click.Option) and param.is_flag
-    return value if param.required or flag or param.to_info_dict()["default"] is not None else value | None
+    # A flag that leaves the answer to the verb where neither of its names is typed has no default.
+    return value if param.required or param.to_info_dict()["default"] is not None else value | None
 
 
 # The verb of training reads its parameters by name and origin.

@@ -66,7 +66,7 @@ def test_tables_say_the_answer_first(rooftop: Run) -> None:
         (("llama3-8b", "--on", "v5e:4x4", "--batch-seqs", "9999"), "a device; nearest: batch 236 on v5e:4x4"),
         (("llama3-8b", "--on", "v6e:4x4", "--matmul-dtype", "int8"), "Not executable: no engine multiplies in int8"),
         (("llama3-8b", "--on", "v5e:4x4", "--prompt", "8k"), "on v5e:4x4 with 7680 + 512 tokens"),
-        (("llama3-8b", "--on", "v5e:4x4", "--mesh", "fsdp=4,tensor=4"), "Not executable: no engine splits a model"),
+        (("llama3-8b", "--on", "v5e:4x4", "--kv-sharing", "2"), "Not executable: no engine has 2 layers share a cache"),
     ],
 )  # fmt: skip
 def test_the_first_line_says_no_and_names_the_nearest(rooftop: Run, options: tuple[str, ...], first: str) -> None:

@@ -110,7 +110,7 @@ def loaded_weights(folder: Path, configuration: Configuration) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "kept"),
+    ("name", "stays"),
     [
         ("gpt_oss_mxfp4", KeptWeights(dtype="f4_e2m1", group=32, only_experts=True)),
         ("llama_packed", KeptWeights(dtype="int4", group=32)),
@@ -122,11 +122,11 @@ def loaded_weights(folder: Path, configuration: Configuration) -> Any:
     ],
 )
 def test_the_published_format_is_kept(
-    name: str, kept: KeptWeights | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, stays: KeptWeights | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By default; values and scales are bit for bit the checkpoint's, and greedy tokens those of transformers."""
     folder = publish(name, tmp_path / name)
-    assert KeptWeights.of(from_huggingface(folder, name)) == kept
+    assert KeptWeights.of(from_huggingface(folder, name)) == stays
     # Blocks of this tiny checkpoint are smaller than any published one's.
     blocks = {("f8_e4m3", 8): "f8_e4m3-8"}
     for owner in (capabilities, request):
@@ -134,14 +134,14 @@ def test_the_published_format_is_kept(
     monkeypatch.setattr(configuration, "WEIGHTS", (*configuration.WEIGHTS, *blocks.values()))
     monkeypatch.setitem(FORMATS, "f8_e4m3-8", replace(FORMATS["f8_e4m3-32"], group=8))
     asked = ServeRequest(checkpoint=folder).configuration(None, from_huggingface(folder, name))
-    expected = "plain" if kept is None else {**ENGINE_WEIGHTS, **blocks}[kept.dtype, kept.group]
+    expected = "plain" if stays is None else {**ENGINE_WEIGHTS, **blocks}[stays.dtype, stays.group]
     assert asked.weights_dtype == expected
     small = replace(CONFIGURATION, weights_dtype=expected, only_experts=asked.only_experts)
     weights, plain = (
         jax.tree.leaves(loaded_weights(folder, of), is_leaf=lambda leaf: isinstance(leaf, Quantised | Turned))
         for of in (small, CONFIGURATION)
     )
-    assert any(isinstance(leaf, Quantised) for leaf in weights) == (kept is not None)
+    assert any(isinstance(leaf, Quantised) for leaf in weights) == (stays is not None)
     for left, right in zip(weights, plain, strict=True):
         # A plain engine has the checkpoint's products of values and scales, in the dtype of their published reading.
         exact, read = (np.asarray(in_full(leaf, jnp.float32)) for leaf in (left, right))
