@@ -294,10 +294,10 @@ def test_a_plan_says_where_and_how_much(rooftop: Callable[..., Any], folder: Pat
     for (weights, kv, group), engines in kinds.items():
         document["dtypes"] |= {"weights": weights, "kv": kv, "weight_group": group}
         assert (configuration_of(document).weights_dtype, configuration_of(document).kv_dtype) == engines
-    document["mesh"]["axes"]["fsdp"] = 2
+    document["mesh"]["axes"]["stage"] = 2
     with pytest.raises(
         RooftopError,
-        match=r"plan mesh axis fsdp: got 2; accepted: 1: an engine's axes are data, expert, tensor, context",
+        match=r"plan mesh axis stage: got 2; accepted: 1: an engine's axes are data, fsdp, expert, tensor, context",
     ):
         configuration_of(document)
 
