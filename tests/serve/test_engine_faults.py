@@ -221,8 +221,8 @@ def test_what_does_not_fit_or_go_together_is_one_line(folder: Path, tmp_path: Pa
         load(folder, Configuration(mesh=(("context", 4),), page_tokens=6))
     with pytest.raises(RooftopError, match="mesh axis data: got 2; accepted: 1 with disaggregated"):
         Configuration(mesh=(("data", 2),), policy=Policy(max_batch=4, batching="disaggregated"))
-    with pytest.raises(RooftopError, match=r"mesh axes tensor.*divisor"):
-        load(folder, Configuration(mesh=(("tensor", 3),)))
+    with pytest.raises(RooftopError, match=r"mesh axis expert: got 2; accepted: 1: llama has no experts"):
+        load(folder, Configuration(mesh=(("expert", 2),)))
     with pytest.raises(RooftopError, match="prefill_devices"):
         load(folder, Configuration(prefill_devices=1))
     with pytest.raises(RooftopError, match="max_model_len"):

@@ -144,7 +144,7 @@ def test_a_model_is_given_by_the_tables_own_columns(tmp_path: Path) -> None:
     (one,) = serving_report(table(tmp_path, {})).comparisons
     assert one.null_s is None
     weights = 16 * (3 * 2048 * 8192 + 2 * 2048 * 128 * 24) + 2048 * 32000
-    cache = 16 * 1024 * 16 * 2 * 8 * 128 * (1 + 2 / 128)
+    cache = 16 * 1024 * 16 * 2 * 8 * 128 * (1 + 4 / 128)
     assert one.max_hbm_flops_s == pytest.approx((weights + cache) / 4 / 8.2e11, rel=0.03)
 
 

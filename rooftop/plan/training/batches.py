@@ -21,8 +21,9 @@ from rooftop.models.activations import parse_policy
 from rooftop.plan.layouts import Layouts, enumerate_layouts
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_ledger
+from rooftop.plan.training.search import searched_switches
 from rooftop.plan.training.step import TrainingStep
-from rooftop.plan.training.strategies import Choice, Strategies
+from rooftop.plan.training.strategies import Choice, Strategies, choices
 
 #: Layouts and batches that are all priced: of more layouts the fastest at the job's own batch are drawn.
 MOST_PRICED = 4096
@@ -66,22 +67,27 @@ class _ManyBatches(TrainingStep):
 def batch_curves(problem: Problem, batches: Sequence[int], meshes: Sequence[Mapping[str, int]]) -> list[BatchCurve]:
     """The curve of each mesh shape that some layout on the slice has, in the order given, over ``batches`` in tokens.
 
-    The problem's remat and microbatches hold, no remat and one microbatch where it has none. Raises RooftopError if
-    no mesh can be.
+    The problem's remat and microbatches hold, no remat and one microbatch where it has none; at each batch collective
+    matmuls are used where they are faster. ``choice`` is that of the job's own batch. Raises RooftopError if no mesh
+    can be.
     """
     remat = problem.remat or "none"
-    choice = Choice(remat=remat, policy=parse_policy(remat), microbatches=problem.microbatches or 1)
     layouts, starts = _of_shapes(problem, meshes)
+    switches = searched_switches(problem, layouts)
+    options = choices(
+        {remat: parse_policy(remat)}, [problem.microbatches or 1], schedule=problem.schedule, chunks=problem.chunks,
+        collective_matmuls=switches,
+    )  # fmt: skip
     own = problem.workload.batch_tokens
     if len(layouts) * (len(batches) + 1) > MOST_PRICED:
         # Too many to price at every batch: those that are fastest at the job's own.
-        alone = _priced(problem, layouts, choice, [own])
+        alone = _priced(problem, layouts, options, [own])
         layouts, starts = layouts[_fastest(alone.expected_s[:, 0], starts)], np.arange(len(starts))
-    priced = _priced(problem, layouts, choice, [*batches, own])
+    priced = _priced(problem, layouts, options, [*batches, own])
     return [
         BatchCurve(
             mesh=layouts.mesh(way),
-            choice=choice,
+            choice=options[int(priced.option[way, -1])],
             batch_tokens=np.array(batches, np.float64),
             compute_s=priced.compute_s[way, :-1],
             network_s=priced.network_s[way, :-1],
@@ -94,15 +100,16 @@ def batch_curves(problem: Problem, batches: Sequence[int], meshes: Sequence[Mapp
 
 @dataclass(frozen=True, kw_only=True)
 class _Priced:
-    """The curves of every layout, arrays [layouts, batches]."""
+    """The curves of every layout, arrays [layouts, batches]; ``option`` is the place of the fastest choice."""
 
+    option: Ints
     compute_s: Floats
     network_s: Floats
     expected_s: Floats
     memory_bytes: Floats
 
 
-def _priced(problem: Problem, layouts: Layouts, choice: Choice, batches: Sequence[int]) -> _Priced:
+def _priced(problem: Problem, layouts: Layouts, options: Sequence[Choice], batches: Sequence[int]) -> _Priced:
     shape = len(layouts), len(batches)
     step = _ManyBatches(
         model=problem.model,
@@ -110,15 +117,21 @@ def _priced(problem: Problem, layouts: Layouts, choice: Choice, batches: Sequenc
         workload=problem.workload,
         numerics=problem.numerics,
         assumptions=problem.assumptions,
-        strategies=Strategies(layouts[np.repeat(np.arange(shape[0]), shape[1])], (choice,)),
+        strategies=Strategies(layouts[np.repeat(np.arange(shape[0]), shape[1])], tuple(options)),
         batch_tokens=np.tile(np.array(batches, np.float64), shape[0])[:, None],
     )
 
-    def table(values: Number) -> Floats:
-        return np.broadcast_to(np.asarray(values, np.float64), (shape[0] * shape[1], 1)).reshape(shape)
+    def every(values: Number) -> Floats:
+        return np.broadcast_to(np.asarray(values, np.float64), (shape[0] * shape[1], len(options)))
 
     ledger = training_ledger(step)
+    option = every(ledger.expected_s).argmin(axis=1, keepdims=True)
+
+    def table(values: Number) -> Floats:
+        return np.take_along_axis(every(values), option, axis=1).reshape(shape)
+
     return _Priced(
+        option=option.reshape(shape),
         compute_s=table(ledger.total("mxu")),
         network_s=table(ledger.total("ici") + ledger.total("dcn")),
         expected_s=table(ledger.expected_s),

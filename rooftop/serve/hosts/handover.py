@@ -198,7 +198,7 @@ def shared_facts(checkpoint: Path, replica: Replica, configuration: Configuratio
     return {
         "version": rooftop.__version__,
         "checkpoint": fingerprint(checkpoint),
-        "weights": [configuration.weights_dtype, configuration.only_experts],
+        "weights": configuration.weights_dtype + (" experts" if configuration.only_experts else ""),
         "dtype": replica.decoder.dtype,
         "page_tokens": configuration.page_tokens,
         "pools": [[list(leaf.shape[1:]), str(leaf.dtype)] for leaf in replica.pool_leaves],
