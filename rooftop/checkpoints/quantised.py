@@ -23,6 +23,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import ceil_div
 from rooftop.models.config import StoredFormat
 from rooftop.models.huggingface import stored_format
+from rooftop.models.stored import MXFP4_GROUP
 
 _BF16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 #: Values of the 256 bytes of e4m3, and of the 16 halves of a byte of e2m1.
@@ -272,7 +273,7 @@ class _Mxfp4(_Matrix):
         self.expect("_scales", ("U8",), blocks[:3])
 
     def in_groups_of(self, group: int | None) -> bool:
-        return group == 32
+        return group == MXFP4_GROUP
 
     @property
     def groups_shape(self) -> tuple[int, ...]:

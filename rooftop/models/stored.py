@@ -78,8 +78,8 @@ MXFP4_GROUP = 32
 def _kept(stored: StoredFormat) -> KeptWeights | None:
     """The format on a server of matrices that are stored so; None for those with zero points, and other widths."""
     match stored.method, stored.bits, stored.block[1]:
-        case "mxfp4", 4, _:
-            return KeptWeights(dtype="f4_e2m1", group=MXFP4_GROUP)
+        case "mxfp4", 4, columns:
+            return KeptWeights(dtype="f4_e2m1", group=columns)
         case "fp8", 8, columns:
             return KeptWeights(dtype="f8_e4m3", group=columns or None)
         case "packed", 8, 0:
@@ -189,7 +189,7 @@ def _patterns(keys: Keys, key: str, *more: str, default: tuple[str, ...] = ()) -
 
 def _mxfp4(keys: Keys) -> StoredFormat:
     keys.ignore("modules_to_not_convert", "dequantize", "use_kernels")
-    return StoredFormat(method="mxfp4", bits=4, block=(1, 32), scale_bytes=1)
+    return StoredFormat(method="mxfp4", bits=4, block=(1, MXFP4_GROUP), scale_bytes=1)
 
 
 def _block(keys: Keys, key: str, default: list[int] | None) -> tuple[int, int]:
