@@ -25,6 +25,9 @@ OUTPUT = Path(__file__).with_name("parameter_counts.json")
 COMPONENT_OF = (
     ("e_score_correction_bias", "router"),
     ("indexer", "others"),
+    ("altup", "others"),
+    ("laurel", "others"),
+    ("per_layer", "others"),
     ("linear_attn", "mixer"),
     ("norm", "norms"),
     ("ln_", "norms"),
