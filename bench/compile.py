@@ -230,7 +230,7 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     with path.open(encoding="utf-8", newline="") as file:
-        return {line["name"]: dict(line) for line in csv.DictReader(file)}
+        return {line["name"]: {column: "" for column in COLUMNS} | line for line in csv.DictReader(file)}
 
 
 def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -250,7 +250,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     ]
     for entry in rows:
         model = f"{entry['model']} ({entry['layers']} layers)"
-        optimizer = "" if entry["optimizer"] == "adamw" else f", {entry['optimizer']}"
+        optimizer = "" if entry["optimizer"] in ("", "adamw") else f", {entry['optimizer']}"
         narrow = "" if entry["matmul"] in ("", "bf16") else f", {entry['matmul']}"
         rings = ", collective matmuls" if entry.get("collective_matmuls") else ""
         what = (

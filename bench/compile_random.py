@@ -94,6 +94,9 @@ class Draw:
             "sequences": problem.workload.batch_seqs,
             "seq_len": problem.workload.seq_len,
             "attention": problem.assumptions.attention,
+            "optimizer": problem.numerics.optimizer,
+            "matmul": problem.numerics.matmul,
+            "collective_matmuls": "yes" if summary.collective_matmuls else "",
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
         } | compiled_figures(plan)
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from rooftop.core.ledger import CollectiveKind, Number
 from rooftop.core.scopes import Phase
-from rooftop.plan.pricing import Transfer, Work
+from rooftop.plan.pricing import StagePart, Transfer, Work
 from rooftop.roofline.overlap import Asynchronous
 
 #: A pass with the part of its work, and a kind of transfers in it: their time is exposed by one share.
@@ -77,8 +77,8 @@ class LayerParts:
     tensor: dict[tuple[str, Phase, str], Number] = field(default_factory=dict)
     arrays: dict[str, Number] = field(default_factory=dict)
     """Gathers in all executions, by scope."""
-    layers: dict[str, Number] = field(default_factory=dict)
-    """Layers in all executions, by part."""
+    counts: dict[str, dict[StagePart, Number]] = field(default_factory=dict)
+    """Layers in all executions, by part, and by the pipeline stage's part: not all layers are shared by stages."""
 
     def add(self, item: Work, compute_s: Number, transfers: Iterable[tuple[Transfer, Number]]) -> None:
         """Count a piece of work, with the seconds of all its executions."""
@@ -90,7 +90,7 @@ class LayerParts:
             if transfer.hides == "weight_gather":
                 _add(self.gathers, (scope, phase), seconds)
                 if phase == "forward":
-                    self.layers.setdefault(_part(scope), item.count)
+                    self.counts.setdefault(_part(scope), {}).setdefault(item.part, item.count)
                     _add(self.arrays, scope, item.count * transfer.pieces * transfer.when)
             elif transfer.hides == "gradient_scatter":
                 _add(self.scatters, scope, seconds)
@@ -131,11 +131,16 @@ class LayerParts:
         """Seconds of the gradients of a scope's weights: inputs' and weights' gradients are matmuls of equal FLOPs."""
         return self._of(scope, "backward") / 2
 
+    @cached_property
+    def _layers(self) -> dict[str, Number]:
+        """Layers in all executions, by part."""
+        return {part: sum(counts.values(), 0.0) for part, counts in self.counts.items()}
+
     def _pieces(self, scope: str) -> Number:
         """Arrays of a scope in one layer."""
         if scope not in self.arrays:
             return 1.0
-        return np.maximum(self.arrays[scope] / np.maximum(self.layers[_part(scope)], 1e-9), 1.0)
+        return np.maximum(self.arrays[scope] / np.maximum(self._layers[_part(scope)], 1e-9), 1.0)
 
     def _over_tensor_s(self, scopes: Iterable[str], phase: Phase, kind: CollectiveKind) -> Number:
         return sum((self.tensor.get((scope, phase, kind), 0.0) for scope in scopes), 0.0)
@@ -205,7 +210,7 @@ class LayerParts:
 
     def _inputs(self) -> Iterator[tuple[str, Number, Number]]:
         """Each part's inputs that are gathered again, and 1 where they are needed at once: a matmul is repeated."""
-        for part in self.layers:
+        for part in self.counts:
             scopes = self._matmuls(part)
             seconds = self._over_tensor_s(scopes, "recompute", "all_gather")
             again = sum((self._of(scope, "recompute") for scope in scopes[:1]), 0.0)
