@@ -126,16 +126,20 @@ class Layouts:
                 self.runs[names].append((different, kind.reshape(-1).astype(np.int32)))
         return self.runs[names]
 
-    def by_shape(self) -> tuple[Layouts, Ints]:
-        """The layouts ordered so that those of one mesh shape are together, and where those of each shape begin."""
+    def by_shape(self) -> tuple[Layouts, Ints, Ints]:
+        """The layouts in order of mesh shapes, and of each in order of what is laid between slices.
+
+        Returned with where those of each shape begin, and those of each shape that are alike between slices.
+        """
         rank = np.empty(len(self.shapes), np.int32)
         rank[np.lexsort(self.shapes.T)] = np.arange(len(self.shapes))
-        ranks = rank[self.shape_of]
+        shape, group, count = rank[self.shape_of], rank[self.shape_of], len(self.shapes)
+        for axis, division, column in zip(self.slice.physical_axes, self.divisions, self._columns, strict=True):
+            if axis.resource == "dcn":
+                group, count = group * len(division.size) + column, count * len(division.size)
         # Short integers are sorted digit by digit, in linear time.
-        order = np.argsort(ranks.astype(np.uint16) if len(self.shapes) < 2**16 else ranks, kind="stable")
-        ordered = ranks[order]
-        starts: Ints = np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1]).astype(np.int64)
-        return self[order], starts
+        order = np.argsort(group.astype(np.uint16) if count < 2**16 else group, kind="stable")
+        return self[order], _starts(shape[order]), _starts(group[order])
 
     def __getitem__(self, index: Any) -> Layouts:
         """The layouts at an index."""
@@ -152,6 +156,12 @@ class Layouts:
             ]
             axes[name] = tuple(AxisPiece(axis, stride, size) for axis, stride, size in laid if size > 1)
         return Mesh(self.slice, axes)
+
+
+def _starts(groups: npt.NDArray[np.int32]) -> Ints:
+    """Where each run of equal numbers begins."""
+    starts: Ints = np.flatnonzero(np.append(True, groups[1:] != groups[:-1])).astype(np.int64)
+    return starts
 
 
 def from_mesh(mesh: Mesh) -> Layouts:

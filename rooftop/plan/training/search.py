@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TypeAlias
+from sys import float_info
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +50,7 @@ BLOCK = 65_536
 RANKED = 6
 #: Accepted meshes, the nearest first, among which one that programs run is sought as an example.
 _EXAMPLES = 200
-#: Mesh shapes priced between two looks at whether those that are left can still matter.
+#: Mesh shapes priced before those that are left are looked at: can they still matter? Each time twice as many.
 TOGETHER = 8
 
 
@@ -140,7 +141,7 @@ def sweep(
     """
     layouts = searched_layouts(problem, axes) if within is None else within
     options = searched_choices(problem, layouts)
-    layouts, starts = layouts.by_shape()
+    layouts, starts, finer = layouts.by_shape()
     ends = np.append(starts[1:], len(layouts))
     shapes = layouts[starts].devices
     whole = Strategies(layouts, options)
@@ -170,9 +171,9 @@ def sweep(
     feasible = _worth_pricing(allowed, memory, limit)
     searched = int(np.sum(allowed.sum(axis=1) * (ends - starts)))
     possible = np.flatnonzero(feasible.any(axis=1))
-    optimistic = np.full(len(starts), np.inf)
-    bound_s = _seconds(problem, cheapest[possible], np.any(feasible[possible], axis=0))
-    optimistic[possible] = np.where(feasible[possible], bound_s, np.inf).min(axis=1)
+    bounds = np.full(cheapest.shape, np.inf)
+    bounds[possible] = _bounds_s(problem, cheapest[possible], feasible[possible])
+    optimistic = bounds.min(axis=1)
     if worth is not None and not worth(shapes, optimistic):
         none = np.zeros((0, len(options)))
         return Sweep(
@@ -184,37 +185,43 @@ def sweep(
             limit_bytes=limit,
             searched=searched,
         )
-    in_order = np.argsort(optimistic, kind="stable")
-    best: list[float] = []
+    left = _Groups(shape=np.arange(len(starts)), starts=starts, ends=ends, bounds=bounds).in_order
+    best: dict[int, float] = {}
     priced: list[tuple[Floats, Ints, Ints]] = []
-    for start in range(0, len(in_order), len(in_order) if exhaustive else TOGETHER):
-        near = in_order[start : start + (len(in_order) if exhaustive else TOGETHER)]
-        if not exhaustive and len(best) >= ranked and sorted(best)[ranked - 1] <= optimistic[near[0]]:
-            break
+    count = len(starts) if exhaustive else TOGETHER
+    slowest = np.inf
+    while len(left):
         if on_progress is not None:
-            on_progress(start, len(in_order), f"mesh shapes on {problem.slice.name}")
+            on_progress(len(best), len(starts), f"mesh shapes on {problem.slice.name}")
+        near, left, count = left[:count], left[count:], 2 * count
         if executable:
             plain = replace(options[0], remat="none", microbatches=1)
-            runs = np.array([_runs(problem, shapes[shape], plain) for shape in near])
-            allowed[near[~runs]] = feasible[near[~runs]] = False
+            runs = np.array([_runs(problem, shapes[shape], plain) for shape in near.shape], np.bool_)
+            allowed[near.shape[~runs]] = feasible[near.shape[~runs]] = False
             # One shape is priced in any case, so that there is an answer.
             near = near[runs] if runs.any() or priced else near[:1]
-            if not len(near):
-                continue
-        members = np.concatenate([np.arange(starts[shape], ends[shape]) for shape in near])
-        of_shape = np.repeat(near, ends[near] - starts[near])
-        seconds = _seconds(problem, whole[members], None if exhaustive else np.any(feasible[near], axis=0))
+        if not len(near):
+            continue
+        members, of_shape = near.members, np.repeat(near.shape, near.ends - near.starts)
+        could = feasible[near.shape] & (near.bounds <= slowest)
+        seconds = _seconds(problem, whole[members], None if exhaustive else np.any(could, axis=0))
         fitting = np.where(feasible[of_shape], seconds, np.inf)
-        for shape in near:
+        for shape in np.unique(near.shape).tolist():
             by_choice = fitting[of_shape == shape].min(axis=0)
             if executable:
                 refused = _refused(problem, shapes[shape], options, by_choice)
                 allowed[shape] &= ~refused
                 feasible[shape] &= ~refused
                 by_choice = np.where(refused, np.inf, by_choice)
-            best.append(float(by_choice.min()))
+            best[shape] = min(best.get(shape, np.inf), float(by_choice.min()))
         priced.append((seconds, members, of_shape))
-    if executable and limit < problem.capacity and not np.isfinite(best).any():
+        slowest = _slowest(best, ranked)
+        left = left.within(slowest)
+        if len(priced) == 1 and len(finer) > len(starts) and len(left):
+            # Bounds are loose where one layout of a shape has cheap sums between slices, and another cheap gathers.
+            could = feasible[left.shape] & (left.bounds <= slowest)
+            left = _finer(problem, whole, could, left, finer).within(slowest)
+    if executable and limit < problem.capacity and not np.isfinite(list(best.values())).any():
         # What leaves the compiler room is not run; what is run may still fit.
         return sweep(problem, executable=True, axes=axes, within=within, ranked=ranked, roomy=False, worth=worth)
     seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*priced, strict=True))
@@ -227,6 +234,63 @@ def sweep(
         limit_bytes=limit,
         searched=searched,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Groups:
+    """G groups of layouts of one mesh shape each, from ``starts`` to ``ends``, with lower bounds of seconds, [G, K]."""
+
+    shape: Ints
+    starts: Ints
+    ends: Ints
+    bounds: Floats
+
+    def __len__(self) -> int:
+        return len(self.shape)
+
+    def __getitem__(self, index: Any) -> _Groups:
+        return _Groups(**{name: value[index] for name, value in vars(self).items()})
+
+    @property
+    def in_order(self) -> _Groups:
+        """The groups in order of their bounds."""
+        return self[np.argsort(self.bounds.min(axis=1), kind="stable")]
+
+    def within(self, seconds: float) -> _Groups:
+        """The groups whose bounds do not exceed ``seconds``."""
+        return self[self.bounds.min(axis=1) <= seconds]
+
+    @property
+    def members(self) -> Ints:
+        """The layouts of all groups."""
+        return np.concatenate([np.arange(start, end) for start, end in zip(self.starts, self.ends, strict=True)])
+
+
+def _slowest(best: Mapping[int, float], ranked: int) -> float:
+    """Seconds that none of the ``ranked`` best shapes exceeds; finite, and the largest if fewer are known."""
+    # A bound and the price that it is reached by may differ in the last digit.
+    known = sorted(best.values())[ranked - 1 : ranked]
+    return min(*(seconds * (1 + 1e-9) for seconds in known), float_info.max, float_info.max)
+
+
+def _bounds_s(problem: Problem, cheapest: Strategies, feasible: Mask) -> Floats:
+    """Lower bounds of the seconds of groups of layouts, [G, K], infinite where a choice is not ``feasible``, [G, K]."""
+    return np.where(feasible, _seconds(problem, cheapest, np.any(feasible, axis=0)), np.inf)
+
+
+def _finer(problem: Problem, whole: Strategies, could: Mask, left: _Groups, starts: Ints) -> _Groups:
+    """The groups cut at ``starts``, with bounds of their own; ``could``: choices that may be among the best, [G, K]."""
+    begin = [
+        starts[np.searchsorted(starts, at) : np.searchsorted(starts, end)]
+        for at, end in zip(left.starts, left.ends, strict=True)
+    ]
+    whose = np.repeat(np.arange(len(left)), [len(cut) for cut in begin])
+    cut = np.concatenate(begin)
+    ends = np.append(starts, len(whole.layouts))[np.searchsorted(starts, cut) + 1]
+    sizes = ends - cut
+    cheapest = whole[left.members].cheapest(np.cumsum(sizes) - sizes)
+    bounds = _bounds_s(problem, cheapest, could[whose])
+    return _Groups(shape=left.shape[whose], starts=cut, ends=ends, bounds=bounds).in_order
 
 
 def _worth_pricing(allowed: Mask, memory: Floats, limit: float) -> Mask:
