@@ -206,7 +206,7 @@ def test_the_peak_is_the_most_of_the_heap_that_is_covered(values: list[tuple[int
 
 # ---- XLA:TPU --------------------------------------------------------------------------------------------------------
 
-LAYERS, WIDTH, HIDDEN, TOKENS = 6, 2048, 8192, 8192
+LAYERS, WIDTH, HIDDEN, TOKENS = 6, 1024, 8192, 8192
 
 
 def train(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:

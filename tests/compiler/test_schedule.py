@@ -709,6 +709,7 @@ def test_collective_matmuls_of_the_compiler(case: str, kind: str, hops: int, syn
     check_trace(trace(compiled_lanes(program.module, line)), line)
 
 
+@pytest.mark.slow
 def test_a_windowed_einsum_is_faster_than_a_plain_one() -> None:
     """By our estimate and by XLA's: what the compiler chooses for v5e:4x4."""
     for estimates in ESTIMATES:

@@ -115,6 +115,7 @@ def test_limits_grow_where_a_batch_cannot_be_split(clicks: Path, tmp_path: Path)
     assert read_limits(parts / whole.limits_file.name, stacking, batch=BATCH) == after
 
 
+@pytest.mark.slow
 def test_a_run_moves_to_other_devices(clicks: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     eight = Trainer(options(clicks, run, devices=8, steps=8, learning_rate=1e-2))

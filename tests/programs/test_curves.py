@@ -16,7 +16,9 @@ SLOW = pytest.mark.slow
 CASES = [
     pytest.param({"data": 8}, {}, id="data", marks=SLOW),
     pytest.param({"fsdp": 8}, {}, id="fsdp", marks=SLOW),
-    pytest.param({"data": 2, "tensor": 4}, {"model": ModelConfig(**(MODEL.__dict__ | {"kv_heads": 4}))}, id="tensor"),
+    pytest.param(
+        {"data": 2, "tensor": 4}, {"model": ModelConfig(**(MODEL.__dict__ | {"kv_heads": 4}))}, id="tensor", marks=SLOW
+    ),
     pytest.param({"fsdp": 2, "context": 4}, {}, id="context", marks=SLOW),
     pytest.param({"fsdp": 2, "context": 4}, {"context_attention": "all_gather"}, id="context-gathered", marks=SLOW),
     pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 2}, id="microbatches", marks=SLOW),

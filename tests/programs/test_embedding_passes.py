@@ -109,11 +109,8 @@ def stacked(kind: str, clip: float | None = None, devices: int = 4) -> tuple[Sta
 @pytest.mark.parametrize(
     ("kind", "clip", "devices"),
     [
-        # Quick: an update that adds, one that clips, one with two slots.
-        *(
-            pytest.param(kind, None, 4, marks=() if kind in ("sgd", "adam") else pytest.mark.slow)
-            for kind in ELEMENTWISE
-        ),
+        # Quick: one that clips, one with two slots.
+        *(pytest.param(kind, None, 4, marks=() if kind == "adam" else pytest.mark.slow) for kind in ELEMENTWISE),
         ("sgd", 0.5, 1),
     ],
 )

@@ -226,12 +226,12 @@ def assert_equal(actual: Any, expected: Any) -> None:
 
 SHARDINGS = [
     *((name, {"expert": 2, "fsdp": 2, "tensor": 2}) for name in MODELS if name != "four_experts"),
-    ("mixtral", {}),
     ("mixtral", {"expert": 8}),  # one expert on a device
     ("four_experts", {"expert": 4, "fsdp": 2}),
     *(
         pytest.param(name, sizes, marks=pytest.mark.slow)
         for name, sizes in (
+            ("mixtral", {}),
             ("deepseek_v3", {"data": 2, "expert": 2, "context": 2}),
             ("four_experts", {"expert": 2, "fsdp": 2, "tensor": 2}),
             ("four_experts", {"expert": 4, "tensor": 2}),

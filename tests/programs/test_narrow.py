@@ -106,9 +106,18 @@ TWO_LAYERS = replace(MODEL, layers=2, layer_windows=())
     ("axes", "changes", "dtype"),
     [
         ({"data": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 2, "remat": "minimal"}, "int8"),
-        ({"expert": 2, "fsdp": 2, "tensor": 2}, {"model": EXPERTS}, "f8_e4m3"),
-        ({"stage": 2, "tensor": 2}, {"model": TWO_LAYERS, "microbatches": 2, "schedule": "zero_bubble"}, "int8"),
-        ({"tensor": 2, "fsdp": 2}, {"model": LATENT}, "f8_e4m3"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ({"expert": 2, "fsdp": 2, "tensor": 2}, {"model": EXPERTS}, "f8_e4m3"),
+                (
+                    {"stage": 2, "tensor": 2},
+                    {"model": TWO_LAYERS, "microbatches": 2, "schedule": "zero_bubble"},
+                    "int8",
+                ),
+                ({"tensor": 2, "fsdp": 2}, {"model": LATENT}, "f8_e4m3"),
+            )
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )  # fmt: skip
@@ -152,6 +161,7 @@ def test_what_has_no_program_is_refused() -> None:
         Computation(model=MODEL, matmul="int8", weights_left=True)
 
 
+@pytest.mark.slow
 def test_random_steps_draw_narrow_matmuls() -> None:
     """Key/value heads that devices have in common are the one place where parts of a gradient are rounded apart."""
     assert outcome(spec_of({"tensor": 4}, matmul="int8")).failure is None

@@ -114,7 +114,8 @@ def test_adafactor_keeps_a_row_and_a_column_of_each_matrix() -> None:
     "sizes",
     [
         {"fsdp": 2, "tensor": 4},  # F and the vocabulary are padded.
-        {"data": 2, "fsdp": 4},  # Two layers go to four devices, and those with copies share them out.
+        # Two layers go to four devices, and those with copies share them out.
+        pytest.param({"data": 2, "fsdp": 4}, marks=pytest.mark.slow),
         pytest.param({"stage": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],
 )

@@ -133,7 +133,6 @@ def test_a_packed_batch_is_its_documents(name: str) -> None:
 
 SHARDED = [
     ("llama", {"data": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 2, "loss_chunks": 2}),
-    ("llama", {"context": 2, "fsdp": 2, "tensor": 2}, {"context_attention": "all_gather"}),
     *(
         pytest.param(name, sizes, changes, marks=SLOW)
         for name, sizes, changes in (
@@ -142,6 +141,7 @@ SHARDED = [
                 {"context": 2, "expert": 2, "tensor": 2},
                 {"balance_loss": 0.1, "expert_matmul": "grouped"},
             ),
+            ("llama", {"context": 2, "fsdp": 2, "tensor": 2}, {"context_attention": "all_gather"}),
             ("llama", {"context": 4, "fsdp": 2}, {"loss_chunks": 2}),
             ("gemma2", {"context": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 2}),  # windows
             ("gemma2", {"context": 4, "fsdp": 2}, {"context_attention": "all_gather", "remat": "none"}),
@@ -291,6 +291,7 @@ def balanced(name: str, *weights: float) -> tuple[list[dict[str, float]], list[n
     return [metrics for metrics, _ in results], [gradients.layers[-1][-1].mlp.router for _, gradients in results]
 
 
+@pytest.mark.slow
 def test_balance_loss_is_a_part_of_the_objective() -> None:
     """It changes the gradient of routers, and the loss that is told stays the cross-entropy."""
     # A test above has compiled the second of the two steps.

@@ -76,7 +76,7 @@ def one_step(trained: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[dict[str, 
     ("model", "sizes", "changes"),
     [
         (DENSE, {"fsdp": 2, "context": 2, "tensor": 2}, {"microbatches": 2, "attention": "reference"}),
-        (EXPERTS, {"fsdp": 2, "expert": 2}, {}),
+        pytest.param(EXPERTS, {"fsdp": 2, "expert": 2}, {}, marks=SLOW),
         pytest.param(DENSE, {"data": 4, "tensor": 2}, {"packed": True}, marks=SLOW),
         pytest.param(DENSE, {"fsdp": 2, "context": 4}, {"packed": True}, marks=SLOW),
         pytest.param(DENSE, {"fsdp": 8}, {}, marks=SLOW),

@@ -44,7 +44,12 @@ def spec_of(axes: dict[str, int], **changes: Any) -> TrainingSpec:
 @pytest.mark.parametrize(
     "spec",
     [
-        spec_of({"expert": 2, "context": 2, "stage": 2}, model=EXPERTS, kernel="chunked", remat="full", microbatches=2),
+        pytest.param(
+            spec_of(
+                {"expert": 2, "context": 2, "stage": 2}, model=EXPERTS, kernel="chunked", remat="full", microbatches=2
+            ),
+            marks=pytest.mark.slow,
+        ),
         spec_of(
             {"data": 2, "fsdp": 2, "tensor": 2}, remat="minimal", microbatches=2, compute="bf16", matmul="bf16",
             weights="bf16", moments="bf16", gradients="bf16",

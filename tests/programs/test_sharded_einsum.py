@@ -195,13 +195,13 @@ def test_what_is_free_keeps_the_array(step: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "f32[I_X, J_Y] @ f32[J_Y, K] -> f32[I_X, K]",
-        "f32[I_X, J_Y] @ f32[J, K_Y] -> f32[I_X, K_Y]",
+        pytest.param("f32[I_X, J_Y] @ f32[J_Y, K] -> f32[I_X, K]", marks=pytest.mark.slow),
+        pytest.param("f32[I_X, J_Y] @ f32[J, K_Y] -> f32[I_X, K_Y]", marks=pytest.mark.slow),
         pytest.param("f32[I_Y, J] @ f32[J_Y, K_X] -> f32[I_Y, K_X]", marks=pytest.mark.slow),
         "f32[I_X, J_Y] @ f32[J_Y, K] -> f32[I_X, K_Y]",
         pytest.param("f32[I_Y, J] @ f32[J, K_Y] -> f32[I, K_Y]", marks=pytest.mark.slow),
         "f32[I_X, J]{U_Y} @ f32[J, K_X] -> f32[I_X, K]",
-        "f32[I_X, J_Y] @ f32[J_Y, K] -> f32[I_X, K]{U_Y}",
+        pytest.param("f32[I_X, J_Y] @ f32[J_Y, K] -> f32[I_X, K]{U_Y}", marks=pytest.mark.slow),
         "f32[E_X, I_Y, J] @ f32[E_X, J, K] -> f32[E_X, I, K_Y]",
     ],
 )

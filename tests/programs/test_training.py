@@ -123,9 +123,9 @@ def largest_error(actual: Transformer[np.ndarray], reference: Transformer[np.nda
 
 SLOW = pytest.mark.slow
 CASES = [
-    ({}, {"remat": "none"}),
+    pytest.param({}, {"remat": "none"}, marks=SLOW),
     ({"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "block", "loss_chunks": 2}),  # one sequence on a device
-    ({"fsdp": 2, "tensor": 4}, {"remat": "matmuls"}),  # two
+    pytest.param({"fsdp": 2, "tensor": 4}, {"remat": "matmuls"}, marks=SLOW),  # two
     ({"fsdp": 2}, {"microbatches": 2, "remat": "block,qkv=offload,layer_input=offload", "loss_chunks": 2}),
     ({"fsdp": 2, "tensor": 4}, {"remat": "matmuls", "collective_matmuls": True}),
     pytest.param(

@@ -99,6 +99,7 @@ def test_a_training_state_on_another_mesh(tmp_path: Path) -> None:
         checkpoints.restore(blank.weights)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_uneven_stages_loads_on_any_mesh(tmp_path: Path) -> None:
     """Five layers over four stages are stored as eight; elsewhere as five or as six. Another model is refused."""
     tiny = json.loads((ORACLES / "tiny_models.json").read_text())["llama"]

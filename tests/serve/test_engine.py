@@ -30,7 +30,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "host tier": ({"policy": Policy(max_batch=2, preemption="swap"), "pages": 12}, {}),
 }
 #: One of each kind in the quick tests: plain attention; windows and soft caps; latents and experts.
-QUICK = ("llama", "gemma2", "deepseek_v3")
+QUICK = ("llama", "deepseek_v3")
 
 
 @pytest.mark.oracle
@@ -55,7 +55,7 @@ def test_outputs_equal_those_of_transformers_in_every_mode(name: str, tmp_path: 
     ("name", "mesh", "kv_split"),
     [
         ("llama", {"tensor": 2, "context": 2}, "seq"),
-        ("llama", {"tensor": 2, "context": 2}, "batch"),
+        pytest.param("llama", {"tensor": 2, "context": 2}, "batch", marks=pytest.mark.slow),
         pytest.param("llama", {"tensor": 2}, "seq", marks=pytest.mark.slow),
         pytest.param("llama", {"tensor": 4}, "seq", marks=pytest.mark.slow),
         pytest.param("llama", {"context": 4}, "seq", marks=pytest.mark.slow),

@@ -59,8 +59,10 @@ def ask(serving: PagedEngine, number: int, prompt: list[int] = PROMPT, **how: An
 @pytest.mark.parametrize(
     "changes",
     [
-        {"pages": 12, "policy": Policy(max_batch=4, chunk_tokens=7)},
-        {"pages": 12, "policy": Policy(max_batch=4, chunk_tokens=7, preemption="swap")},
+        pytest.param({"pages": 12, "policy": Policy(max_batch=4, chunk_tokens=7)}, marks=pytest.mark.slow),
+        pytest.param(
+            {"pages": 12, "policy": Policy(max_batch=4, chunk_tokens=7, preemption="swap")}, marks=pytest.mark.slow
+        ),
         {"pages": 10, "policy": Policy(max_batch=3), "host_pages": 6},
     ],
 )

@@ -113,7 +113,7 @@ def loaded_weights(folder: Path, configuration: Configuration) -> Any:
     ("name", "stays"),
     [
         ("gpt_oss_mxfp4", KeptWeights(dtype="f4_e2m1", group=32, only_experts=True)),
-        ("llama_packed", KeptWeights(dtype="int4", group=32)),
+        pytest.param("llama_packed", KeptWeights(dtype="int4", group=32), marks=pytest.mark.slow),
         pytest.param("deepseek_v3_fp8", KeptWeights(dtype="f8_e4m3", group=8), marks=pytest.mark.slow),
         pytest.param("llama_fp8", KeptWeights(dtype="f8_e4m3"), marks=pytest.mark.slow),
         pytest.param("llama_packed_channels", KeptWeights(dtype="int8"), marks=pytest.mark.slow),

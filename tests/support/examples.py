@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 
 #: Examples of a property in `make test`.
-QUICK = 15
+QUICK = 10
 
 
 def examples(most: int, *, quick: int = QUICK) -> int:
