@@ -39,7 +39,8 @@ from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule
 RESULTS = Path(__file__).parent / "results" / "compile.csv"
 COLUMNS = (
     "name", "model", "layers", "slice", "mesh", "remat", "microbatches", "sequences", "seq_len", "attention",
-    "optimizer", "matmul", "collective_matmuls", "planned_flops", "compiled_flops", "compiled_narrow_flops",
+    "optimizer", "matmul", "collective_matmuls", "experts_over_tensor",
+    "planned_flops", "compiled_flops", "compiled_narrow_flops",
     "planned_kernel_flops", "compiled_kernel_flops", "planned_peak_bytes", "compiled_peak_bytes",
     "planned_collective_bytes", "compiled_collective_bytes", "planned_s", "compiled_s",
     "unexpected", "unexplained", "missing",
@@ -64,6 +65,7 @@ class Case:
     optimizer: str = "adamw"
     matmul: str = "bf16"
     collective_matmuls: bool = False
+    experts_over_tensor: bool = False
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
 
     @property
@@ -80,6 +82,7 @@ class Case:
             remat=self.remat,
             microbatches=self.microbatches,
             collective_matmuls=self.collective_matmuls,
+            experts_over_tensor=self.experts_over_tensor,
             schedule=self.schedule,
         )
         return plan_training(problem, alternatives=0).plan
@@ -127,6 +130,25 @@ CASES = (
     _case("tpu7x-fsdp-tensor", "llama3-8b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16),
     _case("v5p-moe", "mixtral-8x7b", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64),
     _case("v6e-moe", "mixtral-8x7b", "v6e:8x8", "fsdp=8,expert=8", "block", 64),
+    _case(
+        "v5e-experts-tensor",
+        "qwen3-30b-a3b",
+        "v5e:4x4",
+        "fsdp=4,tensor=4",
+        "block",
+        16,
+        layers=8,
+        experts_over_tensor=True,
+    ),
+    _case(
+        "v5p-experts-tensor",
+        "qwen3-30b-a3b",
+        "v5p:4x4x4",
+        "fsdp=8,expert=2,tensor=4",
+        "block",
+        64,
+        experts_over_tensor=True,
+    ),
     _case("v5e-heads", "llama2-13b", "v5e:4x4", "tensor=16", "block", 4, layers=8),
     _case("v5e-shared-keys", "llama3-8b", "v5e:4x8", "fsdp=2,tensor=16", "block", 8, layers=8),
     _case("v5p-uneven-d", "llama3-8b", "v5p:4x4x12", "fsdp=96,tensor=2", "block", 96, layers=8),
@@ -148,6 +170,7 @@ def row(case: Case) -> dict[str, Any]:
         "microbatches": case.microbatches, "seq_len": case.seq_len, "attention": case.attention, "model": case.model,
         "optimizer": case.optimizer, "matmul": case.matmul,
         "collective_matmuls": "yes" if case.collective_matmuls else "",
+        "experts_over_tensor": "yes" if case.experts_over_tensor else "",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }  # fmt: skip
     try:
@@ -183,6 +206,7 @@ def priced_again(row: Mapping[str, Any]) -> dict[str, Any]:
         remat=row["remat"],
         microbatches=int(row["microbatches"]),
         collective_matmuls=row.get("collective_matmuls") == "yes",
+        experts_over_tensor=row.get("experts_over_tensor") == "yes",
     )
     plan = plan_training(problem, alternatives=0).plan
     return {**row, "planned_s": plan.expected_s, "planned_peak_bytes": plan.memory_bytes}
@@ -253,9 +277,10 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         optimizer = "" if entry["optimizer"] in ("", "adamw") else f", {entry['optimizer']}"
         narrow = "" if entry["matmul"] in ("", "bf16") else f", {entry['matmul']}"
         rings = ", collective matmuls" if entry.get("collective_matmuls") else ""
+        whole = ", whole experts over tensor" if entry.get("experts_over_tensor") else ""
         what = (
             f"{model}, {entry['slice']}, {entry['mesh']}, {entry['remat']}, {entry['sequences']} x {entry['seq_len']}"
-            f"{optimizer}{narrow}{rings}"
+            f"{optimizer}{narrow}{rings}{whole}"
         )
         if not entry["compiled_s"]:
             lines.append(f"| {what} | | | | | {entry['note']} |")

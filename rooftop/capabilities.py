@@ -384,6 +384,12 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
     ),
     Capability(name="expert axis", accepted="1 without experts", obstacle=_experts),
     Capability(
+        name="experts",
+        accepted="whole ones over expert, or over expert and tensor together; tensor splits their columns otherwise, "
+        "and fsdp the rows of each on any mesh",
+        obstacle=_runs,
+    ),
+    Capability(
         name="norms of all heads together",
         accepted="key/value heads a multiple of tensor",
         obstacle=_width_norms,

@@ -13,7 +13,8 @@ from math import prod
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import Record, read_record
 
-#: Logical dims. ``embed`` is D of a parameter; ``residual_seq`` is the sequence dim between matmuls, ``seq`` inside.
+#: Logical dims. ``embed`` is D of a parameter; ``residual_seq`` is the sequence dim between matmuls, ``seq`` inside;
+#: ``expert_mlp`` are hidden columns of experts, ``mlp`` those of other MLPs.
 LOGICAL: tuple[str, ...] = (
     "batch",
     "seq",
@@ -22,6 +23,7 @@ LOGICAL: tuple[str, ...] = (
     "heads",
     "kv_heads",
     "mlp",
+    "expert_mlp",
     "vocab",
     "expert",
     "layers",
@@ -84,7 +86,7 @@ MESH_AXES: tuple[MeshAxis, ...] = (
     MeshAxis(
         name="tensor",
         summary="heads and hidden columns; inputs are gathered (AllGather), partial sums scattered (ReduceScatter)",
-        parameters=("heads", "kv_heads", "mlp", "vocab"),
+        parameters=("heads", "kv_heads", "mlp", "expert_mlp", "vocab"),
         activations=("residual_seq", "heads", "kv_heads", "mlp", "vocab"),
         order=1,
     ),
@@ -170,7 +172,20 @@ class Rules(Record):
 
         return Rules(parameters=keep(self.parameters), activations=keep(self.activations))
 
+    @property
+    def with_whole_experts(self) -> Rules:
+        """The rules with experts dealt out over the axes that split their hidden columns, none of which is split."""
+        tables = self.parameters
+        axes = tables.get("expert", ()) + tables.get("expert_mlp", ())
+        return Rules(parameters={**tables, "expert": axes, "expert_mlp": ()}, activations=self.activations)
+
     @classmethod
     def from_json(cls, data: object) -> Rules:
         """The inverse of ``to_json``. Raises RooftopError on a malformed table."""
-        return read_record(cls, data, "rules")
+        rules = read_record(cls, data, "rules")
+        if "mlp" in rules.parameters and "expert_mlp" not in rules.parameters:
+            # Written before experts had rules of their own.
+            return Rules(
+                parameters={**rules.parameters, "expert_mlp": rules.parameters["mlp"]}, activations=rules.activations
+            )
+        return rules

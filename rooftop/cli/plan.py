@@ -89,6 +89,7 @@ class _TrainingOptions(TypedDict):
     remat: str | None
     microbatches: int | None
     collective_matmuls: bool | None
+    experts_over_tensor: bool | None
     schedule: str
     chunks: int
     matmul_dtype: str
@@ -127,6 +128,10 @@ class _TrainingOptions(TypedDict):
 @option(
     "--collective-matmuls/--no-collective-matmuls", group=PARALLELISM, default=None,
     help="Overlap dense matmuls with their collectives over tensor. Searched by default.",
+)  # fmt: skip
+@option(
+    "--experts-over-tensor/--no-experts-over-tensor", group=PARALLELISM, default=None,
+    help="Deal out whole experts over tensor, in place of their columns. Searched by default.",
 )  # fmt: skip
 @schedule_option(default="eager_1f1b")
 @chunks_option(default="1")

@@ -139,6 +139,7 @@ def plan_training(
     remat: str | None = None,
     microbatches: CountLike | None = None,
     collective_matmuls: bool | None = None,
+    experts_over_tensor: bool | None = None,
     schedule: str = DEFAULT_SCHEDULE,
     chunks: CountLike = 1,
     optimizer: str = "adamw",
@@ -174,6 +175,7 @@ def plan_training(
         microbatches: Microbatches of a step; searched by default.
         collective_matmuls: Overlap dense matmuls with their collectives over tensor; searched by default, where the
             chip's compiler overlaps them.
+        experts_over_tensor: Deal out whole experts over tensor, in place of their columns; searched by default.
         schedule: Of pipeline stages: eager_1f1b, gpipe, 1f1b, interleaved or zero_bubble.
         chunks: Model chunks of a stage (interleaved).
         optimizer: adamw, adam, lion, muon, adafactor or sgd.
@@ -224,6 +226,7 @@ def plan_training(
         remat=remat,
         microbatches=None if microbatches is None else parse_count(microbatches, "microbatches"),
         collective_matmuls=collective_matmuls,
+        experts_over_tensor=experts_over_tensor,
         schedule=one_of("schedule", schedule, SCHEDULES),
         chunks=parse_count(chunks, "chunks"),
         bounds=one_of("bounds", bounds, BOUNDS),

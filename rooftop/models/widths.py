@@ -185,7 +185,8 @@ class ModelWidths:
     """Sizes of a model's dims on the busiest device, for one mesh or an array of them.
 
     ``tensor``, ``fsdp`` and ``expert`` are devices along the axes that split columns, weights at rest, and experts.
-    On a server ``sharing`` devices with the same key/value heads split the columns further.
+    On a server ``sharing`` devices with the same key/value heads split the columns further. ``expert_columns`` devices
+    split those of an expert (None: as many as other columns).
     """
 
     model: ModelConfig
@@ -193,6 +194,7 @@ class ModelWidths:
     fsdp: Number
     expert: Number
     sharing: Number = 1
+    expert_columns: Number | None = None
 
     @cached_property
     def split(self) -> Number:
@@ -231,6 +233,16 @@ class ModelWidths:
         """Columns of an MLP of ``hidden`` ones."""
         return ceil_div(hidden, self.split)
 
+    @cached_property
+    def expert_split(self) -> Number:
+        """Devices that split columns of an expert."""
+        return self.split if self.expert_columns is None else self.expert_columns
+
+    @cached_property
+    def columns_of_expert(self) -> Number:
+        """Columns of an expert."""
+        return ceil_div(0 if self.model.moe is None else self.model.moe.d_ff, self.expert_split)
+
     def stored(self, rows: Number) -> Number:
         """Rows of a weight that has ``rows`` of them in its matmul, as they are stored over fsdp and gathered."""
         rows_stored: Number = next_multiple(rows, self.fsdp)
@@ -265,6 +277,6 @@ class ModelWidths:
         }
         if moe is not None:
             sizes["experts"] = (moe.experts, self.experts * self.expert)
-            hidden |= {"F of experts": moe.d_ff}
+            sizes["F of experts"] = (moe.d_ff, self.columns_of_expert * self.expert_split)
             hidden |= {"F of shared experts": moe.shared_d_ff} if moe.shared_d_ff else {}
         return sizes | {name: (size, self.columns(size) * self.split) for name, size in hidden.items()}

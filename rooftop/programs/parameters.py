@@ -442,8 +442,8 @@ def _mlp(model: ModelConfig, n: int, stationary: bool) -> MLP[Parameter]:
 def _mixture(model: ModelConfig, moe: Mixture, n: int, stationary: bool) -> MoEWeights[Parameter]:
     d, f, e, shared = model.d_model, moe.d_ff, moe.experts, moe.shared_d_ff
     gated = model.mlp_matrices == 3
-    into = Parameter(shape=(n, e, d, f), dims=(None, "expert", "embed", "mlp"), fan_in=d)
-    hidden = _vector((n, e, f), "expert", "mlp")
+    into = Parameter(shape=(n, e, d, f), dims=(None, "expert", "embed", "expert_mlp"), fan_in=d)
+    hidden = _vector((n, e, f), "expert", "expert_mlp")
     choice = _vector((n, e), sequence="residual_seq")
     shared_into = Parameter(shape=(n, d, shared), dims=(None, "embed", "mlp"), fan_in=d)
     return MoEWeights(
@@ -451,7 +451,7 @@ def _mixture(model: ModelConfig, moe: Mixture, n: int, stationary: bool) -> MoEW
         router=Parameter(shape=(n, d, e), dims=(None, "embed", None), fan_in=d, sequence="residual_seq"),
         gate=into if gated else None,
         up=into,
-        down=Parameter(shape=(n, e, f, d), dims=(None, "expert", ("mlp", "embed"), None), fan_in=f),
+        down=Parameter(shape=(n, e, f, d), dims=(None, "expert", ("expert_mlp", "embed"), None), fan_in=f),
         router_bias=choice if moe.bias else None,
         correction_bias=choice if moe.correction_bias else None,
         gate_bias=hidden if gated and moe.bias else None,

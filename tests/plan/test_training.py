@@ -441,6 +441,7 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
         remat=row["remat"],
         microbatches=int(row["microbatches"]),
         collective_matmuls=row.get("collective_matmuls") == "yes",
+        experts_over_tensor=row.get("experts_over_tensor") == "yes",
     )
     plan = best(sweep(asked))
     assert float(plan.ledger.flops(kernels=False)) == pytest.approx(float(row["compiled_flops"]), rel=0.01)
@@ -787,3 +788,40 @@ def test_a_ring_hides_behind_its_matmul() -> None:
             assert waits == sorted(waits, reverse=True)
             assert waits[0] >= 3.0 and waits[-1] == 0.0
     assert float(RingSteps(on=1.0, members=1.0, beside_s=0.0, sums=False).exposed_s(1.0, 0.0)) == 0.0
+
+
+def test_whole_experts_over_tensor_are_chosen_where_they_pay() -> None:
+    """On a mesh with tensor small experts stay whole: no rows are gathered, none are summed, the work is the same."""
+    asked = problem("qwen3-30b-a3b", seqs=64, axes={"fsdp": 8, "expert": 2, "tensor": 4}, remat="block", microbatches=1)
+    columns, whole = (
+        plan_training(replace(asked, experts_over_tensor=switch), alternatives=0).plan for switch in (False, True)
+    )
+    searched = plan_training(asked, alternatives=0).plan
+    assert searched.choice.experts_over_tensor and searched.expected_s == whole.expected_s < 0.7 * columns.expected_s
+    assert not whole.obstacles
+    assert whole.spec.rules.parameters["expert"] == ("expert", "tensor")
+    assert float(whole.ledger.flops()) == pytest.approx(float(columns.ledger.flops()))
+    assert whole.step.held_parameters["experts"].item() == columns.step.held_parameters["experts"].item()
+    of_experts = [
+        {
+            (item.kind, item.axes)
+            for row in plan.ledger
+            if row.scope.startswith("layers/moe")
+            for item in row.collectives
+        }
+        for plan in (columns, whole)
+    ]
+    assert ("all_to_all", ("expert", "tensor")) in of_experts[1]
+    gone = {("all_gather", ("tensor",)), ("reduce_scatter", ("tensor",)), ("all_to_all", ("expert",))}
+    assert gone <= of_experts[0] and not gone & of_experts[1]
+    assert TrainingPlan.from_json(whole.to_json()).choice == whole.choice
+
+
+def test_whole_experts_over_tensor_need_experts_and_little_padding() -> None:
+    with pytest.raises(RooftopError, match="experts_over_tensor"):
+        problem("llama3-8b", experts_over_tensor=True)
+    # Eight experts over 32 devices would be mostly padding.
+    asked = problem("mixtral-8x7b", seqs=64, axes={"fsdp": 2, "expert": 8, "tensor": 4})
+    assert not plan_training(asked, alternatives=0).plan.choice.experts_over_tensor
+    pinned = plan_training(replace(asked, experts_over_tensor=True), alternatives=0).plan
+    assert pinned.step.widths.padding.item() == 3.0 and not pinned.obstacles

@@ -69,11 +69,11 @@ DIMS: Mapping[str, tuple[Dim, ...]] = {
     "router": ("embed", None),
     "router_bias": (None,),
     "correction_bias": (None,),
-    "gate": ("expert", "embed", "mlp"),
-    "up": ("expert", "embed", "mlp"),
-    "down": ("expert", ("mlp", "embed"), None),
-    "gate_bias": ("expert", "mlp"),
-    "up_bias": ("expert", "mlp"),
+    "gate": ("expert", "embed", "expert_mlp"),
+    "up": ("expert", "embed", "expert_mlp"),
+    "down": ("expert", ("expert_mlp", "embed"), None),
+    "gate_bias": ("expert", "expert_mlp"),
+    "up_bias": ("expert", "expert_mlp"),
     "down_bias": ("expert", None),
     "shared_gate": ("embed", "mlp"),
     "shared_up": ("embed", "mlp"),
@@ -100,8 +100,9 @@ def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if gated or "gate" not in name}
 
 
-def specs_on(mesh: jax.sharding.Mesh) -> Specs:
-    return Specs(Rules().only({axis: size for axis, size in mesh.shape.items() if size > 1}))
+def specs_on(mesh: jax.sharding.Mesh, *, whole_experts: bool = False) -> Specs:
+    rules = Rules().with_whole_experts if whole_experts else Rules()
+    return Specs(rules.only({axis: size for axis, size in mesh.shape.items() if size > 1}))
 
 
 def case(name: str) -> tuple[ModelConfig, Weights, np.ndarray, np.ndarray]:
@@ -247,6 +248,33 @@ def test_values_and_gradients_are_those_of_a_plain_mixture(name: str, sizes: Map
     """Whatever the mesh. Without a capacity factor nothing is dropped, though experts are chosen very unevenly."""
     problem = case(name)
     assert_equal(sharded(*problem, mesh_of(**sizes)), plain(*problem))
+
+
+WHOLE = [
+    ("gpt_oss", {"expert": 2, "fsdp": 2, "tensor": 2}, "batched"),
+    ("deepseek_v3", {"tensor": 4, "expert": 2}, "grouped"),
+    *(
+        pytest.param(*case_, marks=pytest.mark.slow)
+        for case_ in (
+            ("mixtral", {"tensor": 8}, "batched"),
+            ("mixtral", {"tensor": 2, "context": 2, "data": 2}, "batched"),
+            ("four_experts", {"fsdp": 2, "tensor": 4}, "batched"),
+            ("gpt_oss", {"fsdp": 4, "tensor": 2}, "grouped"),
+            ("not_gated", {"expert": 2, "fsdp": 2, "tensor": 2}, "grouped"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "matmul"), WHOLE)
+def test_whole_experts_over_tensor_are_those_of_a_plain_mixture(
+    name: str, sizes: Mapping[str, int], matmul: str
+) -> None:
+    """Each device along tensor has experts of its own, and sends its tokens to all of them."""
+    problem, mesh = case(name), mesh_of(**sizes)
+    specs = specs_on(mesh, whole_experts=True)
+    assert specs.parameter(*DIMS["up"])[2] is None
+    assert_equal(sharded(*problem, mesh, rules=specs.rules, matmul=matmul), plain(*problem))
 
 
 GROUPED = [

@@ -132,8 +132,10 @@ def random_spec(seed: int, number: int, kernels: tuple[AttentionKernel, ...] = C
         microbatches=microbatches,
         remat=rng.choice((*POLICIES, "block,qkv=offload", "full,mlp_up=save")),
         chunks=chunks,
-        rules=Rules().only({axis: size for axis, size in axes.items() if size > 1}),
         collective_matmuls=_coin(rng),
+        rules=(Rules().with_whole_experts if _coin(rng) else Rules()).only(
+            {axis: size for axis, size in axes.items() if size > 1}
+        ),
         **(sizes | {"schedule": schedule} | more),
     )
 

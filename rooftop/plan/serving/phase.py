@@ -269,7 +269,8 @@ def serving_rules(*, generating: bool, ring: bool = False) -> Rules:
     ``context`` splits columns, or the sequence of a prefill in a ``ring``.
     """
     columns = _columns(ring=ring)
-    split = {"heads": columns, "kv_heads": COLUMN_AXES, "mlp": columns, "vocab": columns, "expert": EXPERT_AXES}
+    split = dict.fromkeys(("heads", "mlp", "expert_mlp", "vocab"), columns)
+    split |= {"kv_heads": COLUMN_AXES, "expert": EXPERT_AXES}
     sequence = () if generating else (*EXPERT_AXES, *(SEQUENCE_AXES if ring else ()))
     return Rules(
         parameters={"embed": GATHER_AXES, **split},

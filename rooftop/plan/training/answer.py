@@ -148,10 +148,11 @@ def what_if(searched: Sweep, best: TrainingPlan) -> list[WhatIf]:
 
 
 def _candidates(problem: Problem, layouts: Layouts, choices: Sequence[Choice]) -> Strategies:
-    """The layouts with choices, and the collective matmuls that a search of ``problem`` would price."""
-    switch, *others = searched_switches(problem, layouts)
-    if not others:
-        choices = tuple(replace(choice, collective_matmuls=switch) for choice in choices)
+    """The layouts with choices, and with the switches that a search of ``problem`` would price."""
+    for name, (setting, *others) in searched_switches(problem, layouts).items():
+        if not others:
+            pinned: dict[str, Any] = {name: setting}
+            choices = tuple(replace(choice, **pinned) for choice in choices)
     return Strategies(layouts, choices)
 
 

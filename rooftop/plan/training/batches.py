@@ -73,10 +73,9 @@ def batch_curves(problem: Problem, batches: Sequence[int], meshes: Sequence[Mapp
     """
     remat = problem.remat or "none"
     layouts, starts = _of_shapes(problem, meshes)
-    switches = searched_switches(problem, layouts)
     options = choices(
         {remat: parse_policy(remat)}, [problem.microbatches or 1], schedule=problem.schedule, chunks=problem.chunks,
-        collective_matmuls=switches,
+        **searched_switches(problem, layouts),
     )  # fmt: skip
     own = problem.workload.batch_tokens
     if len(layouts) * (len(batches) + 1) > MOST_PRICED:

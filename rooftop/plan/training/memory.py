@@ -136,7 +136,8 @@ def _padding(step: TrainingStep, action: str, *, moe_layer: bool) -> Number:
     hidden, columns = model.d_ff, step.columns(model.d_ff) * tensor
     if moe_layer and moe is not None:
         hidden = moe.active * moe.d_ff + moe.shared_d_ff
-        columns = (moe.active * step.columns(moe.d_ff) + step.columns(moe.shared_d_ff)) * tensor
+        experts = moe.active * step.columns_of_expert * step.widths.expert_split
+        columns = experts + step.columns(moe.shared_d_ff) * tensor
     padded: Number = 0.0
     for names, size, true in (
         (("qkv", "rope"), heads + 2 * kv_heads, model.heads + 2 * model.kv_heads),
@@ -190,8 +191,8 @@ def _layer_backward(step: TrainingStep) -> Number:
         matrix = model.d_model * step.columns(model.d_ff)
     if moe is not None:
         weights = np.maximum(weights, sizes["attn"] + sizes["experts"] + sizes["shared"])
-        columns = moe.active * step.columns(moe.d_ff) + step.columns(moe.shared_d_ff)
-        hidden = np.maximum(hidden, columns * step.tensor)
+        experts = moe.active * step.columns_of_expert * step.widths.expert_split
+        hidden = np.maximum(hidden, experts + step.columns(moe.shared_d_ff) * step.tensor)
         sent = 2.0 * moe.active * model.d_model
         matrix = np.maximum(matrix, sizes["experts"] / model.mlp_matrices)
     heads, kv_heads = step.widths.heads * step.tensor, step.kv_heads * step.tensor

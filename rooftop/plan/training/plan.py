@@ -121,13 +121,14 @@ class Padding(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSummary(Record):
-    """The fields in which alternatives differ: mesh, remat, microbatches, collective matmuls, time and memory."""
+    """The fields in which alternatives differ: mesh, remat, microbatches, switches, time and memory."""
 
     mesh: Mapping[str, int]
     layout: str
     remat: str
     microbatches: int
     collective_matmuls: bool = False
+    experts_over_tensor: bool = False
     expected_s: float
     mfu: float
     memory_bytes: float
@@ -153,6 +154,7 @@ class TrainingPlanDocument(Record):
     remat: PlannedRemat
     microbatches: int
     collective_matmuls: bool = False
+    experts_over_tensor: bool = False
     schedule: PlannedSchedule
     assumptions: PlannedAssumptions
     flops: StepFlops
@@ -188,6 +190,7 @@ class TrainingPlanDocument(Record):
             schedule=problem.schedule,
             chunks=problem.chunks,
             collective_matmuls=self.collective_matmuls,
+            experts_over_tensor=self.experts_over_tensor,
         )
         return TrainingPlan(problem=problem, mesh=self.mesh.on(slice_), choice=choice)
 
@@ -356,6 +359,7 @@ class TrainingPlan:
             remat=self.choice.remat,
             microbatches=self.choice.microbatches,
             collective_matmuls=self.choice.collective_matmuls,
+            experts_over_tensor=self.choice.experts_over_tensor,
             expected_s=expected_s,
             mfu=self._mfu(expected_s),
             memory_bytes=memory_bytes,
@@ -383,6 +387,7 @@ class TrainingPlan:
             remat=PlannedRemat(name=self.choice.remat, policy=self.choice.policy),
             microbatches=self.choice.microbatches,
             collective_matmuls=self.choice.collective_matmuls,
+            experts_over_tensor=self.choice.experts_over_tensor,
             schedule=PlannedSchedule(name=self.choice.schedule, chunks=self.choice.chunks),
             assumptions=PlannedAssumptions(
                 hidden=problem.assumptions.shares(self.step.rates.overlap),

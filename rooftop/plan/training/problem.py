@@ -9,6 +9,7 @@ from functools import cache
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import Rules
 from rooftop.capabilities import TrainingSpec
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models.config import ModelConfig
 from rooftop.plan.pricing import Bounds
@@ -36,6 +37,7 @@ class Problem:
     remat: str | None = None
     microbatches: int | None = None
     collective_matmuls: bool | None = None
+    experts_over_tensor: bool | None = None
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
     chunks: int = 1
     bounds: Bounds = "usable"
@@ -43,6 +45,8 @@ class Problem:
     def __post_init__(self) -> None:
         require_planned(self.model)
         require_schedule(self.schedule, self.chunks)
+        if self.experts_over_tensor and self.model.moe is None:
+            raise RooftopError("experts_over_tensor", True, f"False for {self.model.name}, which has no experts")
 
     @property
     def capacity(self) -> float:
@@ -88,11 +92,12 @@ class Problem:
             weights=numerics.weights,
             moments=numerics.moments,
             gradients=numerics.gradients,
-            rules=_rules(tuple(axes)),
+            rules=_rules(tuple(axes), experts_over_tensor=choice.experts_over_tensor),
         )
 
 
 @cache
-def _rules(axes: tuple[str, ...]) -> Rules:
+def _rules(axes: tuple[str, ...], *, experts_over_tensor: bool) -> Rules:
     """The rules over the axes of a mesh: the same for all meshes of a search."""
-    return Rules().only(dict.fromkeys(axes, 1))
+    rules = Rules().with_whole_experts if experts_over_tensor else Rules()
+    return rules.only(dict.fromkeys(axes, 1))

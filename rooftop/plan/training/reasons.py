@@ -69,7 +69,7 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
     moe = problem.model.moe
     if moe is not None:
         # A device reads E / (ways of expert parallelism) experts for the k that each of its tokens uses.
-        ways = float(step.strategies.devices(*EXPERT_AXES)[0, 0])
+        ways = float(np.ravel(step.expert_ways)[0])
         batch = max(batch, rules.critical_moe_tokens(batch, moe.experts, moe.active) / ways)
     yield Reason(
         rule="matmuls bound by FLOPs, not HBM",
@@ -225,13 +225,14 @@ def _padded_flops(step: TrainingStep) -> float:
     """FLOPs with the layers' weights that are padding or copies of heads, relative to those of the true widths."""
     model, moe, tensor = step.model, step.model.moe, step.tensor
     attention = parameters(step.attention.latent) + tensor * parameters(step.attention.into + step.attention.out)
-    columns = model.dense_layers * step.columns(model.d_ff)
+    columns = model.dense_layers * step.columns(model.d_ff) * tensor
     routers = 0
     if moe is not None:
-        experts = step.widths.experts * step.strategies.devices(*EXPERT_AXES) / moe.experts
-        active = moe.active * experts * step.columns(moe.d_ff) + step.columns(moe.shared_d_ff)
-        columns, routers = columns + model.moe_layers * active, model.moe_layers * moe.experts
-    used = model.layers * attention + model.d_model * (model.mlp_matrices * columns * tensor + routers)
+        experts = step.widths.experts * step.expert_ways / moe.experts
+        active = moe.active * experts * step.columns_of_expert * step.widths.expert_split
+        columns = columns + model.moe_layers * (active + step.columns(moe.shared_d_ff) * tensor)
+        routers = model.moe_layers * moe.experts
+    used = model.layers * attention + model.d_model * (model.mlp_matrices * columns + routers)
     true = flops_per_token(model, step.workload.seq_len, attention="none", embeddings=False).matmul / 2
     return float(np.ravel(used)[0]) / float(true) - 1
 

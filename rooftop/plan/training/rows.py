@@ -29,11 +29,11 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.core.scopes import Phase
 from rooftop.models.activations import LOSS_CHUNK, POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
-from rooftop.models.config import MLA
+from rooftop.models.config import MLA, MoE
 from rooftop.models.mixers import STATE_BYTES, Recurrence
 from rooftop.models.optimizers import NEWTON_SCHULZ_STEPS, deal, newton_schulz_flops
 from rooftop.models.segments import LayerKind, segments, shared_segment
-from rooftop.plan.pricing import RingSteps, StagePart, Transfer, Work
+from rooftop.plan.pricing import ALWAYS, RingSteps, StagePart, Transfer, Work
 from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
 from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
@@ -326,14 +326,16 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     recomputed, element = step.strategies.recomputed, step.element_bytes
     own = step.tokens / step.tensor  # The router and the exchange work on the sequence shard of each device.
     # Experts that pad a shard have slots like any other.
-    slots = moe.active * (step.widths.experts * step.strategies.devices(*EXPERT_AXES) / moe.experts)
-    routed = step.tokens * slots
+    slots = moe.active * (step.widths.experts * step.expert_ways / moe.experts)
+    whole, columns = step.whole_experts, step.columns_of_expert
+    # Tokens of the whole tensor group, unless each of its devices has its own experts.
+    routed = np.where(whole, own, step.tokens) * slots
     sent = own * slots * model.d_model * element
     again = recomputed("mlp_up")
-    exchange = (Transfer("all_to_all", EXPERT_AXES, sent, "all_to_all"),)
+    exchange = _exchange(step, sent)
     # Each pair's weight goes with it, in float32; the expert's output comes back weighed.
-    dispatch = (Transfer("all_to_all", EXPERT_AXES, sent + 4.0 * own * slots, "all_to_all"),)
-    up, down = mlp_matmuls(model, step.columns(moe.d_ff))
+    dispatch = _exchange(step, sent + 4.0 * own * slots)
+    up, down = mlp_matmuls(model, columns)
     # Tokens of all expert shards meet here; each local expert sees its share of them.
     local = step.widths.experts
     per_expert = routed / local
@@ -341,7 +343,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     passes = _EXCHANGE_PASSES * step.passed(sent)
     move = Work(
         scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=passes, collectives=dispatch,
-        formula="k T D bytes put into slots and sent over expert by an AllToAll, with the weights of k experts",
+        formula="k T D bytes put into slots and sent to their experts by an AllToAll, with the weights of k experts",
     )  # fmt: skip
     back = Work(
         scope="layers/moe/combine", phase="forward", count=count, hbm_bytes=passes, collectives=exchange,
@@ -353,11 +355,12 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
         step.passed(step.stored(down) * local * step.operand_bytes),
         0.0,
     )
-    hidden = routed * step.columns(moe.d_ff) * element
+    hidden = routed * columns * element
     # The experts' inputs are gathered over tensor with their weights.
     shares = Work(
         scope="layers/moe/experts", phase="forward", count=count,
-        collectives=(Transfer("all_gather", COLUMN_AXES, 4.0 * routed, "tensor"),), formula="weights of k experts",
+        collectives=(Transfer("all_gather", COLUMN_AXES, 4.0 * routed, "tensor", _unless(whole)),),
+        formula="weights of k experts",
     )  # fmt: skip
     # The gradients of these weights read all hidden activations once more.
     of_shares = replace(backward(shares, 1.0), hbm_bytes=model.mlp_matrices * hidden)
@@ -365,7 +368,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
         scope="layers/moe/experts", phase="forward", count=count, hbm_bytes=model.mlp_matrices * together,
         formula="gathered weights of several experts put together",
     )  # fmt: skip
-    scattered = (Transfer("reduce_scatter", COLUMN_AXES, 4.0 * routed, "tensor"),)
+    scattered = (Transfer("reduce_scatter", COLUMN_AXES, 4.0 * routed, "tensor", _unless(whole)),)
     work = [
         *norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
         *matmuls(step, "layers/moe/router", count, [step.router], own, again=again),
@@ -383,12 +386,13 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
             dims=("embed", "expert"),
             experts=local,
             arrays=model.mlp_matrices - 1,
+            whole=whole,
         ),
         shares,
         copies,
         recompute(shares, 1.0),
         replace(of_shares, collectives=scattered),
-        *activation(step, "layers/moe/experts", count, routed * step.columns(moe.d_ff)),
+        *activation(step, "layers/moe/experts", count, routed * columns),
         *matmuls(
             step,
             "layers/moe/experts",
@@ -399,6 +403,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
             again=0.0,
             dims=("embed", "expert"),
             experts=local,
+            whole=whole,
             unstacked=_unstacked_bytes(step, _EXPERT_CHECKPOINTS, moe_layer=True) / local,
         ),
         back,
@@ -416,6 +421,15 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
             *matmuls(step, scope, count, down, step.tokens, scattered=stream, again=0.0),
         ]
     return work
+
+
+def _exchange(step: TrainingStep, payload: Number) -> tuple[Transfer, ...]:
+    """The AllToAll of tokens over the devices that have experts."""
+    whole = step.whole_experts
+    over_experts = Transfer("all_to_all", EXPERT_AXES, payload, "all_to_all", _unless(whole))
+    if not np.any(whole):
+        return (over_experts,)
+    return over_experts, Transfer("all_to_all", (*EXPERT_AXES, *COLUMN_AXES), payload, "all_to_all", whole)
 
 
 def _head(step: TrainingStep) -> list[Work]:
@@ -528,9 +542,16 @@ def _update(step: TrainingStep) -> list[Work]:
     of_stages = {REPLICA_AXES: total + vectors, STAGE_AXES: shards["vocab"] + step.parameters_alone}
     reduce = tuple(
         Transfer("all_reduce", axes, elements * gradient, "gradient_all_reduce", when)
-        for table, when in ((sums, 1 - step.staged), (of_stages, step.staged), (step.vectors, 1 - step.staged))
+        for table, when in ((sums, 1 - step.staged), (of_stages, step.staged))
         for axes, elements in table.items()
     )
+    reduce += tuple(
+        Transfer(
+            "all_reduce", axes, elements * gradient, "gradient_all_reduce",
+            (1 - step.staged) * (np.asarray(elements) > 0),
+        )
+        for axes, elements in step.vectors.items()
+    )  # fmt: skip
     # The first microbatch's gradients are the sums. The program of stages adds in every trip, whether or not there is
     # anything: to the layers of one chunk and, outside them, to what each stage holds. The gradients of a tied table's
     # lookup and of its matmul are made by different stages, and added one by one.
@@ -561,7 +582,8 @@ class _StackedMatrix:
     """A stacked weight: one matrix [rows, columns] as all devices store it, [C, 1].
 
     Fsdp splits its rows. Tensor splits its columns if ``in_columns`` is 1 and its rows if 0, or nothing if None.
-    ``arrays`` weights are alike, each of so many ``experts`` on a device.
+    ``arrays`` weights are alike, each of so many ``experts`` on a device: ``whole`` ones if tensor deals them out.
+    ``when`` is 1 where the weight is stored like this.
     """
 
     rows: Number
@@ -569,6 +591,8 @@ class _StackedMatrix:
     in_columns: Number | None
     arrays: int = 1
     experts: Number | None = None
+    whole: bool = False
+    when: Number = 1.0
 
 
 def _orthogonalise(step: TrainingStep) -> list[Work]:
@@ -587,11 +611,29 @@ def _matrices(step: TrainingStep, kind: LayerKind) -> Iterator[_StackedMatrix]:
     model, moe = step.model, step.model.moe
     yield from _attention_matrices(step) if model.mla is None else _latent_matrices(step, model.mla)
     if kind.moe and moe is not None:
-        yield from _mlp_matrices(step, moe.d_ff, step.widths.experts)
+        yield from _expert_matrices(step, moe)
         if moe.shared_d_ff:
             yield from _mlp_matrices(step, moe.shared_d_ff)
     else:
         yield from _mlp_matrices(step, model.d_ff)
+
+
+def _expert_matrices(step: TrainingStep, moe: MoE) -> Iterator[_StackedMatrix]:
+    whole, expert = step.whole_experts, step.strategies.devices(*EXPERT_AXES)
+    if not np.all(whole):
+        for matrix in _mlp_matrices(step, moe.d_ff, np.ceil(moe.experts / expert)):
+            yield replace(matrix, when=1.0 - whole)
+    if np.any(whole):
+        d, hidden, stored = step.model.d_model, moe.d_ff * np.ones_like(expert), step.widths.stored
+        of_experts = partial(
+            _StackedMatrix,
+            in_columns=None,
+            experts=np.ceil(moe.experts / (expert * step.tensor)),
+            whole=True,
+            when=whole,
+        )
+        yield of_experts(rows=stored(d), columns=hidden, arrays=step.model.mlp_matrices - 1)
+        yield of_experts(rows=stored(hidden), columns=d)
 
 
 def _mlp_matrices(step: TrainingStep, hidden: int, experts: Number | None = None) -> Iterator[_StackedMatrix]:
@@ -631,7 +673,8 @@ def _of_matrix(step: TrainingStep, matrix: _StackedMatrix, stacked: Number, *, s
     devices, rates, element = step.strategies.devices, step.rates, step.element_bytes
     dtype = step.numerics.compute
     split = COLUMN_AXES if matrix.in_columns is not None else ()
-    stacks = (*(EXPERT_AXES if matrix.experts is not None else ()), *(STAGE_AXES if staged else ()))
+    of_experts = () if matrix.experts is None else (*EXPERT_AXES, *(COLUMN_AXES if matrix.whole else ()))
+    stacks = (*of_experts, *(STAGE_AXES if staged else ()))
     rows, columns = np.asarray(matrix.rows, np.float64), np.asarray(matrix.columns, np.float64)
     gather, wide = devices(*GATHER_AXES), devices(*split)
     in_columns = np.asarray(0.0 if matrix.in_columns is None else matrix.in_columns)
@@ -671,7 +714,7 @@ def _of_matrix(step: TrainingStep, matrix: _StackedMatrix, stacked: Number, *, s
     own = long / parts
     products = ((short, own, short), (short, short, short), (short, short, own))
     return Work(
-        scope="optimizer", phase="update", count=dealt.groups * matrix.arrays,
+        scope="optimizer", phase="update", count=dealt.groups * matrix.arrays * matrix.when,
         flops={dtype: newton_schulz_flops(short, long, parts)},
         matmul_s=NEWTON_SCHULZ_STEPS * sum((rates.matmul_s(m, k, n, dtype) for m, k, n in products), 0.0),
         hbm_bytes=NEWTON_SCHULZ_STEPS * element * (4.0 * short * own + 5.0 * short * short),
@@ -749,6 +792,7 @@ def matmuls(
     heads: Sequence[int] = (),
     unstacked: Number = 0.0,
     rings: Number = 0.0,
+    whole: Number = 0.0,
 ) -> list[Work]:
     """Forward, recompute and backward of ``shapes``, matmuls that share an input or feed one output.
 
@@ -759,7 +803,8 @@ def matmuls(
     columns, which are gathered over tensor too where devices have heads in common. Weights are in ``arrays`` arrays,
     each with collectives of its own, of as many ``experts`` at once; ``shapes`` are of one. The columns of each may be
     ``heads`` of so many elements. ``unstacked`` are bytes of checkpoints that the backward pass moves before it. Where
-    ``rings`` is 1, shards of the input or the output travel next to the matmul, which is done in pieces.
+    ``rings`` is 1, shards of the input or the output travel next to the matmul, which is done in pieces. Where
+    ``whole`` is 1, tensor splits nothing here, and nothing is gathered or scattered over it.
     """
     if not shapes:
         return []
@@ -823,17 +868,24 @@ def matmuls(
     gather_weight: tuple[Transfer, ...] = (
         Transfer("all_gather", GATHER_AXES, weights * operand / element, "weight_gather", pieces=pieces),
     )
+    split_columns = _unless(whole)
     # Maxima of whole columns of weights, and of whole tokens, each a float32, where devices split the summed dim.
     input_maxima: tuple[Transfer, ...] = ()
     gradient_maxima: tuple[Transfer, ...] = ()
     if narrow:
         columns = 4.0 * sum((m.n for m in shapes), 0.0)
-        split = GATHER_AXES if scattered is None else (*GATHER_AXES, *COLUMN_AXES)
-        gather_weight += (Transfer("all_reduce", split, columns, "tensor", pieces=pieces),)
-        if scattered is not None:
-            input_maxima = (Transfer("all_reduce", COLUMN_AXES, 4.0 * tokens, "tensor", pieces=1 / experts),)
+        over_columns = scattered is not None
+        split = (*GATHER_AXES, *COLUMN_AXES) if over_columns else GATHER_AXES
+        gather_weight += (
+            Transfer("all_reduce", split, columns, "tensor", split_columns if over_columns else ALWAYS, pieces=pieces),
+        )
+        if over_columns and np.any(whole):
+            gather_weight += (Transfer("all_reduce", GATHER_AXES, columns, "tensor", whole, pieces=pieces),)
+        of_tokens = partial(Transfer, "all_reduce", COLUMN_AXES, hides="tensor", when=split_columns)
+        if over_columns:
+            input_maxima = (of_tokens(4.0 * tokens, pieces=1 / experts),)
         elif gathered is not None:
-            gradient_maxima = (Transfer("all_reduce", COLUMN_AXES, 4.0 * tokens * arrays, "tensor", pieces=pieces),)
+            gradient_maxima = (of_tokens(4.0 * tokens * arrays, pieces=pieces),)
     several_experts = experts if "expert" in dims else 0.0
     scatter_weight: tuple[Transfer, ...] = ()
     for shape, head in zip(shapes, heads or (0,) * len(shapes), strict=True):
@@ -858,7 +910,7 @@ def matmuls(
     def exchange(kind: CollectiveKind, payload: Number | None, ring: RingSteps | None) -> tuple[Transfer, ...]:
         if payload is None:
             return ()
-        return (Transfer(kind, COLUMN_AXES, payload, "tensor", pieces=1 / experts, ring=ring),)
+        return (Transfer(kind, COLUMN_AXES, payload, "tensor", split_columns, pieces=1 / experts, ring=ring),)
 
     gather_input = exchange("all_gather", gathered, forward_ring)
     scatter_input = exchange("reduce_scatter", gathered, backward_ring)
@@ -954,6 +1006,11 @@ def _unstacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bo
     names = [name for name in scopes if name != "layer_input"]
     elements = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)
     return 2.0 * (1.0 + step.staged) * elements * step.tokens / step.tensor * step.element_bytes
+
+
+def _unless(condition: Number) -> Number:
+    """``Transfer.when`` of a transfer that takes place where ``condition`` is 0."""
+    return 1.0 - condition if np.any(condition) else ALWAYS
 
 
 def recompute(work: Work, repeated: Number) -> Work:

@@ -424,7 +424,10 @@ def _padding(model: ModelConfig, layouts: Layouts) -> Floats:
         np.prod(layouts.shapes[:, [AXES.index(axis) for axis in axes]], axis=-1, dtype=np.float64)
         for axes in (COLUMN_AXES, GATHER_AXES, EXPERT_AXES)
     )
-    padding: Floats = np.asarray(ModelWidths(model=model, tensor=tensor, fsdp=fsdp, expert=expert).padding)
+    widths = partial(ModelWidths, model=model, tensor=tensor, fsdp=fsdp)
+    padding: Floats = np.asarray(widths(expert=expert).padding)
+    if model.moe is not None:
+        padding = np.minimum(padding, widths(expert=expert * tensor, expert_columns=1.0).padding)
     return padding[layouts.shape_of]
 
 
@@ -512,17 +515,25 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
         most = max(1, problem.workload.batch_seqs // int(replicas.min(initial=1)))
         counts = [2**power for power in range(8) if 2**power <= most]
     switches = searched_switches(problem, layouts)
-    return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks, collective_matmuls=switches)
+    return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks, **switches)
 
 
-def searched_switches(problem: Problem, layouts: Layouts) -> tuple[bool, ...]:
-    """Collective matmuls, or none, or both to be priced: they are where the chip's compiler overlaps them."""
-    if problem.collective_matmuls is not None:
-        return (problem.collective_matmuls,)
-    pays = overlap(problem.slice.chip.name).collective_matmuls and problem.assumptions.own_program
-    if problem.numerics.matmul != problem.numerics.compute:
-        return (False,)
-    return (False, True) if pays and layouts.along(*COLUMN_AXES).max(initial=1) > 1 else (False,)
+def searched_switches(problem: Problem, layouts: Layouts) -> dict[str, tuple[bool, ...]]:
+    """The settings of each switch of a ``Choice`` that are priced, the plain one first.
+
+    Collective matmuls are where the chip's compiler overlaps them, whole experts over tensor where there are experts.
+    """
+    tensor = problem.assumptions.own_program and layouts.along(*COLUMN_AXES).max(initial=1) > 1
+    plain = problem.numerics.matmul == problem.numerics.compute
+    worth = {
+        "collective_matmuls": tensor and plain and overlap(problem.slice.chip.name).collective_matmuls,
+        "experts_over_tensor": tensor and problem.model.moe is not None,
+    }
+    pinned = {name: getattr(problem, name) for name in worth}
+    return {
+        name: (False, True) if pays else (False,) if pinned[name] is None else (pinned[name],)
+        for name, pays in ((name, pays and pinned[name] is None) for name, pays in worth.items())
+    }
 
 
 def allowed_candidates(problem: Problem, strategies: Strategies) -> Mask:
@@ -542,5 +553,10 @@ def allowed_candidates(problem: Problem, strategies: Strategies) -> Mask:
     if problem.collective_matmuls is None:
         # No program has them in stages.
         filled = filled & ((stages == 1) | (strategies.collective_matmuls == 0))
+    if problem.experts_over_tensor is None and strategies.experts_over_tensor.any():
+        whole = strategies.experts_over_tensor > 0
+        padding = np.asarray(problem.step(strategies).widths.padding)
+        fewest = np.maximum(MOST_PADDING, padding.min(axis=1, keepdims=True))
+        filled = filled & (padding <= fewest) & (~whole | (layouts.along(*COLUMN_AXES)[:, None] > 1))
     # Little padding matters less than a schedule that can be.
     return good & filled if (good & filled).any() else np.broadcast_to(filled, strategies.shape)

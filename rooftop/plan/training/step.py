@@ -86,6 +86,18 @@ class TrainingStep:
         return self.strategies.devices(*COLUMN_AXES)
 
     @cached_property
+    def whole_experts(self) -> Floats:
+        """1 where devices along tensor have whole experts, 0 where it splits their columns, [C, K]."""
+        whole: Floats = self.strategies.experts_over_tensor * (self.tensor > 1)
+        return whole
+
+    @cached_property
+    def expert_ways(self) -> Floats:
+        """Devices over which experts are dealt out, [C, K]."""
+        ways: Floats = self.strategies.devices(*EXPERT_AXES) * np.where(self.whole_experts, self.tensor, 1.0)
+        return ways
+
+    @cached_property
     def rings(self) -> Floats:
         """1 where matmuls overlap their collectives over tensor, [C, K]."""
         rings: Floats = self.strategies.collective_matmuls * (self.tensor > 1)
@@ -164,11 +176,11 @@ class TrainingStep:
         return share, parts
 
     def passed(self, nbytes: Number) -> Number:
-        """HBM bytes of a pass that reads and writes ``nbytes``: XLA keeps one end of it in VMEM if it fits."""
+        """HBM bytes of a pass that reads and writes ``nbytes``: XLA keeps one end in VMEM if that leaves any of it."""
         chip = self.slice.chip
         if chip.kind != "tpu":
             return 2.0 * nbytes
-        return nbytes * np.where(np.asarray(nbytes) <= chip.vmem_bytes / chip.devices, 1.0, 2.0)
+        return nbytes * np.where(np.asarray(nbytes) < chip.vmem_bytes / chip.devices, 1.0, 2.0)
 
     @cached_property
     def staged(self) -> Floats:
@@ -232,10 +244,11 @@ class TrainingStep:
 
     @cached_property
     def widths(self) -> ModelWidths:
-        """Sizes of the model's dims on the busiest device, [C, 1], padded where devices do not divide them."""
+        """Sizes of the model's dims on the busiest device, [C, 1], of experts [C, K], with padding."""
         devices = self.strategies.devices
         return ModelWidths(
-            model=self.model, tensor=self.tensor, fsdp=devices(*GATHER_AXES), expert=devices(*EXPERT_AXES)
+            model=self.model, tensor=self.tensor, fsdp=devices(*GATHER_AXES), expert=self.expert_ways,
+            expert_columns=np.where(self.whole_experts, 1.0, self.tensor),
         )  # fmt: skip
 
     @cached_property
@@ -263,13 +276,18 @@ class TrainingStep:
         """Columns of an MLP of ``hidden`` ones on a device, [C, 1]."""
         return np.asarray(self.widths.columns(hidden))
 
+    @property
+    def columns_of_expert(self) -> Floats:
+        """Columns of an expert on a device, [C, K]."""
+        return np.asarray(self.widths.columns_of_expert)
+
     def stored(self, shapes: Iterable[MatmulShape]) -> Floats:
         """Elements of the gathered weights of ``shapes`` as they are stored, [C, 1]: with rows that fsdp pads."""
         padded = (MatmulShape(np.asarray(self.widths.stored(shape.k)), shape.n) for shape in shapes)
         return parameters(padded)
 
     def summed_whole(self, shape: MatmulShape, *, head: int = 0, experts: Number = 0.0) -> Number:
-        """1 where gradients of a weight are summed on every device instead of scattered over fsdp, [C, 1].
+        """1 where gradients of a weight are summed on every device instead of scattered over fsdp, [C, K].
 
         ``head`` is the size of a head if the weight has a dim of them. ``shape`` may be that of one of several
         ``experts``.
@@ -280,10 +298,12 @@ class TrainingStep:
         if not np.any(parts > 1):
             return 0.0
         first, index = self._weight_splits
-        rows, columns, ways = (
-            np.broadcast_to(size, parts.shape)[first, 0].astype(np.int64).tolist()
-            for size in (self.widths.stored(shape.k), shape.n, parts)
-        )
+        # Of all choices, only where tensor has its experts matters for a weight.
+        _, columns, switch = np.unique(self.strategies.experts_over_tensor, return_index=True, return_inverse=True)
+        sizes = np.broadcast_arrays(self.widths.stored(shape.k), shape.n, parts)
+        if sizes[0].shape[1] == 1:
+            columns, switch = columns[:1] * 0, np.zeros(1, np.int64)
+        rows, widths, ways = (size[np.ix_(first, columns)].astype(np.int64).reshape(-1).tolist() for size in sizes)
         several = np.any(np.asarray(experts) > 0)
 
         def dims(k: int, c: int) -> tuple[int, ...]:
@@ -292,9 +312,9 @@ class TrainingStep:
 
         summed = [
             float(n > 1 and summed_whole(dims(k, c), n, whole_tiles=whole_tiles))
-            for k, c, n in zip(rows, columns, ways, strict=True)
+            for k, c, n in zip(rows, widths, ways, strict=True)
         ]
-        whole: Number = np.array(summed)[index][:, None]
+        whole: Number = np.reshape(summed, (len(first), len(columns)))[np.ix_(index, switch.reshape(-1))]
         return np.where(np.asarray(experts) > 1, whole, 0.0) if several else whole
 
     @cached_property
@@ -321,7 +341,7 @@ class TrainingStep:
 
     @cached_property
     def layer_parameters(self) -> dict[str, Floats]:
-        """Gathered parameters per layer and tensor shard, [C, 1]: 'attn', 'mlp', 'shared', 'experts' (of a shard).
+        """Gathered parameters per layer on a device, [C, 1]: 'attn', 'mlp', 'shared', and 'experts', [C, K].
 
         They are counted as stored. 'attn' is the mean of layers with different mixers.
         """
@@ -339,7 +359,7 @@ class TrainingStep:
             up, down = mlp_matmuls(self.model, self.columns(self.model.d_ff))
             sizes["mlp"] = self.stored(up + down)
         if moe is not None:
-            up, down = mlp_matmuls(self.model, self.columns(moe.d_ff))
+            up, down = mlp_matmuls(self.model, self.columns_of_expert)
             sizes["experts"] = self.stored(up + down) * self.widths.experts
             shared = self.stored([self.router])
             if moe.shared_d_ff:
@@ -395,7 +415,7 @@ class TrainingStep:
             return np.ones_like(self.tensor)
         rows = self.widths.stored(self.model.d_model) / self.strategies.devices(*GATHER_AXES)
         padding: Floats = reduce(
-            np.minimum, (next_multiple(size, LANES) / size for size in (rows, self.columns(moe.d_ff)))
+            np.minimum, (next_multiple(size, LANES) / size for size in (rows, self.columns_of_expert))
         )
         return padding
 
@@ -426,7 +446,14 @@ class TrainingStep:
             if not weight.matmul and weight.name not in ("tokens", "correction_bias"):
                 split = [axis for dim in weight.dims for axis in rules[dim]]
                 own = weight.params / weight.layers / self.strategies.devices(*split)
-                vectors.append((weight, own, copy_axes(*weight.dims, sequence="residual_seq")))
+                axes = copy_axes(*weight.dims, sequence="residual_seq")
+                if "expert" in weight.dims and np.any(self.whole_experts):
+                    # Of what tensor does not split, devices along it have only their own experts' part.
+                    whole = own * self.strategies.devices(*split) / self.strategies.devices(*{*split, *COLUMN_AXES})
+                    alone = tuple(axis for axis in axes if axis not in COLUMN_AXES)
+                    vectors.append((weight, whole * self.whole_experts, alone))
+                    own = own * (1 - self.whole_experts)
+                vectors.append((weight, own, axes))
         return vectors
 
     @cached_property

@@ -44,7 +44,7 @@ class Choice:
     """The part of a strategy that is not its layout.
 
     ``chunks``: model chunks per stage of the interleaved schedule. ``collective_matmuls``: the layers' matmuls overlap
-    their collectives over tensor.
+    their collectives over tensor. ``experts_over_tensor``: tensor splits no expert, but deals out whole ones.
     """
 
     remat: str
@@ -53,11 +53,12 @@ class Choice:
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
     chunks: int = 1
     collective_matmuls: bool = False
+    experts_over_tensor: bool = False
 
     @property
-    def rest(self) -> tuple[int, bool]:
+    def rest(self) -> tuple[int, bool, bool]:
         """All that choices of one search differ in but ``remat``."""
-        return self.microbatches, self.collective_matmuls
+        return self.microbatches, self.collective_matmuls, self.experts_over_tensor
 
 
 @dataclass(frozen=True)
@@ -207,14 +208,17 @@ class Strategies:
     @cached_property
     def chunks(self) -> Floats:
         """Model chunks per pipeline stage, [1, K], or [1, 1] if all choices have as many."""
-        chunks = [float(choice.chunks) for choice in self.choices]
-        return np.array([chunks if len(set(chunks)) > 1 else chunks[:1]])
+        return _of_each([float(choice.chunks) for choice in self.choices])
 
     @cached_property
     def collective_matmuls(self) -> Floats:
         """1 where matmuls overlap their collectives over tensor, [1, K], or [1, 1] if all choices are alike."""
-        switches = [float(choice.collective_matmuls) for choice in self.choices]
-        return np.array([switches if len(set(switches)) > 1 else switches[:1]])
+        return _of_each([float(choice.collective_matmuls) for choice in self.choices])
+
+    @cached_property
+    def experts_over_tensor(self) -> Floats:
+        """1 where tensor deals out whole experts, [1, K], or [1, 1] if all choices are alike."""
+        return _of_each([float(choice.experts_over_tensor) for choice in self.choices])
 
     @cached_property
     def idle_share(self) -> Floats:
@@ -301,6 +305,11 @@ class Strategies:
         return len(self.layouts), len(self.choices)
 
 
+def _of_each(figures: Sequence[float]) -> Floats:
+    """A figure of each choice, [1, K], or [1, 1] if all are alike."""
+    return np.array([figures if len(set(figures)) > 1 else figures[:1]])
+
+
 @dataclass(frozen=True)
 class _Groups:
     """G groups of layouts that begin at ``starts``, and their least prices: computed once each."""
@@ -348,11 +357,15 @@ def choices(
     schedule: PipelineSchedule = DEFAULT_SCHEDULE,
     chunks: int = 1,
     collective_matmuls: Sequence[bool] = (False,),
+    experts_over_tensor: Sequence[bool] = (False,),
 ) -> tuple[Choice, ...]:
-    """Every combination of remat policies, microbatches and ``collective_matmuls`` under one schedule."""
+    """Every combination of remat policies, microbatches and the two switches under one schedule."""
     return tuple(
         Choice(
-            remat=name, policy=policy, microbatches=count, schedule=schedule, chunks=chunks, collective_matmuls=overlaps
+            remat=name, policy=policy, microbatches=count, schedule=schedule, chunks=chunks,
+            collective_matmuls=overlaps, experts_over_tensor=whole,
         )
-        for (name, policy), overlaps, count in product(policies.items(), collective_matmuls, microbatches)
-    )
+        for (name, policy), overlaps, whole, count in product(
+            policies.items(), collective_matmuls, experts_over_tensor, microbatches
+        )
+    )  # fmt: skip

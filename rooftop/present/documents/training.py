@@ -59,6 +59,7 @@ def training_plan(data: Mapping[str, Any]) -> Document:
             details=(
                 f"laid out as {layout}; remat {data['remat']['name']}; {microbatches_text(data['microbatches'])}"
                 + ("; collective matmuls over tensor" if data["collective_matmuls"] else "")
+                + ("; whole experts over tensor" if data["experts_over_tensor"] else "")
                 + ("" if dtypes["matmul"] == dtypes["compute"] else f"; {dtypes['matmul']} matmuls in the layers"),
                 *_rounded(data["workload"]),
             ),

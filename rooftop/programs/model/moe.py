@@ -96,7 +96,8 @@ def moe_mlp(
             weight = used_weights[name]
             if isinstance(weight, NarrowWeight):
                 # Hidden columns are split over tensor.
-                split: dict[str, Any] = {"summed" if name.endswith("down") else "summed_back": axes.tensor}
+                columns = axes.shared if name.startswith("shared_") else axes.columns
+                split: dict[str, Any] = {"summed" if name.endswith("down") else "summed_back": columns}
                 weight = weight.first_rows(rows.shape[-1])
                 if groups is not None:
                     return grouped_narrow_matmul(rows[0], weight, groups, **split)[None]
@@ -152,15 +153,18 @@ def moe_mlp(
                 experts = checkpoint_name(axes.exchange(experts, out=True), "mlp_normed")
         with named_scope("experts"):
             if experts is None:
-                act = hidden(axes.gather_tokens(rows), "")
-                act = (act * axes.gather_tokens(shares)).astype(x.dtype)
-                y = axes.scatter_tokens(linear(act, "down"))
+                act = hidden(axes.gather_tokens(rows, axes.columns), "")
+                act = (act * axes.gather_tokens(shares, axes.columns)).astype(x.dtype)
+                y = axes.scatter_tokens(linear(act, "down"), axes.columns)
             else:
-                all_rows, all_experts = axes.gather_tokens(rows), axes.gather_tokens(experts)
+                all_rows, all_experts = (
+                    axes.gather_tokens(rows, axes.columns),
+                    axes.gather_tokens(experts, axes.columns),
+                )
                 groups = RowGroups.of(all_experts[0, :, 0], per_shard)
                 act = hidden(groups.sorted(all_rows[0])[None], "", groups, groups.sorted(all_experts[0])[None])
-                act = (act * groups.sorted(axes.gather_tokens(shares)[0])).astype(x.dtype)
-                y = axes.scatter_tokens(groups.unsorted(linear(act, "down", groups)[0])[None])
+                act = (act * groups.sorted(axes.gather_tokens(shares, axes.columns)[0])).astype(x.dtype)
+                y = axes.scatter_tokens(groups.unsorted(linear(act, "down", groups)[0])[None], axes.columns)
             if "down_bias" in used_weights:
                 y = y + (bias_of("down_bias", experts) * shares).astype(x.dtype)
             y = checkpoint_name(y, "mlp_down")
@@ -168,8 +172,8 @@ def moe_mlp(
             out = from_slots(axes.exchange(y, out=False), slots.pairs // moe.active, slots.taken)
         if moe.shared_d_ff:
             with named_scope("shared"):
-                act = hidden(axes.gather_tokens(tokens[None]), "shared_")
-                y = checkpoint_name(axes.scatter_tokens(linear(act, "shared_down")), "mlp_down")[0]
+                act = hidden(axes.gather_tokens(tokens[None], axes.shared), "shared_")
+                y = checkpoint_name(axes.scatter_tokens(linear(act, "shared_down"), axes.shared), "mlp_down")[0]
                 if "shared_router" in used_weights:
                     opened = jnp.einsum("nd,do->no", tokens, used_weights["shared_router"][: tokens.shape[-1]])
                     y = y * jax.nn.sigmoid(opened)
@@ -250,13 +254,14 @@ _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 class _Axes:
     """The mesh axes of a mixture of experts.
 
-    ``expert`` splits experts in here and tokens elsewhere; ``tensor`` splits hidden columns in here and tokens
-    elsewhere; ``embed`` splits weights at rest. ``residual`` are all axes that split tokens; gradients are summed over
-    ``summed`` later.
+    ``expert`` splits experts in here and tokens elsewhere; ``columns`` and ``shared`` split hidden columns in here, of
+    experts and of shared ones, and tokens elsewhere; ``embed`` splits weights at rest. ``residual`` are all axes that
+    split tokens; gradients are summed over ``summed`` later.
     """
 
     expert: Axes
-    tensor: Axes
+    columns: Axes
+    shared: Axes
     embed: Axes
     residual: Axes
     summed: Set[str]
@@ -266,13 +271,13 @@ class _Axes:
         tables, weights = specs.rules.activations, specs.rules.parameters
         residual = tables["batch"] + tables["residual_seq"]
         return cls(
-            expert=weights["expert"], tensor=weights["mlp"], embed=weights["embed"], residual=residual,
-            summed=specs.token_axes("residual_seq"),
+            expert=weights["expert"], columns=weights["expert_mlp"], shared=weights["mlp"], embed=weights["embed"],
+            residual=residual, summed=specs.token_axes("residual_seq"),
         )  # fmt: skip
 
     def check(self) -> None:
         """Raise RooftopError unless the exchanged and gathered axes split tokens."""
-        for name, axes in (("expert", self.expert), ("mlp", self.tensor)):
+        for name, axes in (("expert", self.expert), ("expert_mlp", self.columns), ("mlp", self.shared)):
             if missing := [axis for axis in axes if axis not in self.residual]:
                 raise RooftopError(f"rules.parameters.{name}", axes, f"axes that split tokens, not {missing[0]}")
 
@@ -295,18 +300,20 @@ class _Axes:
             return folded.reshape(weight.shape, out_sharding=_spec(whole, reduced))
         return named_reshard(weight, _spec(whole, reduced))
 
-    def gather_tokens(self, rows: Shaped[Array, "E rows D"]) -> Shaped[Array, "E all_rows D"]:
-        """AllGather of the tensor group's rows; in the backward pass, a ReduceScatter."""
-        if not self.tensor:
+    @staticmethod
+    def gather_tokens(rows: Shaped[Array, "E rows D"], columns: Axes) -> Shaped[Array, "E all_rows D"]:
+        """AllGather of the rows of the devices that split ``columns``; in the backward pass, a ReduceScatter."""
+        if not columns:
             return rows
-        whole = lax.all_gather(_split_in_two(rows), self.tensor, axis=1, tiled=True)
+        whole = lax.all_gather(_split_in_two(rows), columns, axis=1, tiled=True)
         return whole.reshape(rows.shape[0], -1, rows.shape[-1])
 
-    def scatter_tokens(self, rows: Float[Array, "E rows D"]) -> Float[Array, "E own_rows D"]:
+    @staticmethod
+    def scatter_tokens(rows: Float[Array, "E rows D"], columns: Axes) -> Float[Array, "E own_rows D"]:
         """ReduceScatter of partial sums to the device of each row; in the backward pass, an AllGather."""
-        if not self.tensor:
+        if not columns:
             return rows
-        own = lax.psum_scatter(_split_in_two(rows, _ways(self.tensor)), self.tensor, scatter_dimension=1, tiled=True)
+        own = lax.psum_scatter(_split_in_two(rows, _ways(columns)), columns, scatter_dimension=1, tiled=True)
         return own.reshape(rows.shape[0], -1, rows.shape[-1])
 
     def exchange(self, rows: Shaped[Array, "E C D"], *, out: bool) -> Shaped[Array, "E2 C2 D"]:

@@ -105,7 +105,7 @@ class Decoder:
         # Neighbours along context have query heads of the same key/value head.
         columns = tuple(axis for axis in ("tensor", "context") if axis in dict(self.sizes))
         for table in (parameters, activations):
-            table |= dict.fromkeys(("heads", "mlp", "vocab"), columns)
+            table |= dict.fromkeys(("heads", "mlp", "expert_mlp", "vocab"), columns)
         # Devices along expert have their own sequences, in attention too.
         expert, width = activations["expert"] if self.model.moe is not None else (), parameters["embed"]
         spread = bool(width) or self.model.moe is not None
