@@ -185,7 +185,7 @@ def sweep(
             limit_bytes=limit,
             searched=searched,
         )
-    left = _Groups(shape=np.arange(len(starts)), starts=starts, ends=ends, bounds=bounds).in_order
+    left = _LayoutGroups(shape=np.arange(len(starts)), starts=starts, ends=ends, bounds=bounds).in_order
     best: dict[int, float] = {}
     priced: list[tuple[Floats, Ints, Ints]] = []
     count = len(starts) if exhaustive else TOGETHER
@@ -237,7 +237,7 @@ def sweep(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Groups:
+class _LayoutGroups:
     """G groups of layouts of one mesh shape each, from ``starts`` to ``ends``, with lower bounds of seconds, [G, K]."""
 
     shape: Ints
@@ -248,15 +248,15 @@ class _Groups:
     def __len__(self) -> int:
         return len(self.shape)
 
-    def __getitem__(self, index: Any) -> _Groups:
-        return _Groups(**{name: value[index] for name, value in vars(self).items()})
+    def __getitem__(self, index: Any) -> _LayoutGroups:
+        return _LayoutGroups(**{name: value[index] for name, value in vars(self).items()})
 
     @property
-    def in_order(self) -> _Groups:
+    def in_order(self) -> _LayoutGroups:
         """The groups in order of their bounds."""
         return self[np.argsort(self.bounds.min(axis=1), kind="stable")]
 
-    def within(self, seconds: float) -> _Groups:
+    def within(self, seconds: float) -> _LayoutGroups:
         """The groups whose bounds do not exceed ``seconds``."""
         return self[self.bounds.min(axis=1) <= seconds]
 
@@ -278,7 +278,7 @@ def _bounds_s(problem: Problem, cheapest: Strategies, feasible: Mask) -> Floats:
     return np.where(feasible, _seconds(problem, cheapest, np.any(feasible, axis=0)), np.inf)
 
 
-def _finer(problem: Problem, whole: Strategies, could: Mask, left: _Groups, starts: Ints) -> _Groups:
+def _finer(problem: Problem, whole: Strategies, could: Mask, left: _LayoutGroups, starts: Ints) -> _LayoutGroups:
     """The groups cut at ``starts``, with bounds of their own; ``could``: choices that may be among the best, [G, K]."""
     begin = [
         starts[np.searchsorted(starts, at) : np.searchsorted(starts, end)]
@@ -290,7 +290,7 @@ def _finer(problem: Problem, whole: Strategies, could: Mask, left: _Groups, star
     sizes = ends - cut
     cheapest = whole[left.members].cheapest(np.cumsum(sizes) - sizes)
     bounds = _bounds_s(problem, cheapest, could[whose])
-    return _Groups(shape=left.shape[whose], starts=cut, ends=ends, bounds=bounds).in_order
+    return _LayoutGroups(shape=left.shape[whose], starts=cut, ends=ends, bounds=bounds).in_order
 
 
 def _worth_pricing(allowed: Mask, memory: Floats, limit: float) -> Mask:
