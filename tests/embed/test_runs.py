@@ -198,6 +198,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(clicks: Path, tmp_path: Path, pipelin
     assert whole.keys() == parts.keys() and all(np.array_equal(array, parts[name]) for name, array in whole.items())
 
 
+@pytest.mark.slow
 def test_a_schedule_scales_tables_and_dense_part_alike(
     clicks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

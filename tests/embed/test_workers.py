@@ -264,6 +264,7 @@ def test_limits_grow_for_a_batch_of_a_worker(tmp_path: Path) -> None:
     assert after == there != before
 
 
+@pytest.mark.slow
 def test_a_line_of_another_format_stops_a_run_where_it_stands(clicks: Path, tmp_path: Path) -> None:
     path = tmp_path / "clicks.tsv"
     lines = clicks.read_text().splitlines()

@@ -155,7 +155,13 @@ def test_more_devices_than_there_are_is_refused() -> None:
         timing.device_mesh({"X": 4, "Y": 4})
 
 
-@pytest.mark.parametrize(("flags", "count", "devices"), [("", 12, 12), ("", 3, 3), ("", None, 8), ("=2", 2, 2)])
+@pytest.mark.parametrize(
+    ("flags", "count", "devices"),
+    [
+        ("", 12, 12),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("", 3, 3), ("", None, 8), ("=2", 2, 2))),
+    ],
+)
 def test_a_cpu_emulates_what_is_asked_for(flags: str, count: int | None, devices: int) -> None:
     code = f"from rooftop.profile.microbench.timing import devices; print(len(devices({count})))"
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags and f"--xla_force_host_platform_device_count{flags}"}

@@ -556,7 +556,7 @@ def moved(row: JoinedRow, kind: str, axis: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("slice_name", "layout", "experts", "remat", "width"),
     [
-        ("v5e:4x4", "expert=x,fsdp=y", 16, "block", 512),
+        pytest.param("v5e:4x4", "expert=x,fsdp=y", 16, "block", 512, marks=pytest.mark.slow),
         pytest.param("v5e:4x4", "expert=x,fsdp=y", 16, "block", 1024, marks=pytest.mark.slow),
         # One expert on a device.
         pytest.param("v5e:4x4", "expert=x,tensor=y", 4, "matmuls", 1024, marks=pytest.mark.slow),

@@ -176,6 +176,7 @@ def test_sharded_packed_step_equals_the_one_device_step(
     assert_close(gradients, wanted_gradients, 2e-5)
 
 
+@pytest.mark.slow
 def test_positions_may_be_given() -> None:
     """Those that restart are what is derived; others are other positions."""
     model, mesh = model_of("llama"), mesh_of(context=2, fsdp=2)
