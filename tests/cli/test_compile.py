@@ -26,8 +26,8 @@ from rooftop.plan.training.workload import Workload
 
 Run = Callable[..., Any]
 TOY = {
-    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 2048,
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 1024,
     "max_position_embeddings": 1024,
 }  # fmt: skip
 FUNCTION = (
