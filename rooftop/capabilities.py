@@ -29,8 +29,9 @@ from rooftop.arrays.rules import (
     ways,
 )
 from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import Number
 from rooftop.core.rounding import ceil_div, next_multiple
-from rooftop.models import ModelConfig
+from rooftop.models import ModelConfig, MoE
 from rooftop.models.activations import parse_policy
 from rooftop.models.optimizers import OPTIMIZERS
 from rooftop.models.segments import stage_parts
@@ -86,6 +87,18 @@ def block_size(length: int, block: int) -> int:
     """
     step = LANES if length % LANES == 0 and block >= LANES else 1
     return max(size for size in range(step, min(block, length) + 1, step) if length % size == 0)
+
+
+def expert_rows(tokens: Number, moe: MoE, shards: Number, here: Number, width: Number) -> Any:
+    """Rows of a device's experts that an engine multiplies at once in a step of ``tokens``: all, or a part of them.
+
+    Of the pairs of a token and an expert, a device has those of ``here`` experts, one of ``shards`` parts. It takes so
+    many at a time that half more than the mean, and a few, need no second pass: a multiple of the registers of each of
+    the ``width`` devices that split them.
+    """
+    most = tokens * np.minimum(moe.active, here)
+    often = next_multiple(np.ceil(1.5 * tokens * moe.active / shards) + 2 * SUBLANES, SUBLANES * width)
+    return np.where(np.asarray(shards) > 1, np.minimum(most, often), most)
 
 
 def padded_positions(seq_len: Any, *, ring: Any, residual: Any, kernel: str, chunks: int = CONTEXT_CHUNKS) -> Any:
@@ -551,10 +564,7 @@ def engine_mesh_errors(model: ModelConfig, axes: Mapping[str, int]) -> Iterator[
     if (width := ways(axes, *GATHER_AXES)) == 1:
         return
     split = width * ways(axes, *COLUMN_AXES, *SEQUENCE_AXES)
-    if model.moe is not None or model.mla is not None:
-        part = "experts" if model.moe is not None else "latent attention"
-        yield RooftopError("mesh axis fsdp", width, f"1: no engine splits D of {part} over it")
-    elif model.d_model % split:
+    if model.d_model % split:
         yield RooftopError("mesh axes fsdp, tensor and context", split, f"a divisor of a D of {model.d_model}")
 
 
@@ -621,8 +631,7 @@ SERVING: tuple[Capability[ServingSpec], ...] = (
     Capability(name="data axis", accepted="interleaved batching, no draft model", obstacle=_copies),
     Capability(
         name="expert and fsdp axes",
-        accepted="expert: 1 without experts; fsdp: 1 with experts or latents, else fsdp x tensor x context a divisor "
-        "of D",
+        accepted="expert: 1 without experts; fsdp: fsdp x tensor x context a divisor of D",
         obstacle=_engine_mesh,
     ),
     Capability(

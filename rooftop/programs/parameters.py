@@ -189,7 +189,7 @@ class Parameter:
     ``padding`` has an entry for each dim that is stored with zeros, None for others; () without any. ``fan_in`` is None
     for scales, biases and sinks: they start as ``value`` and have no weight decay. ``sequence`` is the logical dim that
     splits the tokens at the parameter's place: ``seq`` inside matmuls, ``residual_seq`` between them. A ``stacked``
-    parameter has several layers along its first dim.
+    parameter has several layers along its first dim. A ``plain`` one is small and sensitive: no format quantises it.
     """
 
     shape: tuple[int, ...]
@@ -198,6 +198,7 @@ class Parameter:
     value: float = 0.0
     sequence: str = "seq"
     stacked: bool = False
+    plain: bool = False
     padding: tuple[PaddedDim | None, ...] = ()
     reads_padding: bool = False
     """True if the weight meets values in its padding, and so has a gradient there, which is to be dropped."""
@@ -398,28 +399,37 @@ def _latent(model: ModelConfig, mla: MLA, n: int, stationary: bool) -> LatentAtt
     """Weights of latent attention.
 
     The projections down to latents read the residual stream in its own sharding, so all of its axes sum their
-    gradients.
+    gradients. Servers do not split the projections up from latents over ``embed`` axes: sums over a part of a latent
+    would take longer than reading all of these weights.
     """
     d, heads, rank = model.d_model, model.heads, mla.q_rank
     down = partial(Parameter, dims=(None, "embed", None), fan_in=d, sequence="residual_seq")
-    up = partial(Parameter, dims=(None, "embed", "heads", None))
+
+    def up(size: int | None, columns: int) -> Parameter:
+        inputs = None if stationary and size is not None else "embed"
+        return Parameter(shape=(n, size or d, heads, columns), dims=(None, inputs, "heads", None), fan_in=size or d)
+
     scale = partial(_vector, sequence="residual_seq", value=1.0)
     return LatentAttention(
         norm=_pre_norm(model, n, stationary),
         q_down=None if rank is None else down(shape=(n, d, rank)),
         q_norm=None if rank is None else scale((n, rank)),
-        q=up(shape=(n, rank or d, heads, model.d_head), fan_in=rank or d),
+        q=up(rank, model.d_head),
         kv_down=down(shape=(n, d, mla.kv_rank + mla.d_rope)),
         kv_norm=scale((n, mla.kv_rank)),
-        kv_up=up(shape=(n, mla.kv_rank, heads, mla.d_nope + mla.d_v), fan_in=mla.kv_rank),
+        kv_up=up(mla.kv_rank, mla.d_nope + mla.d_v),
         out=_rows(n, heads * mla.d_v, d, "heads", stationary),
         post_norm=_post_norm(model, n, stationary),
     )
 
 
 def _rows(n: int, rows: int, d: int, name: str, stationary: bool) -> Parameter:
-    dims: tuple[Dim, ...] = (None, name, "embed") if stationary else (None, (name, "embed"), None)
-    return Parameter(shape=(n, rows, d), dims=dims, fan_in=rows)
+    return Parameter(shape=(n, rows, d), dims=(None, *_rows_dims(name, stationary)), fan_in=rows)
+
+
+def _rows_dims(name: str, stationary: bool) -> tuple[Dim, Dim]:
+    """The logical dims of a weight back into the stream."""
+    return (name, "embed") if stationary else ((name, "embed"), None)
 
 
 def _mlp(model: ModelConfig, n: int, stationary: bool) -> MLP[Parameter]:
@@ -448,16 +458,18 @@ def _mixture(model: ModelConfig, moe: Mixture, n: int, stationary: bool) -> MoEW
     shared_into = Parameter(shape=(n, d, shared), dims=(None, "embed", "mlp"), fan_in=d)
     return MoEWeights(
         norm=_pre_norm(model, n, stationary, mlp=True),
-        router=Parameter(shape=(n, d, e), dims=(None, "embed", None), fan_in=d, sequence="residual_seq"),
+        router=Parameter(shape=(n, d, e), dims=(None, "embed", None), fan_in=d, sequence="residual_seq", plain=True),
         gate=into if gated else None,
         up=into,
-        down=Parameter(shape=(n, e, f, d), dims=(None, "expert", ("expert_mlp", "embed"), None), fan_in=f),
+        down=Parameter(shape=(n, e, f, d), dims=(None, "expert", *_rows_dims("expert_mlp", stationary)), fan_in=f),
         router_bias=choice if moe.bias else None,
         correction_bias=choice if moe.correction_bias else None,
         gate_bias=hidden if gated and moe.bias else None,
         up_bias=hidden if moe.bias else None,
-        down_bias=_vector((n, e, d), "expert", None, sequence="residual_seq") if moe.bias else None,
-        shared_router=Parameter(shape=(n, d, 1), dims=(None, "embed", None), fan_in=d, sequence="residual_seq")
+        down_bias=_vector((n, e, d), "expert", _stream(stationary), sequence="residual_seq") if moe.bias else None,
+        shared_router=Parameter(
+            shape=(n, d, 1), dims=(None, "embed", None), fan_in=d, sequence="residual_seq", plain=True
+        )
         if moe.shared_gate
         else None,
         shared_gate=shared_into if gated and shared else None,

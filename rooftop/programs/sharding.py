@@ -80,14 +80,17 @@ class Specs:
     def inputs(self, last: Dim = None, *, reduced: str | None = None, unreduced: str | None = None) -> P:
         """An array [B, T, ...] that a matmul sums over ``width`` axes, or sums to be added up over them.
 
-        Its tokens are those of the other axes of ``seq``. The last dim is D, or split as ``last``.
+        Its tokens are those of the other axes of ``seq``. The last dim is split as ``last``; None: it is D, or whole
+        where D was summed over.
         """
         if not self.width:
             return self.activation("batch", "seq", last, reduced=reduced, unreduced=unreduced)
         (batch, *_), (seq,) = self.activation("batch", None), self.activation("seq")
         own = tuple(axis for axis in axes_of(seq) if axis not in self.width)
         axes = frozenset(self.rules.activations[unreduced]) if unreduced is not None else frozenset()
-        split = self.activation("embed" if last is None else last).partitions[0]
+        if last is None:
+            last = None if unreduced == "embed" else "embed"
+        split = self.activation(last).partitions[0]
         return P(batch, own or None, split, unreduced=axes)
 
     def token_axes(self, sequence: str = "seq") -> frozenset[str]:

@@ -162,7 +162,6 @@ def spec(**more: Any) -> ServingSpec:
     ("more", "obstacle"),
     [
         ({"axes": {"stage": 2, "tensor": 4}}, "no engine splits a model over stage"),
-        ({"model": load_model("mixtral-8x7b"), "axes": {"fsdp": 2}}, "no engine splits D of experts"),
         ({"axes": {"fsdp": 3, "tensor": 4}}, "a divisor of a D of 4096"),
         ({"weights": "int4"}, "weights in int4 with a scale for each column"),
         ({"weights": "int8", "weight_group": 64}, "groups of 64"),

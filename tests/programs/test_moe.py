@@ -38,6 +38,7 @@ from rooftop.plan.training.workload import Workload
 from rooftop.programs.model import grouped_matmul
 from rooftop.programs.model.moe import ExpertSlots, activate, capacity, from_slots, moe_mlp, route, to_slots
 from rooftop.programs.parameters import MoEWeights, Norm
+from rooftop.programs.serving.decode import Decoder
 from rooftop.programs.serving.quantised import quantise
 from rooftop.programs.sharding import Dim, Specs, axes_of, named_reshard
 from tests.support.curves import mesh_of
@@ -298,6 +299,39 @@ GROUPED = [
 def test_grouped_matmul_drops_nothing(name: str, sizes: Mapping[str, int]) -> None:
     problem = case(name)
     assert_equal(sharded(*problem, mesh_of(**sizes), matmul="grouped"), plain(*problem))
+
+
+@pytest.mark.parametrize(
+    ("name", "matmul", "sizes"),
+    [
+        ("deepseek_v3", "grouped", {"fsdp": 2, "expert": 2, "tensor": 2}),
+        ("four_experts", "batched", {"fsdp": 2, "expert": 2, "tensor": 2}),
+        ("gpt_oss", "grouped", {"expert": 2, "tensor": 2}),
+        ("gpt_oss", "grouped", {"fsdp": 4}),
+    ],
+)
+def test_experts_that_gather_all_tokens_are_those_that_exchange_them(
+    name: str, matmul: str, sizes: Mapping[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server computes them, D split over fsdp; also in many pieces of few rows."""
+    model, weights, x, derivative = case(name)
+    expected, *_ = plain(model, weights, x, derivative)
+    mesh, specs = mesh_of(**sizes), Decoder(model=model, sizes=tuple(sizes.items())).specs
+    dims = DIMS | {"down": ("expert", "expert_mlp", "embed"), "shared_down": ("mlp", "embed")}
+    dims |= {"down_bias": ("expert", "embed")}
+    stream = NamedSharding(mesh, specs.residual)
+    placed = {k: jax.device_put(w, NamedSharding(mesh, specs.parameter(*dims[k]))) for k, w in weights.items()}
+
+    def mixture(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+        layer = MoEWeights(norm=Norm(scale=None), **weights)
+        return moe_mlp(x, layer, model, specs, capacity_factor=None, matmul=matmul, gathers=True)[0]
+
+    for rows in (None, 8):
+        if rows is not None:
+            monkeypatch.setattr("rooftop.programs.model.moe.expert_rows", lambda *_, rows=rows: rows)
+        with jax.set_mesh(mesh):
+            out = jax.jit(lambda x, weights: mixture(x, weights))(jax.device_put(x.reshape(1, -1, D), stream), placed)
+        assert_equal(np.asarray(out).reshape(x.shape), expected)
 
 
 @pytest.mark.parametrize("matmul", ["batched", "grouped"])

@@ -100,7 +100,7 @@ def _plan(rng: Random, model: ModelConfig) -> ServingPlan | None:
     )
     if rng.random() < 0.5:
         # A mesh that is asked for, whatever the padding that it needs.
-        other = ["expert"] if model.moe else ["fsdp"] if model.d_model % 8 == 0 else []
+        other = [*(["expert"] if model.moe else []), *(["fsdp"] if model.d_model % 8 == 0 else [])]
         left, axes = problem.slice.devices, dict.fromkeys(["tensor", "context", *other], 1)
         while left > 1:
             axes[rng.choice(list(axes))] *= 2

@@ -16,6 +16,7 @@ from rooftop.compiler.ledger import compiled_ledger
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Row
 from rooftop.hardware import Slice
+from rooftop.models import load_model
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.workload import ServingWorkload
@@ -38,6 +39,10 @@ SHAPES = Shapes(batches=(8,), widths=(8,), contexts=(32,), prefill_tokens=8)
         ("llama", (("fsdp", 2), ("tensor", 2))),
         ("llama", (("fsdp", 2), ("tensor", 2), ("context", 2))),
         ("gpt2", (("fsdp", 4),)),
+        ("gpt_oss", (("fsdp", 2), ("tensor", 2), ("expert", 2))),
+        ("mixtral", (("fsdp", 2), ("expert", 4))),
+        ("deepseek_v2", (("fsdp", 2), ("context", 2))),
+        ("deepseek_v3", (("fsdp", 2), ("tensor", 2), ("expert", 2))),
         # Heads, columns and the vocabulary are padded, and key/value heads copied.
         ("llama", (("tensor", 3),)),
         ("gpt_oss", (("tensor", 3), ("expert", 2))),
@@ -52,7 +57,7 @@ def test_any_mesh_answers_as_transformers_do(
     policy = Policy(max_batch=8, chunk_tokens=16)
     how = replace(CONFIGURATION, mesh=mesh, shapes=SHAPES, policy=policy, pages=64, weights_dtype=weights)
     folder = saved(name, tmp_path)
-    if name in ("gpt_oss", "deepseek_v3"):
+    if ("tensor", 3) in mesh and name != "llama":
         # Tokens of experts are split over all devices.
         with pytest.raises(RooftopError, match=r"batches: .*split the tokens of a step"):
             load(folder, how)
@@ -71,11 +76,15 @@ def test_any_mesh_answers_as_transformers_do(
     [
         ("llama3.1-70b", "v5e:4x4", {"fsdp": 4, "tensor": 4}, 32),
         ("llama3.1-405b", "v5e:8x8", {"fsdp": 8, "tensor": 8}, 64),
+        ("qwen3-235b-a22b", "v6e:8x8", {"expert": 8, "fsdp": 2, "tensor": 4}, 256),
+        ("deepseek-v3", "v5e:8x8", {"expert": 4, "fsdp": 4, "tensor": 4}, 256),
     ],
 )
 def test_a_compiled_step_moves_what_is_planned(name: str, on: str, axes: dict[str, int], batch: int) -> None:
-    """In the layers every matmul has the planned FLOPs, and every collective of activations the planned bytes."""
-    context, layers = 1024, 2
+    """In the layers matmuls have the planned FLOPs, and every collective of activations the planned bytes."""
+    context, model = 1024, load_model(name)
+    # DeepSeek-V3 begins with three dense layers.
+    layers = 2 if model.moe is None else model.moe.dense_layers + 1
     mesh = Mesh.lay(Slice.parse(on), dict.fromkeys(SERVING_AXES, 1) | axes)
     arguments = {"model": name, "layers": layers, "batch": batch, "context": context, "kv_split": "batch", "axes": axes}
     request = CompileRequest(mesh=mesh, program="tests.support.serving_steps:lower", arguments=arguments)
@@ -86,10 +95,14 @@ def test_a_compiled_step_moves_what_is_planned(name: str, on: str, axes: dict[st
         workload=ServingWorkload(prompt=context - 16, generate=16, context=context),
     )
     planned = problem.generate(Placement(mesh=mesh, kv_split="batch"), float(batch))
-    for scope in ("layers/attn/qkv", "layers/attn/out", "layers/mlp/up", "layers/mlp/down", "unembed"):
+    dense = ("layers/mlp/up", "layers/mlp/down") if model.dense_layers else ()
+    for scope in ("layers/attn/out", *dense, "unembed"):
         assert _flops(compiled, scope) == pytest.approx(_flops(planned, scope), rel=1e-6)
-    for scope in ("layers/attn/out", "layers/mlp/up", "layers/mlp/down"):
+    mixture = [f"layers/moe/{part}" for part in ("router", "dispatch", "experts", "combine", "shared")]
+    for scope in ("layers/attn/out", *dense, *(mixture if model.moe else ())):
         assert _bytes(compiled, scope) == pytest.approx(_bytes(planned, scope))
+    if model.mla is None:
+        assert _flops(compiled, "layers/attn/qkv") == pytest.approx(_flops(planned, "layers/attn/qkv"), rel=1e-6)
     # XLA:TPU adds up the sums of one narrow head with an AllReduce.
     both = _bytes(compiled, "layers/attn/qkv")
     assert sum(both.values()) == pytest.approx(sum(_bytes(planned, "layers/attn/qkv").values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from rooftop.models import ModelConfig, load_model
 from rooftop.programs.parameters import Parameter
 from rooftop.programs.serving.decode import Decoder, by_layer
+from rooftop.programs.serving.paged import best_reader
+from rooftop.programs.serving.quantised import quantise, summed_dim
 from rooftop.serve.engine.configuration import Shapes
 from rooftop.serve.engine.programs import Programs
 
@@ -28,24 +31,46 @@ def lower(mesh: Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
 
 
 def _step(
-    mesh: Mesh, *, model: str, layers: int, batch: int, context: int, kv_split: str, axes: Mapping[str, int]
+    mesh: Mesh,
+    *,
+    model: str,
+    layers: int,
+    batch: int,
+    context: int,
+    kv_split: str,
+    axes: Mapping[str, int],
+    weights_dtype: str = "plain",
+    only_experts: bool = False,
 ) -> jax.stages.Lowered:
-    """The step that generates for ``batch`` sequences whose tables have room for ``context`` tokens."""
-    whole_pages = kv_split == "batch" or axes.get("context", 1) == 1
+    """The step that generates for ``batch`` sequences whose tables have room for ``context`` tokens.
+
+    Weights are in ``weights_dtype``, or those of experts alone.
+    """
+    whole_pages, config = kv_split == "batch" or axes.get("context", 1) == 1, small(model, layers)
     decoder = Decoder(
-        model=small(model, layers),
+        model=config,
         sizes=tuple((axis, size) for axis, size in axes.items() if size > 1),
         kv_split=kv_split,
         dtype="bfloat16",
-        reader="ragged" if whole_pages else "gather",
+        reader=best_reader(config, "tpu", quantised=False) if whole_pages else "gather",
         expert_matmul="grouped",
     )
 
     def apart(parameter: Parameter, leaf: jax.ShapeDtypeStruct) -> Any:
         if not parameter.stacked:
             return leaf
-        place = NamedSharding(mesh, P(*leaf.sharding.spec[1:]))
-        return (jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=place),) * leaf.shape[0]
+        dim = summed_dim(parameter)
+        stored: Any = leaf
+        if weights_dtype != "plain" and dim is not None and ("expert" in parameter.dims or not only_experts):
+            with jax.set_mesh(mesh):
+                of = partial(quantise, dim=dim, name=weights_dtype, platform="tpu", compute="bfloat16")
+                stored = jax.eval_shape(of, leaf)
+
+        def of_layer(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            place = NamedSharding(mesh, P(*leaf.sharding.spec[1:]))
+            return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=place)
+
+        return (jax.tree.map(of_layer, stored),) * leaf.shape[0]
 
     weights = by_layer(decoder.model, jax.tree.map(apart, decoder.described, decoder.abstract_weights(mesh)))
     pages = batch * (context // decoder.page_tokens) + decoder.groups.ways - 1

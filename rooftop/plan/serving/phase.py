@@ -24,7 +24,7 @@ from rooftop.arrays.rules import (
     SEQUENCE_AXES,
     Rules,
 )
-from rooftop.capabilities import SUBLANES
+from rooftop.capabilities import SUBLANES, expert_rows
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
@@ -117,6 +117,11 @@ class Phase:
         groups = self.ways(*GATHER_AXES) * (self.ways(*SEQUENCE_AXES) if shared else 1)
         return SUBLANES * np.lcm(np.asarray(groups).astype(np.int64), np.asarray(self.split).astype(np.int64)) * 1.0
 
+    @property
+    def scatters(self) -> bool:
+        """True if the stream is split over columns' axes between blocks: with D over ``fsdp``, and with experts."""
+        return self.model.moe is not None or self.splits(*GATHER_AXES)
+
     @cached_property
     def kv_heads(self) -> Number:
         """Key and value heads on a device, copies included where there are fewer heads than ways."""
@@ -133,8 +138,15 @@ class Phase:
 
     @cached_property
     def attention(self) -> list[MatmulShape]:
-        """Projections into attention on one device, those to latents first."""
-        return [*self._projections.latent, *self._projections.into]
+        """Projections of the stream into attention on one device, those to latents first."""
+        matmuls = self._projections.every[: -len(self._projections.out)]
+        return [one for one in matmuls if np.all(one.k == self.model.d_model)]
+
+    @cached_property
+    def attention_up(self) -> list[MatmulShape]:
+        """Projections up from latents on one device, whole along ``fsdp``."""
+        matmuls = self._projections.every[: -len(self._projections.out)]
+        return [one for one in matmuls if not np.all(one.k == self.model.d_model)]
 
     @cached_property
     def attention_out(self) -> list[MatmulShape]:
@@ -151,6 +163,19 @@ class Phase:
         return mlp_matmuls(self.model, np.float64(self.widths.columns(hidden)))  # type: ignore[arg-type]
 
     @cached_property
+    def tokens_of_all(self) -> Number:
+        """Tokens of all groups of devices that share activations, in one copy of the model."""
+        return self.own_tokens * self.ways(*EXPERT_AXES)
+
+    @cached_property
+    def expert_rows(self) -> Number:
+        """Rows of its experts that a device works on at once."""
+        assert self.model.moe is not None
+        here, shards = self.widths.experts, self.ways(*EXPERT_AXES)
+        rows: Number = expert_rows(self.tokens_of_all, self.model.moe, shards, here, self.ways(*GATHER_AXES))
+        return rows
+
+    @cached_property
     def experts_read(self) -> Number:
         """Experts on a device that at least one token is expected to use."""
         moe = self.model.moe
@@ -158,13 +183,15 @@ class Phase:
             return 0.0
         return distinct_experts(moe.experts, moe.active, self.tokens * (1 + self.guesses)) / self.ways(*EXPERT_AXES)
 
-    def weight_bytes(self, matmuls: Sequence[MatmulShape], dtype: str | None = None) -> tuple[Number, Number]:
-        """Bytes of matrices and of their scales on one device: D is also split over ``fsdp``.
+    def weight_bytes(
+        self, matmuls: Sequence[MatmulShape], dtype: str | None = None, *, whole: bool = False
+    ) -> tuple[Number, Number]:
+        """Bytes of matrices and of their scales on one device: D is also split over ``fsdp``, unless ``whole``.
 
         ``dtype``: by default that of all layers but their experts.
         """
         kind = dtype or self.numerics.shared_weights
-        elements = [m.parameters / self.ways(*GATHER_AXES) for m in matmuls]
+        elements = [m.parameters / (1.0 if whole else self.ways(*GATHER_AXES)) for m in matmuls]
         scales = (self.numerics.weight_scale_bytes(m.k, kind) for m in matmuls)
         return sum(elements) * dtype_bytes(kind), sum(n * element for n, element in zip(elements, scales, strict=True))
 
@@ -204,6 +231,7 @@ class Phase:
         model, moe = self.model, self.model.moe
         parts: list[tuple[Number, tuple[Number, Number]]]
         parts = [(model.attention_layers, self.weight_bytes(self.attention + self.attention_out))]
+        parts.append((model.attention_layers, self.weight_bytes(self.attention_up, whole=True)))
         parts += [(layers, self.weight_bytes(shapes.every)) for _, shapes, layers in self.mixers]
         if model.dense_layers:
             up, down = self.mlp(model.d_ff)
@@ -240,7 +268,7 @@ class Phase:
         hidden = max(
             model.d_ff if model.dense_layers else 0, 0 if model.moe is None else model.moe.active * model.moe.d_ff
         )
-        projected = sum((m.n for m in self.attention), 0.0)
+        projected = sum((m.n for m in self.attention + self.attention_up), 0.0)
         own = self.ways(*GATHER_AXES)
         # The stream is whole before the unembedding.
         width = np.maximum(4 / own, 1) * model.d_model + projected + 3 * hidden / self.split

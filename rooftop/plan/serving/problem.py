@@ -363,8 +363,6 @@ class ServingProblem:
     def _divides_generate(self, sizes: Mapping[str, int]) -> str | None:
         if (own := ways(sizes, *GATHER_AXES)) > 1:
             split = own * ways(sizes, *COLUMN_AXES, *SEQUENCE_AXES)
-            if self.model.moe is not None:
-                return "no fsdp axis: the model has experts, which an expert axis splits"
             if self.model.d_model % split:
                 return f"fsdp x context x tensor that divide a D of {self.model.d_model}"
         return self._experts(sizes)

@@ -5,6 +5,9 @@ ends in an AllReduce (1-D weight-stationary). With D split over ``fsdp`` (2-D) a
 columns' axes, of the devices' part of D, take the place of that AllReduce. Partial sums of the first matmul are
 scattered over ``fsdp`` by tokens, so that each device has its own tokens' heads and hidden columns, which are gathered
 again for the second matmul.
+
+Models with experts also have that AllGather and ReduceScatter, as routers work on each device's own tokens. All tokens
+are then gathered over ``expert``, and the sums of all experts are scattered back.
 """
 
 from __future__ import annotations
@@ -94,7 +97,7 @@ def _attention_generate(phase: Phase, context: Number) -> list[Work]:
         )
     written = sequences * (1 + phase.guesses) * phase.cached_bytes(1.0, stored=False) * phase.cache_share / layers
     return [
-        *_matmuls(phase, "layers/attn/qkv", layers, phase.attention, tokens, into=True),
+        *_projections(phase, layers),
         _work(
             phase, "kv_cache", layers, hbm_bytes=written, formula="the KV of one token of each sequence written"
         ),
@@ -130,7 +133,7 @@ def _attention_prefill(phase: Phase, before: float, sequences: int) -> list[Work
             Transfer("reduce_scatter", GATHER_AXES, tokens * heads * d_v * ACTIVATION_BYTES, "critical"),
         )
     return [
-        *_matmuls(phase, "layers/attn/qkv", layers, phase.attention, tokens, into=True),
+        *_projections(phase, layers),
         _work(phase, "kv_cache", layers, hbm_bytes=written, formula="the KV of every token written"),
         _work(
             phase, "layers/attn/core", layers, hbm_bytes=queries + keys_values, kernel_flops=flops,
@@ -140,6 +143,13 @@ def _attention_prefill(phase: Phase, before: float, sequences: int) -> list[Work
         ),
         *_matmuls(phase, "layers/attn/out", layers, phase.attention_out, tokens, into=False),
     ]  # fmt: skip
+
+
+def _projections(phase: Phase, layers: Number) -> list[Work]:
+    """Projections into attention; those up from latents are done by each device for its own tokens along ``fsdp``."""
+    work = _matmuls(phase, "layers/attn/qkv", layers, phase.attention, phase.own_tokens, into=True)
+    own = phase.own_tokens / phase.ways(*GATHER_AXES)
+    return [*work, *_matmuls(phase, "layers/attn/qkv", layers, phase.attention_up, own, into=None, whole=True)]
 
 
 def _mixers(phase: Phase, sequences: Number, *, chunked: bool) -> list[Work]:
@@ -174,59 +184,81 @@ def _blocks(phase: Phase) -> list[Work]:
         work += _matmuls(phase, "layers/mlp/down", model.dense_layers, down, tokens, into=False)
     if moe is None:
         return work
-    layers = model.moe_layers
-    routed = tokens * moe.active
-    sent = routed * model.d_model * ACTIVATION_BYTES
+    layers, own = model.moe_layers, phase.ways(*GATHER_AXES)
+    routed, everyone, rows = tokens * moe.active, phase.tokens_of_all, phase.expert_rows
+    row = model.d_model * ACTIVATION_BYTES / own
+    scores = Transfer("all_reduce", GATHER_AXES, 4.0 * tokens / phase.split * moe.experts, "critical")
     work += _matmuls(phase, "layers/moe/router", layers, [phase.router], tokens, into=None, dtype=ROUTER_DTYPE)
-    if phase.splits(*EXPERT_AXES):
-        # Every device of a group sends its columns of a token, which its receivers gather.
-        there = (
-            Transfer("all_to_all", EXPERT_AXES, sent / phase.split, "critical"),
-            Transfer("all_gather", phase.columns, sent, "critical"),
-        )
-        back = (
-            Transfer("reduce_scatter", phase.columns, sent, "critical"),
-            Transfer("all_to_all", EXPERT_AXES, sent / phase.split, "critical"),
-            Transfer("all_gather", phase.columns, tokens * model.d_model * ACTIVATION_BYTES, "critical"),
-        )
-        work += [
-            _work(phase, "layers/moe/dispatch", layers, collectives=there, formula="tokens to the experts they chose"),
-            _work(phase, "layers/moe/combine", layers, collectives=back, formula="and back, summed"),
-        ]
+    work.append(_work(phase, "layers/moe/router", layers, collectives=(scores,), formula="scores of parts of D summed"))
+    # Of each token the routing has a share and an expert for each choice, of 4 bytes.
+    there = [
+        Transfer("all_gather", axes, count * size, "critical")
+        for axes, count in ((phase.columns, tokens), (EXPERT_AXES, everyone))
+        for size in (row, 8.0 * moe.active)
+    ]
+    back = (
+        Transfer("reduce_scatter", EXPERT_AXES, everyone * row, "critical"),
+        Transfer("reduce_scatter", phase.columns, tokens * row, "critical"),
+    )
+    # With an expert axis a matmul adds rows up, elsewhere each choice of a token is gathered.
+    adds = 2.0 * everyone * rows * model.d_model / own if phase.splits(*EXPERT_AXES) else 0.0
+    work += [
+        _work(
+            phase, "layers/moe/dispatch", layers, collectives=tuple(there), hbm_bytes=(everyone + 2.0 * rows) * row,
+            formula="tokens and choices of all gathered; rows of the experts here",
+        ),
+        _work(
+            phase, "layers/moe/combine", layers, collectives=back, hbm_bytes=(everyone + 2.0 * rows) * row,
+            flops=adds, flops_dtype="bf16", matmul_s=adds / phase.rates.flops_per_s["bf16"],
+            formula="the experts' sums, each back to its token's device",
+        ),
+    ]  # fmt: skip
     up, down = phase.mlp(moe.d_ff)
-    into = None if phase.splits(*EXPERT_AXES) else False
-    for scope_matmuls, summed in ((up, None), (down, into)):
-        weights = phase.experts_read * sum(phase.weight_bytes(scope_matmuls, phase.numerics.weights))
-        converted = phase.experts_read * phase.convert_s(scope_matmuls, phase.numerics.weights)
+    for matmuls, sums in ((up, _hidden_sums(up, rows)), (down, _hidden(down, rows))):
+        weights = phase.experts_read * sum(phase.weight_bytes(matmuls, phase.numerics.weights))
+        converted = phase.experts_read * phase.convert_s(matmuls, phase.numerics.weights)
         work += _matmuls(
-            phase,
-            "layers/moe/experts",
-            layers,
-            scope_matmuls,
-            routed,
-            into=summed,
-            weights=weights,
-            sums=tokens,
-            converted=converted,
+            phase, "layers/moe/experts", layers, matmuls, routed, into=None, weights=weights, converted=converted
         )
+        work.append(_work(phase, "layers/moe/experts", layers, collectives=(sums,), formula="hidden rows over fsdp"))
     if moe.shared_d_ff:
         up, down = phase.mlp(moe.shared_d_ff)
-        work += _matmuls(phase, "layers/moe/shared", layers, up, tokens, into=None)
-        # Its partial sums are added to those of the experts, where these are summed over the same devices.
-        work += _matmuls(phase, "layers/moe/shared", layers, down, tokens, into=None)
+        # Partial sums of the second matmul are added to those of the experts.
+        for matmuls, sums in ((up, _hidden_sums(up, tokens)), (down, _hidden(down, tokens))):
+            work += _matmuls(phase, "layers/moe/shared", layers, matmuls, tokens, into=None)
+            work.append(_work(phase, "layers/moe/shared", layers, collectives=(sums,), formula="hidden rows over fsdp"))
     return work
+
+
+def _hidden_sums(matmuls: Sequence[MatmulShape], rows: Number) -> Transfer:
+    """Partial sums over D of hidden columns, scattered over ``fsdp`` by rows."""
+    outputs = rows * sum((m.n for m in matmuls), 0.0) * ACTIVATION_BYTES
+    return Transfer("reduce_scatter", GATHER_AXES, outputs, "critical")
+
+
+def _hidden(matmuls: Sequence[MatmulShape], rows: Number) -> Transfer:
+    """Hidden columns of all rows along ``fsdp``."""
+    inputs = rows * sum((m.k for m in matmuls), 0.0) * ACTIVATION_BYTES
+    return Transfer("all_gather", GATHER_AXES, inputs, "critical")
 
 
 def _head(phase: Phase, tokens: Number) -> list[Work]:
     """Unembedding and sampling of the last token of each sequence. All devices split the vocabulary, none D."""
+    model, rows = phase.model, tokens * phase.ways(*EXPERT_AXES)
+    work = _matmuls(phase, "unembed", 1, [phase.table], rows, into=None, dtype=phase.numerics.embeddings)
+    if phase.scatters:
+        # One axis after the other: XLA:TPU would sum where it gathers over several at once.
+        whole, own = phase.own_tokens * model.d_model * ACTIVATION_BYTES, phase.ways(*GATHER_AXES)
+        gathers = (
+            Transfer("all_reduce", GATHER_AXES, 4.0 * phase.own_tokens / phase.split, "critical"),
+            Transfer("all_gather", phase.columns, whole / own, "critical"),
+            Transfer("all_gather", EXPERT_AXES, whole / own * phase.ways(*EXPERT_AXES), "critical"),
+            Transfer("all_gather", GATHER_AXES, whole * phase.ways(*EXPERT_AXES), "critical"),
+        )
+        work.append(_work(phase, "unembed", 1, collectives=gathers, formula="the stream normalised and gathered"))
     columns = (*GATHER_AXES, *phase.columns)
-    work = _matmuls(phase, "unembed", 1, [phase.table], tokens, into=None, dtype=phase.numerics.embeddings)
-    if phase.splits(*GATHER_AXES):
-        stream = phase.own_tokens * phase.model.d_model * ACTIVATION_BYTES
-        whole = Transfer("all_gather", columns, stream, "critical")
-        work.append(_work(phase, "unembed", 1, collectives=(whole,), formula="the stream gathered"))
-    chosen = Transfer("all_gather", columns, 8.0 * tokens * phase.ways(*columns), "critical")
-    logits = 4.0 * tokens * phase.widths.vocab / phase.ways(*GATHER_AXES)
+    chosen = Transfer("all_gather", columns, 8.0 * rows * phase.ways(*columns), "critical")
+    logits = 4.0 * rows * phase.widths.vocab / phase.ways(*GATHER_AXES)
     return [
         *work,
         _work(
@@ -245,45 +277,37 @@ def _matmuls(
     *,
     into: bool | None,
     weights: Number | None = None,
-    sums: Number | None = None,
     dtype: str | None = None,
     converted: Number | None = None,
+    whole: bool = False,
 ) -> list[Work]:
     """Matmuls of ``tokens`` rows. ``into`` a block from the stream (True), out of it (False), or neither (None).
 
     ``weights``: bytes read, if not all of them once, and ``converted``, seconds of their conversion, during which the
-    matrix unit waits; ``sums``: rows of the output that are added up, if not all.
+    matrix unit waits. ``whole`` weights are not split over ``fsdp``.
     """
     if not matmuls:
         return []
-    rate, two_d = phase.rates, phase.splits(*GATHER_AXES)
-    own = phase.ways(*GATHER_AXES)
+    rate = phase.rates
+    own = 1.0 if whole else phase.ways(*GATHER_AXES)
     # D is the dim that is summed over, or that of the outputs, which the vocabulary is too.
     shapes = [(m.k / own, m.n) if into else (m.k, m.n / own) for m in matmuls]
     flops = 2.0 * sum((tokens * m.parameters for m in matmuls), 0.0) / own
     seconds = sum((rate.matmul_s(tokens, k, n, phase.numerics.flops) for k, n in shapes), 0.0)
     seconds = np.maximum(seconds, phase.convert_s(matmuls, dtype) if converted is None else converted)
-    rows = tokens if sums is None else sums
-    stream = rows * phase.model.d_model * ACTIVATION_BYTES
+    stream = tokens * phase.model.d_model * ACTIVATION_BYTES / own
     collectives: tuple[Transfer, ...] = ()
-    if two_d and into is not None:
-        inputs = rows * sum((m.k for m in matmuls), 0.0) * ACTIVATION_BYTES
-        outputs = rows * sum((m.n for m in matmuls), 0.0) * ACTIVATION_BYTES
+    if phase.scatters and into:
         collectives = (
-            (
-                Transfer("all_reduce", GATHER_AXES, 4.0 * rows / phase.ways(*phase.columns), "critical"),
-                Transfer("all_gather", phase.columns, stream / own, "critical"),
-                Transfer("reduce_scatter", GATHER_AXES, outputs, "critical"),
-            )
-            if into
-            else (
-                Transfer("all_gather", GATHER_AXES, inputs, "critical"),
-                Transfer("reduce_scatter", phase.columns, stream / own, "critical"),
-            )
+            Transfer("all_reduce", GATHER_AXES, 4.0 * tokens / phase.split, "critical"),
+            Transfer("all_gather", phase.columns, stream, "critical"),
+            _hidden_sums(matmuls, tokens),
         )
+    elif phase.scatters and into is False:
+        collectives = (_hidden(matmuls, tokens), Transfer("reduce_scatter", phase.columns, stream, "critical"))
     elif into is False:
         collectives = (Transfer("all_reduce", phase.columns, stream, "critical"),)
-    read = sum(phase.weight_bytes(matmuls, dtype)) if weights is None else weights
+    read = sum(phase.weight_bytes(matmuls, dtype, whole=whole)) if weights is None else weights
     moved = sum((tokens * (k + n) for k, n in shapes), 0.0) * ACTIVATION_BYTES
     return [
         _work(

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import P, named_scope
+from jax import named_scope
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int
 
@@ -32,6 +32,7 @@ from rooftop.programs.model.moe import EXPERT_MATMULS, activate, moe_mlp
 from rooftop.programs.model.narrow import NarrowWeight, gather_in, narrow_matmul
 from rooftop.programs.model.operations import (
     add_bias,
+    into_heads,
     norm,
     project,
     project_heads,
@@ -51,13 +52,14 @@ class Computation:
 
     ``attention`` is a kernel of ``attention.attend``, with blocks of at most ``attention_block``. Over a context axis
     the sequence is in ``context_order``, and keys and values arrive by ``context_attention``: around a ring, or
-    gathered (``attention.context``). Experts use ``expert_matmul``; ``expert_capacity`` is the ``capacity_factor`` of
-    ``moe``: None drops no token. ``z_loss`` and ``balance_loss`` are the coefficients of terms added to the
-    cross-entropy (see ``objective``). ``matmul`` is the dtype of the matmuls of layers with their weights, but for
-    routers (``model.narrow``; None: that of activations). ``weights_left`` multiplies by weights of attention and MLPs
-    on one device as ``project_left`` does. ``collective_matmuls``: those of attention and dense MLPs overlap the
-    AllGather before and the ReduceScatter after them, as rings (``programs.model.overlapped``). Rings visit the devices
-    over tensor in ``ring_order`` (None: as they are), and go ``both_ways`` round or one way.
+    gathered (``attention.context``). Experts use ``expert_matmul``; ``expert_capacity`` is the ``capacity_factor``
+    of ``moe``: None drops no token; with ``experts_gather`` they get the tokens of all devices. ``z_loss`` and
+    ``balance_loss`` are the coefficients of terms added to the cross-entropy (see ``objective``). ``matmul`` is the
+    dtype of the matmuls of layers with their weights, but for routers (``model.narrow``; None: that of
+    activations). ``weights_left`` multiplies by weights of attention and MLPs on one device as ``project_left``
+    does. ``collective_matmuls``: those of attention and dense MLPs overlap the AllGather before and the
+    ReduceScatter after them, as rings (``programs.model.overlapped``). Rings visit the devices over tensor in
+    ``ring_order`` (None: as they are), and go ``both_ways`` round or one way.
     """
 
     model: ModelConfig
@@ -69,6 +71,7 @@ class Computation:
     context_attention: str = "ring"
     expert_matmul: str = "batched"
     expert_capacity: float | None = None
+    experts_gather: bool = False
     z_loss: float = 0.0
     balance_loss: float = 0.0
     matmul: str | None = None
@@ -248,18 +251,6 @@ def qkv(
     return q, k, v
 
 
-def into_heads(
-    h: Float[Array, "B T D"], weight: Float[Array, "D heads H"], specs: Specs
-) -> Float[Array, "B T heads H"]:
-    """h times a weight that stays split over D: the sums over D are scattered over tokens."""
-    (_, heads, _), width = jax.typeof(weight).sharding.spec, weight.shape[0]
-    matrix = weight.reshape(width, -1, out_sharding=P(specs.parameter("embed").partitions[0], heads))
-    (batch, seq, _), (tokens, *_) = specs.inputs("heads"), specs.activation("seq")
-    y = project(h, matrix, P(batch, seq, heads, unreduced=frozenset(specs.width)))
-    y = split_sequence(y, P(batch, tokens, heads))
-    return y.reshape(*y.shape[:2], *weight.shape[1:], out_sharding=P(batch, tokens, heads, None))
-
-
 def _qk_norm(
     q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], layer: Attention[jax.Array], how: Computation
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
@@ -384,6 +375,7 @@ def feed_forward(
             capacity_factor=how.expert_capacity,
             measured=how.balance_loss > 0,
             real=real,
+            gathers=how.experts_gather,
         )
     with named_scope("mlp"):
         if layer.post_norm is not None:

@@ -1,7 +1,8 @@
 """Queries, keys and values of multi-head latent attention, expanded as in training (DeepSeek-V2 paper, section 2.1).
 
 Latents are computed on the residual stream, which is split over the sequence. They, and not the wider stream, are
-gathered over tensor; then each device expands them for its own heads.
+gathered over tensor; then each device expands them for its own heads. Where the stream is split over D too, it is
+gathered over tensor first, and the latents' sums are scattered over its axes by tokens.
 
 Dims: B batch, T sequence, D model, N heads, d_qk = d_nope + d_rope.
 """
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 from rooftop.models.config import MLA, ModelConfig
 from rooftop.programs.model.narrow import gather_in
-from rooftop.programs.model.operations import project, project_heads, scale_norm
+from rooftop.programs.model.operations import into_heads, project, project_heads, scale_norm
 from rooftop.programs.model.positions import rotate
 from rooftop.programs.parameters import LatentAttention
 from rooftop.programs.sharding import Specs, on_shards, split_sequence
@@ -68,20 +69,29 @@ def latents(
     These are the normalised latent of keys and values, and the one rotated key.
     """
     gathered = specs.activation("batch", "seq", None, reduced="heads")
+    # Where the tokens of a latent are.
+    place = specs.activation("batch", "seq", None) if specs.width else specs.residual
 
-    def down(weight: jax.Array) -> jax.Array:
+    def down(x: jax.Array, weight: jax.Array) -> jax.Array:
         matrix = gather_in(matmul, weight, specs, "embed", None, rows=x.shape[-1], sequence="residual_seq")
+        if specs.width:
+            return split_sequence(project(x, matrix, specs.inputs(unreduced="embed")), place)
         return checkpoint_name(project(x, matrix), "qkv")
 
     with named_scope("qkv"):
+        if specs.width:
+            x = split_sequence(x, specs.inputs())
         queries = x
         if layer.q_down is not None and layer.q_norm is not None:
-            queries = scale_norm(down(layer.q_down), layer.q_norm, model, specs.residual)
-        queries = split_sequence(queries, gathered)
-        q_up = gather_in(matmul, layer.q, specs, "embed", "heads", None, rows=queries.shape[-1])
-        q = checkpoint_name(project_heads(queries, q_up), "qkv")
-        latent, shared = jnp.split(down(layer.kv_down), [mla.kv_rank], axis=-1)
-        latent = scale_norm(latent, layer.kv_norm, model, specs.residual)
+            queries = scale_norm(down(x, layer.q_down), layer.q_norm, model, place)
+        if specs.width and layer.q_down is None:
+            q = into_heads(x, layer.q, specs)
+        else:
+            queries = split_sequence(queries, gathered)
+            q_up = gather_in(matmul, layer.q, specs, "embed", "heads", None, rows=queries.shape[-1])
+            q = checkpoint_name(project_heads(queries, q_up), "qkv")
+        latent, shared = jnp.split(down(x, layer.kv_down), [mla.kv_rank], axis=-1)
+        latent = scale_norm(latent, layer.kv_norm, model, place)
     with named_scope("rope"):
         # The rotated key that all heads share is rotated on the device of its token.
         shared = rotate(shared[:, :, None], turns, interleaved=model.rope_interleaved)[:, :, 0]

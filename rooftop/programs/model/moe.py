@@ -13,6 +13,10 @@ dropped: the token's sum lacks that part, and its other weights are unchanged. T
   of X shards nothing is dropped: without expert parallelism, exactly the n k pairs. Over a mesh empty slots take memory
   and bandwidth, but are not multiplied; a capacity drops only pairs over the limit of a whole shard.
 
+Servers, whose steps have few tokens and drop none, have no slots of shards: all devices get all tokens and choices, and
+each multiplies the rows of its own experts. Their partial sums are scattered back. That moves as many rows as there are
+tokens, where slots for any choice of them are min(k, E/X) times as many.
+
 A row travels with its routing weight, which multiplies the hidden activations before the second matmul. The gradient of
 the router then needs neither that matmul again nor a second exchange, and combining is a plain sum of k rows.
 """
@@ -31,11 +35,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from rooftop import models
+from rooftop.capabilities import expert_rows
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import field_values
-from rooftop.core.rounding import ceil_div
-from rooftop.models import ModelConfig
+from rooftop.core.rounding import ceil_div, next_multiple
+from rooftop.models import ModelConfig, MoE
 from rooftop.programs.model.grouped_matmul import RowGroups, grouped_matmul, grouped_matmul_of
 from rooftop.programs.model.narrow import NarrowWeight, grouped_narrow_matmul, narrow_matmul, narrowed
 from rooftop.programs.parameters import MoEWeights
@@ -60,6 +64,7 @@ def moe_mlp(
     dtype: str | None = None,
     measured: bool = False,
     real: Bool[Array, "B T"] | None = None,
+    gathers: bool = False,
 ) -> tuple[Float[Array, "B T D"], Float32[Array, "devices 3 E"] | None]:
     """The experts and the shared experts of one layer, on the normalised residual stream.
 
@@ -68,7 +73,8 @@ def moe_mlp(
     it is None (``rooftop.programs.model.narrow``); the router's scores are float32. For ``capacity_factor`` see
     ``capacity``; ``matmul`` is one of EXPERT_MATMULS. If ``measured``, the second result is the
     ``rooftop.programs.model.moe.load`` of each device that splits tokens, split over them. Tokens of padding, False in
-    ``real``, go to no expert and do not count. Opens the scopes moe/{router,dispatch,experts,combine,shared}, with the
+    ``real``, go to no expert and do not count. With ``gathers`` all devices get all tokens; it drops none and measures
+    nothing. Opens the scopes moe/{router,dispatch,experts,combine,shared}, with the
     checkpoint names mlp_normed (rows as experts get them), mlp_up, mlp_act and mlp_down.
 
     Raises RooftopError if the axes of experts or hidden columns do not split tokens, if the factor is not positive, and
@@ -119,20 +125,116 @@ def moe_mlp(
             ]
 
         def hidden(
-            rows: jax.Array, prefix: str, groups: RowGroups | None = None, experts: jax.Array | None = None
+            rows: jax.Array,
+            prefix: str,
+            groups: RowGroups | None = None,
+            experts: jax.Array | None = None,
+            shares: jax.Array | None = None,
         ) -> jax.Array:
+            """Hidden activations of ``rows``, times their ``shares``; ``experts`` are those of the rows."""
             into = {}
+            experts, shares = axes.own_rows(experts), axes.own_rows(shares)
             for name in (name for name in ("gate", "up") if prefix + name in used_weights):
-                y = linear(rows, prefix + name, groups)
+                y = axes.scatter_sums(linear(rows, prefix + name, groups))
                 if f"{prefix}{name}_bias" in used_weights:
                     y = y + bias_of(f"{prefix}{name}_bias", experts)
                 into[name] = checkpoint_name(y, "mlp_up")
-            return checkpoint_name(activate(into.get("gate"), into["up"], model), "mlp_act")
+            act = checkpoint_name(activate(into.get("gate"), into["up"], model), "mlp_act")
+            return axes.gather_rows(act if shares is None else (act * shares).astype(x.dtype))
+
+        def gathered(tokens: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
+            """The sums of the experts and of the shared ones for tokens that all devices get."""
+            here, active = experts_stored // _ways(axes.expert), moe.active
+            with named_scope("dispatch"):
+                every = axes.of_all(tokens)
+                both = axes.of_all(jnp.concatenate([lax.bitcast_convert_type(weights, jnp.int32), chosen], axis=1))
+                shares, chosen = lax.bitcast_convert_type(both[:, :active], jnp.float32), both[:, active:]
+                own = chosen - axes.expert_index * here
+                own = jnp.where((own >= 0) & (own < here), own, here)
+            if matmul == "batched":
+                total = of_slots(every, shares, own, here)
+            else:
+                total = of_rows(every, shares, own, here, expert_trips(chosen // here, len(every)))
+            if moe.shared_d_ff:
+                with named_scope("shared"):
+                    size = len(every) // _ways(axes.expert)
+                    rows = lax.dynamic_slice_in_dim(every, axes.expert_index * size, size)
+                    y = linear(hidden(rows[None], "shared_"), "shared_down")[0]
+                    y = y if (opened := gate_of(rows)) is None else y * opened
+                    total = axes.added_rows(total, y)
+            with named_scope("combine"):
+                return axes.scatter_all(total)
+
+        def gate_of(rows: jax.Array) -> jax.Array | None:
+            """The share of the shared experts' sum that each of the rows gets; None if all of it."""
+            if "shared_router" not in used_weights:
+                return None
+            opened = jnp.einsum("nd,do->no", rows, used_weights["shared_router"][: rows.shape[-1]])
+            return jax.nn.sigmoid(axes.summed_width(opened))
+
+        def with_bias(y: jax.Array, experts: jax.Array | None, shares: jax.Array) -> jax.Array:
+            """Partial sums over hidden columns with the experts' bias, which one of the devices adds."""
+            if "down_bias" not in used_weights:
+                return y
+            bias = bias_of("down_bias", experts) * shares
+            return y + jnp.where(axes.column_index == 0, bias, 0).astype(y.dtype)
+
+        def of_slots(every: jax.Array, shares: jax.Array, own: jax.Array, here: int) -> jax.Array:
+            """Sums of this device's experts, each of which has a slot for any token."""
+            with named_scope("dispatch"):
+                slots = ExpertSlots.of(own, here, len(every))
+                rows = to_slots(every, slots.pairs // moe.active, slots.taken)
+                shares = to_slots(shares.reshape(-1, 1), slots.pairs, slots.taken.reshape(-1, 1))
+            with named_scope("experts"):
+                y = with_bias(linear(hidden(rows, "", shares=shares), "down"), None, shares)
+            with named_scope("combine"):
+                return from_slots(y, slots.pairs // moe.active, slots.taken)
+
+        def of_rows(every: jax.Array, shares: jax.Array, own: jax.Array, here: int, trips: jax.Array) -> jax.Array:
+            """Sums of this device's experts over sorted pairs, in as many pieces as the busiest device has."""
+            count, active = len(every), moe.active
+            size = int(expert_rows(count, moe, _ways(axes.expert), here, _ways(axes.width)))
+            with named_scope("dispatch"):
+                groups = RowGroups.of(own.reshape(-1), here)
+                ends, filled = jnp.cumsum(groups.sizes), jnp.sum(groups.sizes)
+                order = jnp.pad(groups.order, (0, max(0, next_multiple(len(groups.order), size) - len(groups.order))))
+
+            def piece(first: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+                with named_scope("dispatch"):
+                    pairs = lax.dynamic_slice_in_dim(order, first, size)
+                    there = (first + jnp.arange(size) < filled)[:, None]
+                    of_pairs = jnp.where(there, own.reshape(-1, 1)[pairs], here)[None]
+                    sizes = jnp.diff(jnp.clip(ends - first, 0, size), prepend=0)
+                    some = RowGroups(order=pairs, places=groups.places, sizes=sizes)
+                    rows, weight = every[pairs // active][None], shares.reshape(-1, 1)[pairs][None]
+                with named_scope("experts"):
+                    act = hidden(rows, "", some, of_pairs, weight)
+                    return pairs // active, with_bias(linear(act, "down", some), of_pairs, weight)[0]
+
+            if size >= len(groups.order):
+                _, y = piece(0)
+                with named_scope("combine"):
+                    return from_slots(y[None], groups.order[None] // active, groups.places.reshape(-1, active))
+
+            def add(index: jax.Array, total: jax.Array) -> jax.Array:
+                source, y = piece(index * size)
+                with named_scope("combine"):
+                    # A TPU multiplies faster than it adds rows by index.
+                    places = one_hot(source, count).astype(y.dtype)
+                    return total + jnp.einsum("rt,rd->td", places, y)
+
+            return lax.fori_loop(0, trips, add, jnp.zeros_like(every))
+
+        def expert_trips(shards: jax.Array, count: int) -> jax.Array:
+            """Pieces of ``of_rows`` on the device with the most pairs: all devices agree on it, and so meet in each."""
+            ways = _ways(axes.expert)
+            size = int(expert_rows(count, moe, ways, experts_stored // ways, _ways(axes.width)))
+            return -(-jnp.max(jnp.sum(one_hot(shards.reshape(-1), ways), axis=0, dtype=jnp.int32)) // size)
 
         tokens = x.reshape(-1, x.shape[-1])
         with named_scope("router"):
             router = used_weights["router"][: tokens.shape[-1]]
-            logits = jnp.einsum("nd,de->ne", tokens, router, preferred_element_type=jnp.float32)
+            logits = axes.summed_width(jnp.einsum("nd,de->ne", tokens, router, preferred_element_type=jnp.float32))
             if "router_bias" in used_weights:
                 logits = logits + used_weights["router_bias"]
             logits = checkpoint_name(logits, "mlp_up")
@@ -141,6 +243,8 @@ def moe_mlp(
             measures = load(logits, chosen, of_tokens, moe)[None] if measured else None
             if of_tokens is not None:
                 chosen = jnp.where(of_tokens[:, None], chosen, moe.experts)
+        if gathers:
+            return gathered(tokens, weights, chosen).reshape(x.shape), None
         with named_scope("dispatch"):
             shard = chosen if per_shard == 1 else chosen // per_shard
             slots = ExpertSlots.of(shard, shards, capacity(len(tokens), moe, capacity_factor, shards))
@@ -153,8 +257,9 @@ def moe_mlp(
                 experts = checkpoint_name(axes.exchange(experts, out=True), "mlp_normed")
         with named_scope("experts"):
             if experts is None:
-                act = hidden(axes.gather_tokens(rows, axes.columns), "")
-                act = (act * axes.gather_tokens(shares, axes.columns)).astype(x.dtype)
+                act = hidden(
+                    axes.gather_tokens(rows, axes.columns), "", shares=axes.gather_tokens(shares, axes.columns)
+                )
                 y = axes.scatter_tokens(linear(act, "down"), axes.columns)
             else:
                 all_rows, all_experts = (
@@ -162,8 +267,11 @@ def moe_mlp(
                     axes.gather_tokens(experts, axes.columns),
                 )
                 groups = RowGroups.of(all_experts[0, :, 0], per_shard)
-                act = hidden(groups.sorted(all_rows[0])[None], "", groups, groups.sorted(all_experts[0])[None])
-                act = (act * groups.sorted(axes.gather_tokens(shares, axes.columns)[0])).astype(x.dtype)
+                all_rows, all_experts, all_shares = (
+                    groups.sorted(array[0])[None]
+                    for array in (all_rows, all_experts, axes.gather_tokens(shares, axes.columns))
+                )
+                act = hidden(all_rows, "", groups, all_experts, all_shares)
                 y = axes.scatter_tokens(groups.unsorted(linear(act, "down", groups)[0])[None], axes.columns)
             if "down_bias" in used_weights:
                 y = y + (bias_of("down_bias", experts) * shares).astype(x.dtype)
@@ -174,10 +282,7 @@ def moe_mlp(
             with named_scope("shared"):
                 act = hidden(axes.gather_tokens(tokens[None], axes.shared), "shared_")
                 y = checkpoint_name(axes.scatter_tokens(linear(act, "shared_down"), axes.shared), "mlp_down")[0]
-                if "shared_router" in used_weights:
-                    opened = jnp.einsum("nd,do->no", tokens, used_weights["shared_router"][: tokens.shape[-1]])
-                    y = y * jax.nn.sigmoid(opened)
-                out = out + y
+                out = out + (y if (opened := gate_of(tokens)) is None else y * opened)
         return out.reshape(x.shape), measures
 
     with named_scope("moe"):
@@ -256,7 +361,8 @@ class _Axes:
 
     ``expert`` splits experts in here and tokens elsewhere; ``columns`` and ``shared`` split hidden columns in here, of
     experts and of shared ones, and tokens elsewhere; ``embed`` splits weights at rest. ``residual`` are all axes that
-    split tokens; gradients are summed over ``summed`` later.
+    split tokens; gradients are summed over ``summed`` later. A server's ``width`` axes split D of weights and rows, and
+    hidden rows between two matmuls; ``columns`` and ``shared`` are the same there.
     """
 
     expert: Axes
@@ -265,15 +371,21 @@ class _Axes:
     embed: Axes
     residual: Axes
     summed: Set[str]
+    width: Axes = ()
 
     @classmethod
     def of(cls, specs: Specs) -> _Axes:
         tables, weights = specs.rules.activations, specs.rules.parameters
         residual = tables["batch"] + tables["residual_seq"]
         return cls(
-            expert=weights["expert"], columns=weights["expert_mlp"], shared=weights["mlp"], embed=weights["embed"],
-            residual=residual, summed=specs.token_axes("residual_seq"),
-        )  # fmt: skip
+            expert=weights["expert"],
+            columns=weights["expert_mlp"],
+            shared=weights["mlp"],
+            embed=() if specs.width else weights["embed"],
+            residual=residual,
+            summed=specs.token_axes("residual_seq"),
+            width=specs.width,
+        )
 
     def check(self) -> None:
         """Raise RooftopError unless the exchanged and gathered axes split tokens."""
@@ -316,6 +428,58 @@ class _Axes:
         own = lax.psum_scatter(_split_in_two(rows, _ways(columns)), columns, scatter_dimension=1, tiled=True)
         return own.reshape(rows.shape[0], -1, rows.shape[-1])
 
+    def summed_width(self, sums: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+        """Sums over D, of which each device along ``width`` has a part."""
+        return lax.psum(sums, self.width) if self.width else sums
+
+    def scatter_sums(self, rows: Float[Array, "E rows F"]) -> Float[Array, "E own_rows F"]:
+        """Partial sums over D, each added up on the device of its row along ``width``."""
+        if not self.width:
+            return rows
+        if rows.shape[0] == 1:
+            # XLA:TPU would sum all rows on every device.
+            return lax.psum_scatter(rows[0], self.width, tiled=True)[None]
+        return lax.psum_scatter(rows, self.width, scatter_dimension=1, tiled=True)
+
+    def gather_rows(self, rows: Float[Array, "E own_rows F"]) -> Float[Array, "E rows F"]:
+        """The rows of all devices along ``width``."""
+        return lax.all_gather(rows, self.width, axis=1, tiled=True) if self.width else rows
+
+    def own_rows(self, rows: Shaped[Array, "E rows *rest"] | None) -> Shaped[Array, "E own_rows *rest"] | None:
+        """The rows of this device along ``width``."""
+        if rows is None or not self.width:
+            return rows
+        own = rows.shape[1] // _ways(self.width)
+        return lax.dynamic_slice_in_dim(rows, lax.axis_index(self.width) * own, own, axis=1)
+
+    @property
+    def expert_index(self) -> jax.Array | int:
+        """The place of this device along ``expert``."""
+        return lax.axis_index(self.expert) if self.expert else 0
+
+    @property
+    def column_index(self) -> jax.Array | int:
+        """The place of this device along ``columns``."""
+        return lax.axis_index(self.columns) if self.columns else 0
+
+    def of_all(self, rows: Shaped[Array, "own size"]) -> Shaped[Array, "all size"]:
+        """The rows of all devices that split tokens, one axis after the other: XLA:TPU would sum both at once."""
+        for axis in reversed((*self.expert, *self.columns)):
+            rows = lax.all_gather(rows, axis, tiled=True)
+        return rows
+
+    def scatter_all(self, sums: Float[Array, "all D"]) -> Float[Array, "n D"]:
+        """Partial sums of all devices, added up on the device of each row."""
+        for axis in (*self.expert, *self.columns):
+            sums = lax.psum_scatter(sums, axis, tiled=True)
+        return sums
+
+    def added_rows(self, total: Float[Array, "all D"], rows: Float[Array, "group D"]) -> Float[Array, "all D"]:
+        """The total with the rows of this device's part along ``expert`` added."""
+        first = self.expert_index * len(rows)
+        own = lax.dynamic_slice_in_dim(total, first, len(rows))
+        return lax.dynamic_update_slice_in_dim(total, own + rows, first, 0)
+
     def exchange(self, rows: Shaped[Array, "E C D"], *, out: bool) -> Shaped[Array, "E2 C2 D"]:
         """AllToAll over the expert axes: [E, C, D] to the shards of experts [E/X, X C, D], or back if not ``out``."""
         split, joined = (0, 1) if out else (1, 0)
@@ -343,7 +507,7 @@ def _ways(axes: Axes) -> int:
     return math.prod(shape[axis] for axis in axes)
 
 
-def capacity(tokens: int, moe: models.MoE, factor: float | None, shards: int) -> int:
+def capacity(tokens: int, moe: MoE, factor: float | None, shards: int) -> int:
     """Slots C of a device of ``tokens`` n for each of ``shards`` X of the experts: ``factor`` n k / X, and at most all.
 
     A shard has E/X experts, rounded up. All, which None means too, is n min(k, E/X). Evenly chosen experts need a
@@ -421,7 +585,7 @@ from_slots.defvjp(_from_slots, lambda indices, gradient: (to_slots(gradient, *in
 
 
 def route(
-    logits: Float32[Array, "n E"], correction_bias: Float[Array, " E"] | None, moe: models.MoE
+    logits: Float32[Array, "n E"], correction_bias: Float[Array, " E"] | None, moe: MoE
 ) -> tuple[Float32[Array, "n k"], Int[Array, "n k"]]:
     """Weights and ids of the experts chosen by ``logits``, best first.
 
@@ -445,7 +609,7 @@ def route(
 
 
 def load(
-    logits: Float32[Array, "n E"], chosen: Int[Array, "n k"], real: Bool[Array, " n"] | None, moe: models.MoE
+    logits: Float32[Array, "n E"], chosen: Int[Array, "n k"], real: Bool[Array, " n"] | None, moe: MoE
 ) -> Float32[Array, "3 E"]:
     """Load of the experts: for each, the choices of n tokens, the sum of their probabilities, and n.
 

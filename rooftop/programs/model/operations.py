@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32
 from rooftop.models.config import ModelConfig
 from rooftop.programs.model.narrow import NarrowWeight, narrow_matmul
 from rooftop.programs.parameters import Norm
-from rooftop.programs.sharding import Specs, axes_of, on_shards
+from rooftop.programs.sharding import Specs, axes_of, on_shards, split_sequence
 
 
 def project(
@@ -47,6 +47,18 @@ def project_heads(x: Float[Array, "B T D"], weight: Float[Array, "D N H"] | Narr
         return narrow_matmul(x, weight)
     # Not ``project``: with one head on a device, XLA:TPU would turn the gradient's ReduceScatter into an AllReduce.
     return jnp.einsum("btd,dnh->btnh", x, weight)
+
+
+def into_heads(
+    h: Float[Array, "B T D"], weight: Float[Array, "D heads H"], specs: Specs
+) -> Float[Array, "B T heads H"]:
+    """h times a weight that stays split over D: the sums over D are scattered over tokens."""
+    (_, heads, _), width = jax.typeof(weight).sharding.spec, weight.shape[0]
+    matrix = weight.reshape(width, -1, out_sharding=P(specs.parameter("embed").partitions[0], heads))
+    (batch, seq, _), (tokens, *_) = specs.inputs("heads"), specs.activation("seq")
+    y = project(h, matrix, P(batch, seq, heads, unreduced=frozenset(specs.width)))
+    y = split_sequence(y, P(batch, tokens, heads))
+    return y.reshape(*y.shape[:2], *weight.shape[1:], out_sharding=P(batch, tokens, heads, None))
 
 
 def project_left(

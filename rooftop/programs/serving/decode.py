@@ -165,7 +165,11 @@ class Decoder:
     def computation(self) -> Computation:
         """Options of the layers."""
         return Computation(
-            model=self.model, specs=self.specs, expert_matmul=self.expert_matmul, weights_left=self.weights_left
+            model=self.model,
+            specs=self.specs,
+            expert_matmul=self.expert_matmul,
+            experts_gather=True,
+            weights_left=self.weights_left,
         )
 
     @property

@@ -36,12 +36,11 @@ class Turned:
 def summed_dim(parameter: Parameter) -> int | None:
     """The dim of a stacked weight [n, ...] that its matmul sums over; None for weights that are not quantised.
 
-    These are norms, biases and sinks; tables, which are looked up; and routers, which are small and sensitive.
+    These are norms, biases and sinks; tables, which are looked up; and routers.
     """
-    dims = parameter.dims
-    if parameter.fan_in is None or len(dims) < 3 or (len(dims) == 3 and dims[-1] is None and dims[1] == "embed"):
+    if parameter.fan_in is None or parameter.plain or not parameter.stacked:
         return None
-    return 2 if dims[1] == "expert" else 1
+    return 2 if parameter.dims[1] == "expert" else 1
 
 
 def require_format(name: str, parameter: Parameter, shard: tuple[int, ...]) -> None:
