@@ -149,6 +149,7 @@ CASES = (
         64,
         experts_over_tensor=True,
     ),
+    _case("v5p-experts-kept", "qwen3-30b-a3b", "v5p:4x4x4", "fsdp=8,expert=8", "block,mlp_normed=save", 64),
     _case("v5e-heads", "llama2-13b", "v5e:4x4", "tensor=16", "block", 4, layers=8),
     _case("v5e-shared-keys", "llama3-8b", "v5e:4x8", "fsdp=2,tensor=16", "block", 8, layers=8),
     _case("v5p-uneven-d", "llama3-8b", "v5p:4x4x12", "fsdp=96,tensor=2", "block", 96, layers=8),

@@ -27,6 +27,8 @@ CHECKPOINTS: tuple[str, ...] = (
     "mlp_act",
     "mlp_down",
 )
+#: Those within an MLP.
+MLP_CHECKPOINTS: tuple[str, ...] = ("mlp_normed", "mlp_up", "mlp_act", "mlp_down")
 #: Tokens whose logits are held at once: the loss is computed in chunks.
 LOSS_CHUNK = 1024
 
@@ -47,8 +49,20 @@ POLICIES: dict[str, dict[str, str]] = {
     "block": _policy(),
     "full": _policy(),
 }
-#: The policies that a plan searches: 'full' is another name of 'block'.
+#: The presets that a plan searches: 'full' is another name of 'block'.
 SEARCHED: tuple[str, ...] = tuple(name for name in POLICIES if name != "full")
+
+
+def searched_policies(*, exchanges: bool) -> dict[str, dict[str, str]]:
+    """The policies that a plan searches, by name.
+
+    If layers exchange tokens, policies that repeat this come in a second form, which keeps tokens as experts get them.
+    """
+    policies = {name: POLICIES[name] for name in SEARCHED}
+    if not exchanges:
+        return policies
+    again = (name for name, policy in policies.items() if policy["mlp_normed"] == "recompute")
+    return policies | {name: parse_policy(name) for name in (f"{name},mlp_normed=save" for name in again)}
 
 
 def parse_policy(text: str, field: str = "remat") -> dict[str, str]:

@@ -25,7 +25,7 @@ from rooftop.explain.compiled.report import bytes_by_axes
 from rooftop.explain.join import join
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
-from rooftop.models.activations import CHECKPOINTS, POLICIES
+from rooftop.models.activations import CHECKPOINTS, POLICIES, SEARCHED
 from rooftop.plan.layouts import enumerate_layouts, from_mesh
 from rooftop.plan.pricing import RingSteps, scalar
 from rooftop.plan.shapes import attended_pairs
@@ -34,7 +34,7 @@ from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import Padding, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_ledger
-from rooftop.plan.training.search import Sweep, sweep
+from rooftop.plan.training.search import Sweep, searched_choices, sweep
 from rooftop.plan.training.strategies import Choice, Strategies
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.collectives import price
@@ -815,6 +815,30 @@ def test_whole_experts_over_tensor_are_chosen_where_they_pay() -> None:
     gone = {("all_gather", ("tensor",)), ("reduce_scatter", ("tensor",)), ("all_to_all", ("expert",))}
     assert gone <= of_experts[0] and not gone & of_experts[1]
     assert TrainingPlan.from_json(whole.to_json()).choice == whole.choice
+
+
+def test_a_search_keeps_exchanged_tokens_where_memory_allows() -> None:
+    """DeepSeek-V3 on 512 chips has no room for every matmul's output, but for its experts' inputs."""
+    asked = problem("deepseek-v3", on="v5p:8x8x8", seqs=512, axes={"fsdp": 8, "expert": 64}, microbatches=1)
+    searched = plan_training(asked, alternatives=0).plan
+    repeats, saves = (
+        plan_training(replace(asked, remat=remat), alternatives=0).plan for remat in ("block", "block,mlp_normed=save")
+    )
+    assert searched.choice.remat == saves.choice.remat
+    assert searched.expected_s == saves.expected_s < repeats.expected_s
+    assert repeats.memory_bytes < saves.memory_bytes
+    sent = [
+        {
+            (row.phase, item.axes)
+            for row in plan.ledger
+            if row.scope == "layers/moe/dispatch"
+            for item in row.collectives
+        }
+        for plan in (repeats, saves)
+    ]
+    assert sent[0] - sent[1] == {("recompute", ("expert",))}
+    dense = searched_choices(problem("llama3-8b", axes={"fsdp": 16, "tensor": 4}), from_mesh(repeats.mesh))
+    assert {choice.remat for choice in dense} == set(SEARCHED)
 
 
 def test_whole_experts_over_tensor_need_experts_and_little_padding() -> None:

@@ -124,7 +124,7 @@ def random_spec(seed: int, number: int, kernels: tuple[AttentionKernel, ...] = C
         model = _composed(rng, model)
     if model.positions == "learned" and rng.random() < 0.2:
         sizes["seq_len"] += LONGEST
-    return TrainingSpec(
+    spec = TrainingSpec(
         model=model,
         axes=axes,
         kernel=rng.choice(kernels),
@@ -138,6 +138,8 @@ def random_spec(seed: int, number: int, kernels: tuple[AttentionKernel, ...] = C
         ),
         **(sizes | {"schedule": schedule} | more),
     )
+    keeps_exchanged = model.moe is not None and _coin(rng)
+    return replace(spec, remat=f"{spec.remat},mlp_normed=save") if keeps_exchanged else spec
 
 
 def _mesh(rng: Random) -> dict[str, int]:

@@ -11,7 +11,7 @@ from rooftop.capabilities import LANES
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
-from rooftop.models.activations import LOSS_CHUNK
+from rooftop.models.activations import LOSS_CHUNK, MLP_CHECKPOINTS
 from rooftop.models.attention import attention_kind
 from rooftop.plan.training.step import TrainingStep
 
@@ -105,7 +105,10 @@ def saved_bytes(step: TrainingStep, action: str) -> Number:
 
 
 def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
-    """Elements per token of a dense layer and of one of experts under ``action``, [C, K]; 0 where there is none."""
+    """Elements per token of a dense layer and of one of experts under ``action``, [C, K]; 0 where there is none.
+
+    In a stage nothing of an MLP of experts is kept (``programs.sharding.on_shards``).
+    """
     model, strategies = step.model, step.strategies
     # TPU kernels write heads of whole registers, and XLA pads heads that are wider than one.
     (d_qk, d_v), lanes = attention_kind(model).head_sizes, LANES if step.slice.chip.kind == "tpu" else 1
@@ -123,7 +126,10 @@ def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
         strategies.kept(action, model, moe_layer=False) + more + _padding(step, action, moe_layer=False)
         if model.dense_layers
         else 0.0,
-        strategies.kept(action, model, moe_layer=True) + more + _padding(step, action, moe_layer=True)
+        strategies.kept(action, model, moe_layer=True)
+        - step.staged * strategies.kept(action, model, moe_layer=True, names=MLP_CHECKPOINTS)
+        + more
+        + _padding(step, action, moe_layer=True)
         if model.moe_layers
         else 0.0,
     )
@@ -142,7 +148,7 @@ def _padding(step: TrainingStep, action: str, *, moe_layer: bool) -> Number:
     for names, size, true in (
         (("qkv", "rope"), heads + 2 * kv_heads, model.heads + 2 * model.kv_heads),
         (("attn_core",), heads, model.heads),
-        (("mlp_up", "mlp_act"), columns, hidden),
+        (("mlp_up", "mlp_act"), np.where(step.staged * moe_layer, hidden, columns), hidden),
     ):
         if np.any(size != true):
             padded = padded + (size / true - 1) * step.strategies.kept(action, model, moe_layer=moe_layer, names=names)

@@ -27,7 +27,7 @@ from rooftop.arrays.rules import (
 from rooftop.core.ledger import CollectiveKind, Ledger, Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.scopes import Phase
-from rooftop.models.activations import LOSS_CHUNK, POLICIES
+from rooftop.models.activations import LOSS_CHUNK, MLP_CHECKPOINTS, POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
 from rooftop.models.config import MLA, MoE
 from rooftop.models.mixers import STATE_BYTES, Recurrence
@@ -48,7 +48,7 @@ _ATTENTION_CHECKPOINTS = {
     "attn_core": "layers/attn/core",
     "attn_out": "layers/attn/out",
 }
-_MLP_CHECKPOINTS = {
+_DENSE_CHECKPOINTS = {
     "mlp_input": "layers/mlp/norm",
     "mlp_normed": "layers/mlp/norm",
     "mlp_up": "layers/mlp/up",
@@ -289,7 +289,7 @@ def _mlp(step: TrainingStep, count: Number) -> list[Work]:
     up, down = mlp_matmuls(step.model, columns)
     stream = step.tokens * step.model.d_model * step.element_bytes
     again = recomputed("mlp_down") * _post_norms(step)
-    unstacked = _unstacked_bytes(step, _MLP_CHECKPOINTS, moe_layer=False)
+    unstacked = _unstacked_bytes(step, _DENSE_CHECKPOINTS, moe_layer=False)
     return [
         *norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
         *matmuls(
@@ -316,14 +316,20 @@ def _mlp(step: TrainingStep, count: Number) -> list[Work]:
             rings=step.rings,
             unstacked=unstacked,
         ),
-        *offloads(step, count, _MLP_CHECKPOINTS, moe_layer=False),
+        *offloads(step, count, _DENSE_CHECKPOINTS, moe_layer=False),
     ]
 
 
 def _experts(step: TrainingStep, count: Number) -> list[Work]:
     model, moe = step.model, step.model.moe
     assert moe is not None
-    recomputed, element = step.strategies.recomputed, step.element_bytes
+    element = step.element_bytes
+
+    def recomputed(name: str) -> Number:
+        """1 where a checkpoint is made again, as all are in a stage (``programs.sharding.on_shards``)."""
+        again: Number = np.maximum(step.strategies.recomputed(name), step.staged)
+        return again
+
     own = step.tokens / step.tensor  # The router and the exchange work on the sequence shard of each device.
     # Experts that pad a shard have slots like any other.
     slots = moe.active * (step.widths.experts * step.expert_ways / moe.experts)
@@ -370,7 +376,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     )  # fmt: skip
     scattered = (Transfer("reduce_scatter", COLUMN_AXES, 4.0 * routed, "tensor", _unless(whole)),)
     work = [
-        *norm(step, "layers/mlp/norm", count, recomputed("mlp_normed")),
+        *norm(step, "layers/mlp/norm", count, step.strategies.recomputed("mlp_normed")),
         *matmuls(step, "layers/moe/router", count, [step.router], own, again=again),
         move,
         recompute(move, recomputed("mlp_normed")),
@@ -392,7 +398,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
         copies,
         recompute(shares, 1.0),
         replace(of_shares, collectives=scattered),
-        *activation(step, "layers/moe/experts", count, routed * columns),
+        *activation(step, "layers/moe/experts", count, routed * columns, again=recomputed("mlp_act")),
         *matmuls(
             step,
             "layers/moe/experts",
@@ -417,7 +423,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
         scope = "layers/moe/shared"
         work += [
             *matmuls(step, scope, count, up, step.tokens, gathered=stream, again=again, arrays=model.mlp_matrices - 1),
-            *activation(step, scope, count, step.tokens * columns),
+            *activation(step, scope, count, step.tokens * columns, again=recomputed("mlp_act")),
             *matmuls(step, scope, count, down, step.tokens, scattered=stream, again=0.0),
         ]
     return work
@@ -960,14 +966,16 @@ def norm(step: TrainingStep, scope: str, count: Number, again: Number) -> list[W
     return [forward, recompute(forward, again), backward(forward, 2.0)]
 
 
-def activation(step: TrainingStep, scope: str, count: Number, hidden: Number, *, dense: bool = False) -> list[Work]:
+def activation(
+    step: TrainingStep, scope: str, count: Number, hidden: Number, *, dense: bool = False, again: Number | None = None
+) -> list[Work]:
     """Vector work on T F elements; its traffic is that of the matmuls that it is fused into.
 
     A result of a ``dense`` layer that is kept, of several sequences, has passes of its own: its inputs are read and it
     is written; in the backward pass a copy has the layout of the gradient's matmul. A collective matmul writes its
     output piece by piece: the activation is then fused with nothing but the copy of kept inputs.
     """
-    again = step.strategies.recomputed("mlp_act")
+    again = step.strategies.recomputed("mlp_act") if again is None else again
     apart = dense * step.rings * hidden * step.element_bytes
     alone = apart * step.strategies.recomputed("mlp_up")
     sequences = step.tokens * step.strategies.devices(*SEQUENCE_AXES) / step.workload.seq_len
@@ -1005,6 +1013,10 @@ def _unstacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bo
     """
     names = [name for name in scopes if name != "layer_input"]
     elements = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)
+    if moe_layer and np.any(step.staged):
+        inside = [name for name in names if name in MLP_CHECKPOINTS]
+        # A stage keeps nothing of what happens next to its experts.
+        elements = elements - step.staged * step.strategies.kept("save", step.model, moe_layer=True, names=inside)
     return 2.0 * (1.0 + step.staged) * elements * step.tokens / step.tensor * step.element_bytes
 
 

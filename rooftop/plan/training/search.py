@@ -29,7 +29,7 @@ from rooftop.arrays.rules import (
 from rooftop.capabilities import TRAINING, obstacles
 from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import next_multiple
-from rooftop.models.activations import POLICIES, SEARCHED, parse_policy
+from rooftop.models.activations import POLICIES, parse_policy, searched_policies
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
 from rooftop.models.widths import MOST_PADDING, ModelWidths
@@ -500,7 +500,8 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     Raises RooftopError for more microbatches than sequences.
     """
     if problem.remat is None:
-        policies = {name: POLICIES[name] for name in SEARCHED}
+        exchanges = problem.model.moe is not None and layouts.along(*EXPERT_AXES, *COLUMN_AXES).max(initial=1) > 1
+        policies: Mapping[str, Mapping[str, str]] = searched_policies(exchanges=exchanges)
     else:
         policies = {problem.remat: parse_policy(problem.remat)}
     counts: Sequence[int]
