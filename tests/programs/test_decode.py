@@ -206,7 +206,7 @@ def test_each_guess_is_checked_as_the_token_that_it_is() -> None:
 
 
 def test_what_cannot_be_quantised_is_named() -> None:
-    weight = Parameter(shape=(2, 192, 4, 8), dims=(None, "embed", "heads", None), fan_in=192)
+    weight = Parameter(shape=(2, 192, 4, 8), dims=(None, "embed", "heads", None), fan_in=192, stacked=True)
     require_format("int4-64", weight, (2, 192, 2, 8))
     require_format("int4-128", replace(weight, fan_in=None), (2, 192, 2, 8))
     with pytest.raises(RooftopError, match=r"weights: got 'int4-128'.*192 elements"):

@@ -14,12 +14,13 @@ from rooftop.core.errors import RooftopError
 from rooftop.hardware import Chip
 from rooftop.plan.pricing import parse_shares, require_shares
 
-ServingShare = Literal["hbm_read", "latency", "bytes", "ring"]
+ServingShare = Literal["hbm_read", "latency", "latency_2d", "bytes", "ring"]
 #: The assumptions of a serving plan, in words.
 SHARES: Mapping[ServingShare, str] = MappingProxyType(
     {
         "hbm_read": "share of the HBM rate that streams of weights and KV reach",
         "latency": "share of the start and the hops of a collective that hides behind the reading of weights",
+        "latency_2d": "the same share where fsdp splits D",
         "bytes": "share of the bytes of a collective that does",
         "ring": "share of a prefill's ring of keys and values that hides behind attention",
     }
@@ -54,6 +55,10 @@ class ServingAssumptions:
         if name == "ring":
             return _RING
         return float(_entry(chip)[name][0])
+
+    def latency(self, chip: Chip, *, two_d: bool) -> float:
+        """The share of starts and hops that hides; ``two_d``: where ``fsdp`` splits D."""
+        return self.share("latency_2d" if two_d else "latency", chip)
 
     def sources(self, chip: Chip) -> dict[str, str]:
         """The source of each share."""

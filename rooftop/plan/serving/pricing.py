@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rooftop.arrays.rules import GATHER_AXES
 from rooftop.core.ledger import Ledger, Number
 from rooftop.plan.pricing import Transfer, Work, paid_s
 from rooftop.plan.serving.assumptions import ServingAssumptions, ServingShare
@@ -46,7 +47,7 @@ class _Steps:
 
     @classmethod
     def of(cls, work: Sequence[Work], placement: Placed, rates: Rates, assumptions: ServingAssumptions) -> _Steps:
-        names: tuple[ServingShare, ...] = ("hbm_read", "latency", "bytes", "ring")
+        names: tuple[ServingShare, ...] = ("hbm_read", "bytes", "ring")
         share = {name: assumptions.share(name, rates.chip) for name in names}
         rate = rates.hbm_bytes_per_s * share["hbm_read"]
         streams = [item.hbm_bytes / rate for item in work]
@@ -61,7 +62,7 @@ class _Steps:
         return cls(
             streams=streams,
             durations=durations,
-            latency=share["latency"] * room,
+            latency=assumptions.latency(rates.chip, two_d=bool(np.any(placement.ways(GATHER_AXES) > 1))) * room,
             bytes=share["bytes"],
             ring=share["ring"],
         )
@@ -122,4 +123,4 @@ def _duration(
         efficiency = rates.network_efficiency(transfer.priced_as)
         lines[key] = placement.price(*key).expected_line(efficiency, rates.collective_start_s)
     latency_s, seconds_per_byte = lines[key]
-    return _Duration(latency_s=latency_s, bytes_s=transfer.payload * seconds_per_byte)
+    return _Duration(latency_s=transfer.when * latency_s, bytes_s=transfer.when * transfer.payload * seconds_per_byte)

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from rooftop.arrays.rules import EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES
-from rooftop.core.ledger import Number
+from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES
+from rooftop.core.ledger import CollectiveKind, Number
 from rooftop.models import ModelConfig
 from rooftop.models.attention import MatmulShape
 from rooftop.models.mixers import CONV_BYTES, STATE_BYTES
@@ -65,11 +65,16 @@ def chunk_pairs(model: ModelConfig, new: float, before: float, block: int) -> fl
 def _embed(phase: Phase) -> list[Work]:
     own = phase.ways(*GATHER_AXES)
     rows = phase.own_tokens * phase.model.d_model * ACTIVATION_BYTES / own
-    gather = Transfer("all_gather", phase.columns, rows, "critical")
-    if phase.splits(*GATHER_AXES):
+    several = np.where((phase.split > phase.ways(*COLUMN_AXES)) & (phase.ways(*COLUMN_AXES) > 1), 1.0, 0.0)
+    # XLA:TPU sums where it gathers over several axes at once.
+    gathered: tuple[tuple[CollectiveKind, Number], ...] = (("all_gather", 1 - several), ("all_reduce", several))
+    gathers = tuple(
+        Transfer(kind, phase.columns, rows, "critical", when=when) for kind, when in gathered if np.any(when)
+    )
+    if phase.scatters:
         # Columns are exchanged for tokens.
-        gather = Transfer("all_to_all", phase.columns, rows / phase.split, "critical")
-    return [_work(phase, "embed", 1, hbm_bytes=2 * rows, collectives=(gather,), formula="rows looked up and gathered")]
+        gathers = (Transfer("all_to_all", phase.columns, rows / phase.split, "critical"),)
+    return [_work(phase, "embed", 1, hbm_bytes=2 * rows, collectives=gathers, formula="rows looked up and gathered")]
 
 
 def _attention_generate(phase: Phase, context: Number) -> list[Work]:
@@ -256,13 +261,15 @@ def _head(phase: Phase, tokens: Number) -> list[Work]:
             Transfer("all_gather", GATHER_AXES, whole * phase.ways(*EXPERT_AXES), "critical"),
         )
         work.append(_work(phase, "unembed", 1, collectives=gathers, formula="the stream normalised and gathered"))
-    columns = (*GATHER_AXES, *phase.columns)
-    chosen = Transfer("all_gather", columns, 8.0 * rows * phase.ways(*columns), "critical")
+    chosen = tuple(
+        Transfer("all_gather", axes, 8.0 * rows * phase.ways(*GATHER_AXES, *axes), "critical")
+        for axes in (GATHER_AXES, phase.columns)
+    )
     logits = 4.0 * rows * phase.widths.vocab / phase.ways(*GATHER_AXES)
     return [
         *work,
         _work(
-            phase, "sample", 1, hbm_bytes=2 * logits, collectives=(chosen,),
+            phase, "sample", 1, hbm_bytes=2 * logits, collectives=chosen,
             formula="float32 logits written and read; the best of each part of the vocabulary gathered",
         ),
     ]  # fmt: skip

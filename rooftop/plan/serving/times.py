@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.rules import EXPERT_AXES, REPLICA_AXES, SEQUENCE_AXES
+from rooftop.arrays.rules import EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES
 from rooftop.capabilities import PAGE_TOKENS
 from rooftop.core.rounding import next_multiple
 from rooftop.models.attention import attention_kind
@@ -49,11 +49,11 @@ class PlannedTimes:
         self._windows = _windows(problem)
         # With no latency hidden a step is affine in the context; the smaller of latency and streams is hidden.
         shares = dict(problem.assumptions.shares)
-        self._plain = replace(problem, assumptions=ServingAssumptions(shares={**shares, "latency": 0.0}))
-        self._waiting = replace(
-            problem, assumptions=ServingAssumptions(shares={**shares, "latency": 0.0, "bytes": 1.0})
-        )
-        self._hidden = 0.0 if problem.book else problem.assumptions.share("latency", problem.slice.chip)
+        waits = {**shares, "latency": 0.0, "latency_2d": 0.0}
+        self._plain = replace(problem, assumptions=ServingAssumptions(shares=waits))
+        self._waiting = replace(problem, assumptions=ServingAssumptions(shares={**waits, "bytes": 1.0}))
+        two_d = generate.ways(GATHER_AXES) > 1
+        self._hidden = 0.0 if problem.book else problem.assumptions.latency(problem.slice.chip, two_d=two_d)
         self._rate = problem.assumptions.share("hbm_read", problem.slice.chip)
         bounded = [window for _, window in self._windows if window is not None]
         far = 2.0**20 if len(bounded) < len(self._windows) else min(bounded) / 4

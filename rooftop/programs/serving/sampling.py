@@ -103,7 +103,10 @@ def largest_of_parts(x: Float32[Array, "R V"]) -> Int32[Array, " R"]:
     def local(x: jax.Array) -> jax.Array:
         first = lax.axis_index(axes) * x.shape[1]
         best = jnp.stack([lax.bitcast_convert_type(jnp.max(x, axis=1), jnp.int32), first + largest(x)])
-        every = lax.all_gather(best, axes)
+        every = best[None]
+        for axis in reversed(axes):
+            # One axis after the other: XLA:TPU would sum where it gathers over several at once.
+            every = lax.all_gather(every, axis, tiled=True)
         # Parts are in the order of V: of equal elements the first wins.
         part = largest(lax.bitcast_convert_type(every[:, 0], jnp.float32).T)
         return jnp.take_along_axis(every[:, 1], part[None], axis=0)[0]
