@@ -376,7 +376,8 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     )  # fmt: skip
     scattered = (Transfer("reduce_scatter", COLUMN_AXES, 4.0 * routed, "tensor", _unless(whole)),)
     work = [
-        *norm(step, "layers/mlp/norm", count, step.strategies.recomputed("mlp_normed")),
+        # Kept are the rows of experts, not the norm's output that the router's gradient reads.
+        *norm(step, "layers/mlp/norm", count, 1.0),
         *matmuls(step, "layers/moe/router", count, [step.router], own, again=again),
         move,
         recompute(move, recomputed("mlp_normed")),
