@@ -16,16 +16,23 @@ On v5e AllGathers are asynchronous, and nothing else is: synchronous transfers h
 the MLP's weights has only the matmul of attention's output before it, and scatters are paid elsewhere. Attention's
 weights are gathered for the backward pass next to the MLP. Where the MLP is repeated, gradients of its weights hide the
 gather of attention's gradient.
+
+On chips but TPU7x gathers are asynchronous where weights are gathered between slices, and where they are gathered over
+a whole slice with options of the compiler that make it so (``rooftop.programs.training.options``). Between slices the
+gathers of all weights of a layer are issued when the layer begins, forward and in the backward pass, and go over DCN
+one after the other. Over a whole slice each is next to the matmul before it. Gradients are summed last, and the first
+gather of the next layer waits behind their sums between slices: nothing hides those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from rooftop.core.ledger import CollectiveKind, Number
 from rooftop.core.scopes import Phase
@@ -35,6 +42,8 @@ from rooftop.roofline.overlap import Asynchronous
 #: A pass with the part of its work, and a kind of transfers in it: their time is exposed by one share.
 Group = tuple[tuple[str, str], str]
 
+#: The phase in which a pass gathers its weights.
+_GATHERED: Mapping[str, Phase] = {"forward": "forward", "backward": "recompute"}
 _QKV, _CORE, _OUT = "layers/attn/qkv", "layers/attn/core", "layers/attn/out"
 
 
@@ -71,24 +80,33 @@ class LayerParts:
     """Seconds of a step's layers, counts applied: computation, and each kind of transfer."""
 
     asynchronous: Asynchronous = "all"
+    crosses: npt.NDArray[np.bool_] | bool = False
+    """True where weights are gathered between slices, too."""
+    ahead: npt.NDArray[np.bool_] | bool = False
+    """True where they are gathered asynchronously within slices."""
+    least: bool = False
+    """True for lower bounds: prices are the least of several layouts."""
     compute: dict[tuple[str, Phase], Number] = field(default_factory=dict)
     gathers: dict[tuple[str, Phase], Number] = field(default_factory=dict)
     scatters: dict[str, Number] = field(default_factory=dict)
     tensor: dict[tuple[str, Phase, str], Number] = field(default_factory=dict)
+    between: dict[tuple[str, Phase], Number] = field(default_factory=dict)
+    """Of the gathers that part which is between slices."""
     arrays: dict[str, Number] = field(default_factory=dict)
     """Gathers in all executions, by scope."""
     counts: dict[str, dict[StagePart, Number]] = field(default_factory=dict)
     """Layers in all executions, by part, and by the pipeline stage's part: not all layers are shared by stages."""
 
-    def add(self, item: Work, compute_s: Number, transfers: Iterable[tuple[Transfer, Number]]) -> None:
-        """Count a piece of work, with the seconds of all its executions."""
+    def add(self, item: Work, compute_s: Number, transfers: Iterable[tuple[Transfer, Number, Number]]) -> None:
+        """Count a piece of work, with the seconds of all its executions: of transfers, and of them between slices."""
         scope, phase = item.scope, item.phase
         if not scope.startswith("layers/"):
             return
         _add(self.compute, (scope, phase), compute_s)
-        for transfer, seconds in transfers:
+        for transfer, seconds, between in transfers:
             if transfer.hides == "weight_gather":
                 _add(self.gathers, (scope, phase), seconds)
+                _add(self.between, (scope, phase), between)
                 if phase == "forward":
                     self.counts.setdefault(_part(scope), {}).setdefault(item.part, item.count)
                     _add(self.arrays, scope, item.count * transfer.pieces * transfer.when)
@@ -100,6 +118,12 @@ class LayerParts:
     def exposed(self) -> dict[Group, Number]:
         """Seconds of each group that nothing hides."""
         seconds: dict[Group, Number] = {}
+        if self.asynchronous == "none":
+            if np.any(self.gathers_hide):
+                for window in _GATHERED:
+                    waited = np.where(self.gathers_hide, self._waited_s(window), self._gathered_s(window))
+                    seconds[(window, "layers"), "weight_gather"] = waited
+            return seconds
         for part, _, repeated in self._inputs():
             waits = [
                 np.maximum(self._first_gathers_s(window, part) - self._before_s(window, part), 0.0)
@@ -109,12 +133,65 @@ class LayerParts:
                 # What is repeated begins as it does forward; attention's weights are gathered next to the MLP.
                 waits[1] = np.where(repeated > 0, waits[0], 0.0 if part == "attn" else waits[1])
             for window, wait in zip(("forward", "backward"), waits, strict=True):
+                if np.any(self.crosses):
+                    every = self._gathered_s(window)
+                    share = self._gathered_s(window, part) / np.where(every > 0, every, 1.0)
+                    wait = np.where(self.crosses, share * self._waited_s(window), wait)
                 seconds[(window, part), "weight_gather"] = wait
             seconds[("backward", part), "input_gather"] = self._input_gathers_s(part)
         seconds[("backward", "layers"), "gradient_scatter"] = self._last_scatters_s
         seconds[("backward", "attn"), "stream_scatter"] = self._stream_scatter_s
         seconds[("backward", "attn"), "gradient_gather"] = self._gradient_gather_s
         return seconds
+
+    @property
+    def gathers_hide(self) -> npt.NDArray[np.bool_]:
+        """True where gathers hide more than the chip's other programs let them."""
+        hide: npt.NDArray[np.bool_] = np.asarray(self.crosses) | (
+            np.asarray(self.ahead) & (self.asynchronous == "none")
+        )
+        return hide
+
+    def _gathered_s(self, window: str, *parts: str) -> Number:
+        """Seconds of a pass's gathers of weights, of some parts or of all."""
+        own = [(_part(scope), one) for (scope, phase), one in self.gathers.items() if phase == _GATHERED[window]]
+        return sum((one for part, one in own if not parts or part in parts), np.float64(0.0))
+
+    def _waited_s(self, window: str) -> Number:
+        """Seconds in which layers wait for their weights, where these are gathered asynchronously."""
+        scopes = [scope for part in ("attn", "mlp", "moe") if part in self.counts for scope in self._scopes(part)]
+        if window == "forward":
+            return self._waited_in_order_s(scopes, "forward")
+        repeated = sum((needed for part, _, needed in self._inputs() if part != "attn"), 0.0)
+        again = self._waited_in_order_s(scopes, "recompute")
+        once = self._waited_in_order_s(scopes[::-1], "recompute", "backward")
+        return np.where(np.asarray(repeated) > 0, again, once)
+
+    def _waited_in_order_s(self, scopes: Iterable[str], phase: Phase, *more: Phase) -> Number:
+        """Seconds in which scopes in order wait for the weights that are gathered in a phase."""
+        late: Number = 0.0  # Of gathers between slices, which all begin with the first one.
+        inside: Number = 0.0  # Of gathers within slices.
+        arrived: Number = 0.0
+        computed: Number = 0.0
+        before: Number = 0.0  # The last matmul with weights.
+        for scope in scopes:
+            compute = sum((self._of(scope, one) for one in (phase, *more)), 0.0)
+            if scope not in self.arrays:
+                computed = computed + compute
+                continue
+            arrays, between = self._pieces(scope), self.between.get((scope, phase), 0.0)
+            gathered = self.gathers.get((scope, phase), 0.0) - between
+            # What is gathered asynchronously within slices too has to arrive one matmul earlier, next to which it is.
+            one = compute / arrays + np.where(np.asarray(self.ahead) | self.least, 0.0, gathered / arrays)
+            first = arrived + between / arrays - computed + np.where(self.ahead, before, 0.0)
+            last = arrived + between - computed - np.maximum(arrays - np.where(self.ahead, 2, 1), 0.0) * one
+            late = np.maximum(late, np.maximum(first, np.where(np.asarray(arrays) > 1, last, first)))
+            shown = np.maximum(gathered / arrays - before, 0.0)
+            shown = shown + (arrays - 1) * np.maximum(gathered / arrays - one, 0.0)
+            inside = inside + np.where(self.ahead, shown, gathered)
+            before, computed, arrived = one, computed + arrays * one, arrived + between
+        # Of a lower bound the seconds within slices and between them may be those of different layouts.
+        return late + np.where(np.asarray(self.crosses) & self.least, 0.0, inside)
 
     def _scopes(self, part: str) -> list[str]:
         """Scopes of a part in the order of the forward pass."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rooftop.core.ledger import CollectiveKind
@@ -51,11 +52,17 @@ _TENSOR: list[_Line] = [
 ]  # type: ignore[misc]
 
 
-def _exposed(lines: list[_Line], asynchronous: Asynchronous = "all") -> dict[tuple[tuple[str, str], str], float]:
-    parts = LayerParts(asynchronous)
+def _exposed(
+    lines: list[_Line], asynchronous: Asynchronous = "all", *, crosses: bool = False, ahead: bool = False
+) -> dict[tuple[tuple[str, str], str], float]:
+    """Seconds that nothing hides; gathers that cross slices are between them alone."""
+    parts = LayerParts(asynchronous, crosses=np.asarray(crosses), ahead=np.asarray(ahead))
     for scope, phase, compute_s, transfers in lines:
         item = Work(scope=scope, phase=phase, count=1.0, formula="")
-        priced = [(Transfer(kind, ("fsdp",), 0.0, hides, pieces=n), s) for kind, hides, n, s in transfers]
+        priced = [
+            (Transfer(kind, ("fsdp",), 0.0, hides, pieces=n), s, s if crosses else 0.0)
+            for kind, hides, n, s in transfers
+        ]
         parts.add(item, compute_s, priced)
     return {key: float(seconds) for key, seconds in parts.exposed().items()}
 
@@ -102,6 +109,27 @@ def test_synchronous_transfers_hide_no_gathers() -> None:
     repeated = _exposed(_LAYER + _TENSOR + again, "gathers")
     for part in ("attn", "mlp"):
         assert repeated[("backward", part), "weight_gather"] == exposed[("forward", part), "weight_gather"]
+
+
+def test_gathers_between_slices_begin_with_their_layer() -> None:
+    """They take 3, 1, 8 and 4 s; the matmuls that need them 3, 1, 4 and 2 s, and attention 5 s."""
+    key = ("forward", "layers"), "weight_gather"
+    # The last one is there after 16 s, and 13 s are computed before its matmul.
+    assert _exposed(_LAYER, "none", crosses=True)[key] == 16.0 - 13.0
+    # Gathered within the slice next to the matmul before, it has to be there 2 s earlier.
+    assert _exposed(_LAYER, "none", crosses=True, ahead=True)[key] == 16.0 - 11.0
+    # Without anything to repeat, the backward pass begins with down's matmul.
+    assert _exposed(_LAYER, "none", crosses=True)[("backward", "layers"), "weight_gather"] == 4.0
+    again: list[_Line] = [(*line[:1], "recompute", line[2], []) for line in _LAYER if line[1] == "forward"]
+    repeated = _exposed(_LAYER + again, "none", crosses=True)
+    assert repeated[("backward", "layers"), "weight_gather"] == 16.0 - 13.0
+
+
+def test_gathers_over_a_whole_slice_hide_behind_the_matmul_before() -> None:
+    """Nothing is before the first of three arrays; up's two are next to 1 s and 2 s, and down's is next to 2 s."""
+    exposed = _exposed(_LAYER, "none", ahead=True)[("forward", "layers"), "weight_gather"]
+    assert exposed == 1.0 + (4.0 - 1.0) + (4.0 - 2.0) + (4.0 - 2.0)
+    assert not _exposed(_LAYER, "none")
 
 
 def test_only_transfers_of_layers_have_groups() -> None:

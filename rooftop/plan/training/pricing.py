@@ -16,7 +16,7 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.rules import STAGE_AXES
+from rooftop.arrays.rules import GATHER_AXES, STAGE_AXES
 from rooftop.core.ledger import CollectiveKind, Ledger, Number, Row
 from rooftop.core.scopes import Phase
 from rooftop.plan.parts import Group, LayerParts, group
@@ -99,6 +99,30 @@ class _Durations:
         if (ring := transfer.ring) is not None:
             hops = np.maximum(ring.members - 1, 0)
             seconds = np.where(ring.on, hops * self._hop_s(transfer, ring), seconds)
+        return seconds if transfer.when is ALWAYS else transfer.when * seconds
+
+    @property
+    def crosses(self) -> npt.NDArray[np.bool_]:
+        """True where weights are gathered between slices of TPUs, too, [C, 1]; of groups where any layout does."""
+        gather, slice_ = self.strategies.devices(*GATHER_AXES), self.strategies.layouts.slice
+        crosses: npt.NDArray[np.bool_] = self.strategies.within_slice(*GATHER_AXES) < gather
+        return crosses & (slice_.chip.kind == "tpu")
+
+    @property
+    def gathers_ahead(self) -> npt.NDArray[np.bool_]:
+        """True where weights are gathered asynchronously within slices, [C, 1]."""
+        slice_ = self.strategies.layouts.slice
+        whole: npt.NDArray[np.bool_] = self.strategies.within_slice(*GATHER_AXES) * slice_.num_slices == slice_.devices
+        # Over whole slices options of the compiler make it so: see ``rooftop.programs.training.options``.
+        overlap = self.rates.overlap
+        return whole & (overlap.whole_slice_gather == "all_reduce") | (overlap.asynchronous == "gathers")
+
+    def between_s(self, transfer: Transfer) -> Number:
+        """Seconds of that part of a gather which is between slices."""
+        if transfer.hides != "weight_gather" or self.strategies.layouts.slice.num_slices == 1:
+            return 0.0
+        fixed_s, per_byte = self._part(transfer.priced_as, transfer.axes, ("dcn",))
+        seconds = transfer.pieces * fixed_s + transfer.payload * per_byte
         return seconds if transfer.when is ALWAYS else transfer.when * seconds
 
     def ring_exposed_s(self, transfer: Transfer, ring: RingSteps) -> Number:
@@ -216,7 +240,14 @@ class _Busy:
     @classmethod
     def of(cls, work: Sequence[Work], durations: _Durations, assumptions: Assumptions) -> _Busy:
         asynchronous = _asynchronous(durations.rates, assumptions)
-        busy = cls(parts=LayerParts(asynchronous))
+        busy, schedule = cls(parts=LayerParts(asynchronous)), durations.rates.overlap
+        # A share that users set is kept to.
+        is_scheduled = assumptions.shares(schedule)["weight_gather"] == schedule.hidden["weight_gather"]
+        if asynchronous != "all" and assumptions.own_program and is_scheduled:
+            least = durations.strategies.groups is not None
+            crosses, ahead = durations.crosses, durations.gathers_ahead
+            busy = cls(parts=LayerParts(asynchronous, crosses=crosses, ahead=ahead, least=least))
+        counted = asynchronous != "none" or bool(np.any(busy.parts.gathers_hide))
         kernels_hide = durations.rates.chip.kind != "tpu" or not assumptions.own_program
         # A transfer that is done twice, as in a recomputation, is priced once.
         known: dict[int, Number] = {}
@@ -235,8 +266,12 @@ class _Busy:
                 if transfer.ring is not None:
                     exposed = item.count * durations.ring_exposed_s(transfer, transfer.ring)
                     busy.rings[key] = busy.rings.get(key, 0.0) + exposed
-            if asynchronous != "none":
-                busy.parts.add(item, compute, [(one, item.count * known[id(one)]) for one in item.collectives])
+            if counted:
+                transfers = [
+                    (one, item.count * known[id(one)], item.count * durations.between_s(one))
+                    for one in item.collectives
+                ]
+                busy.parts.add(item, compute, transfers)
             if not _is_zero(item.host_bytes):
                 by_kind[window, "offload"] = durations.host_s(item)
             for key, seconds in by_kind.items():
@@ -255,9 +290,10 @@ class _Busy:
             if (window, hides) in known:
                 share = known[window, hides] / np.where(total > 0, total, 1.0)
                 # Users limit what hides of weights, and raise what hides over tensor.
-                limit = hideable.get(hides)
-                at_most = 1.0 - hideable["tensor"] if limit is None else 1.0
-                exposed[window, hides] = np.clip(share, 0.0 if limit is None else 1.0 - limit, at_most)
+                limit, at_most = hideable.get(hides, 1.0), 1.0 if hides in hideable else 1.0 - hideable["tensor"]
+                as_scheduled = self.parts.gathers_hide & (hides == "weight_gather")
+                least = np.where(as_scheduled, 0.0, 1.0 - limit)
+                exposed[window, hides] = np.clip(share, least, at_most)
                 continue
             # The network hides in one window together; copies to the host have a path of their own.
             room = (self.room if hides == "offload" else network).get(window, 0.0)
