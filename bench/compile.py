@@ -171,6 +171,14 @@ CASES = (
     _case("v6e-moe-int8", "mixtral-8x7b", "v6e:8x8", "fsdp=8,expert=8", "block", 64, matmul="int8"),
     _case("v5p-mla-int8", "deepseek-v2-lite", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64, matmul="int8"),
     _case("tpu7x-f8", "llama3-8b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16, matmul="f8_e4m3"),
+    _case("v5p-fsdp-two-slices", "llama3-8b", "v5p:2x2x2@2", "fsdp=16", "block", 32),
+    _case("v6e-tied", "llama3.2-3b", "v6e:4x4", "fsdp=4,tensor=4", "block", 32),
+    _case("v6e-small-experts", "qwen3-30b-a3b", "v6e:8x8", "fsdp=8,expert=8", "block", 128),
+    _case("v5p-gpt-oss", "gpt-oss-20b", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64, seq_len=8192),
+    _case("v5p-windows-context", "gemma3-4b", "v5p:2x2x4", "fsdp=4,context=4", "block", 8, seq_len=16384),
+    _case("tpu7x-muon", "llama3.2-3b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16, optimizer="muon"),
+    _case("tpu7x-rings", "llama3-8b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16, layers=4, collective_matmuls=True),
+    _case("v6e-tensor-int8", "qwen3-8b", "v6e:4x4", "fsdp=4,tensor=4", "block", 32, matmul="int8"),
     _case("pod", "llama3-70b", "v5p:16x16x16", "fsdp=1024,tensor=4", "block", 1024),
 )
 
