@@ -22,7 +22,8 @@ from rooftop.serve.engine.programs import Programs
 
 def small(name: str, layers: int) -> ModelConfig:
     """A preset with few layers."""
-    return replace(load_model(name), layers=layers)
+    model = load_model(name)
+    return replace(model, layers=layers, layer_windows=model.layer_windows[:layers])
 
 
 def lower(mesh: Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:

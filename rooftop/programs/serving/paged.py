@@ -125,7 +125,13 @@ class Pages:
         """Write tokens at ``offset`` of ``page``."""
         page, offset, tokens = _many(page, offset, tokens)
         if self.scales is None:
-            return Pages(values=self.values.at[page, :, :, offset].set(tokens.astype(self.values.dtype)))
+            values, (_, *heads, page_tokens, size) = self.values, self.values.shape
+            if heads == [1, 1]:
+                # XLA:TPU writes rows of a matrix in place; of more dims it would copy the pool to another layout.
+                rows = values.reshape(-1, size).at[page * page_tokens + offset]
+                written = rows.set(tokens.reshape(*page.shape, size).astype(values.dtype))
+                return Pages(values=written.reshape(values.shape))
+            return Pages(values=values.at[page, :, :, offset].set(tokens.astype(values.dtype)))
         wide = tokens.astype(jnp.float32)
         scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1), 1e-30) / 127
         return Pages(
@@ -150,14 +156,15 @@ class Pages:
 def _taken(
     pool: Shaped[Array, "pages parts k p *rest"], part: int, table: Int[Array, "R P"], *, by_rows: bool
 ) -> Shaped[Array, "R k S *rest"]:
-    """``part`` of the pages ``table``. The tokens of a head in a page are a row of a matrix.
+    """``part`` of the pages ``table``. ``by_rows`` the tokens of a head in a page are a row of a matrix.
 
-    XLA:CPU copies rows at the memory's speed. But fused with the reshape that follows, it computes the index of each
-    element, and takes twice as long. With ``by_rows`` the copy is in a branch, which is always taken and never fused.
+    Elsewhere they are a matrix of their own: XLA:TPU would copy the pool to make rows of them. XLA:CPU copies rows
+    at the memory's speed. But fused with the reshape that follows, it computes the index of each element, and takes
+    twice as long. With ``by_rows`` the copy is in a branch, which is always taken and never fused.
     """
     pages, parts, heads, page_tokens, *rest = pool.shape
     index = (table * parts + part)[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]
-    matrix = pool.reshape(pages * parts * heads, -1)
+    matrix = pool.reshape(pages * parts * heads, *((-1,) if by_rows else (page_tokens, *rest)))
 
     def copied() -> jax.Array:
         return matrix.at[index.reshape(-1)].get(mode="promise_in_bounds")
