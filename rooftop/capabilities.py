@@ -32,7 +32,6 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
 from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.models import ModelConfig, MoE
-from rooftop.models.activations import parse_policy
 from rooftop.models.optimizers import OPTIMIZERS
 from rooftop.models.segments import stage_parts
 from rooftop.models.stored import KeptWeights
@@ -265,11 +264,6 @@ def _parts(spec: TrainingSpec | ServingSpec) -> str | None:
     return model_obstacle(spec.model)
 
 
-def _offload(spec: TrainingSpec) -> str | None:
-    staged = spec.ways(*STAGE_AXES) > 1 and "offload" in parse_policy(spec.remat).values()
-    return "no program offloads activations from a pipeline stage" if staged else None
-
-
 def _schedule(spec: TrainingSpec) -> str | None:
     if spec.schedule not in SCHEDULES:
         return f"no program has the schedule {spec.schedule}: {', '.join(SCHEDULES)}"
@@ -369,7 +363,7 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
         accepted="any that a ModelConfig has; not " + "; ".join(UNRUNNABLE),
         obstacle=_parts,
     ),
-    Capability(name="offload", accepted="any checkpoint of a layer; none over a stage axis", obstacle=_offload),
+    Capability(name="offload", accepted="any checkpoint of a layer", obstacle=_runs),
     Capability(
         name="schedule",
         accepted=f"{', '.join(SCHEDULES)}; zero_bubble without a context axis",

@@ -212,8 +212,23 @@ def test_pipelines_that_no_program_runs_say_why() -> None:
     assert not obstacles(microbatches=8)
     several = obstacles(seqs=96, microbatches=6, schedule="interleaved", chunks=2)
     assert "multiple of 4 microbatches, not 6" in several
-    plan = best(sweep(problem("llama3-8b", axes={"fsdp": 16, "stage": 4}, remat="block,qkv=offload", microbatches=8)))
-    assert plan.obstacles == ["no program offloads activations from a pipeline stage"]
+
+
+def test_stages_wait_for_copies_to_the_host() -> None:
+    """Both ways for every microbatch; the device has what two microbatches saved, and the host one place to spare."""
+    saved, offloaded = (
+        best(sweep(problem(
+            "llama3-8b", axes={"fsdp": 16, "stage": 4}, remat=remat, microbatches=8, schedule="1f1b"
+        )))
+        for remat in ("block", "block,layer_input=offload")
+    )  # fmt: skip
+    assert not offloaded.obstacles
+    one = 8 * saved.problem.workload.batch_tokens / 16 / 8 * 4096 * 2
+    assert offloaded.memory["activations"] == pytest.approx(2 * one)
+    assert offloaded.to_json()["memory"]["host"] == pytest.approx((4 + 1) * one)
+    pcie = saved.problem.slice.chip.pcie_bytes_per_s
+    bubble = 1 / (1 - 3 / 11)
+    assert offloaded.expected_s - saved.expected_s == pytest.approx(8 * 2 * one / pcie * bubble, rel=0.02)
 
 
 def test_layers_that_stages_do_not_share_are_done_by_one_of_them_and_held_by_all() -> None:

@@ -79,6 +79,16 @@ CASES = [
     pytest.param(FOUR, {"schedule": "gpipe", "model": FIVE}, id="gpipe-uneven", marks=SLOW),
     pytest.param(FOUR, INTERLEAVED, id="interleaved", marks=SLOW),
     pytest.param({"stage": 2}, {**INTERLEAVED, "model": FIVE}, id="interleaved-uneven"),
+    *(
+        pytest.param(sizes, {**how, "remat": "block,qkv=offload,layer_input=offload"}, id=f"offload-{name}", marks=SLOW)
+        for name, sizes, how in (
+            ("1f1b", FOUR, {"schedule": "1f1b"}),
+            ("interleaved", FOUR, INTERLEAVED),
+            ("zero-bubble", MIXED, {"schedule": "zero_bubble", "model": FIVE}),
+            ("experts", {"stage": 2, "expert": 2}, {"model": EXPERTS, "microbatches": 2}),
+        )
+    ),
+
     pytest.param(FOUR, {"schedule": "zero_bubble", "model": FIVE}, id="zero_bubble-uneven", marks=SLOW),
     pytest.param(FOUR, {"schedule": "zero_bubble"}, id="zero_bubble", marks=SLOW),
     pytest.param(MIXED, {"schedule": "zero_bubble", "remat": "matmuls"}, id="zero_bubble-mixed", marks=SLOW),
@@ -190,7 +200,6 @@ def test_a_curve_of_twenty_steps_equals_the_unpipelined_one(
     [
         ({"schedule": "1f2b"}, {"stage": 2}, "schedule"),
         ({"chunks": 2}, {"stage": 2}, "chunks"),
-        ({"remat": "block,qkv=offload"}, {"stage": 2}, "remat"),
         ({}, {"stage": 2, "context": 2}, "context_attention"),
         ({"schedule": "interleaved", "chunks": 5}, {"stage": 2}, "mesh axis stage"),
         ({**INTERLEAVED, "microbatches": 8}, {"stage": 3}, "microbatches"),

@@ -45,6 +45,7 @@ def training_memory(step: TrainingStep) -> Memory:
 
     A pipeline's stage runs both in a loop: all weights, copies and float32 sums of gradients stay. Its backward pass
     takes one microbatch's activations out of the buffer of all, and makes a chunk's gradients before they are added.
+    Of offloaded activations it has those of two microbatches: one on its way to the host, one on its way back.
     """
     strategies, numerics, parts = step.strategies, step.numerics, step.held_parameters
     vocab = parts["vocab"]
@@ -58,6 +59,7 @@ def training_memory(step: TrainingStep) -> Memory:
     gradients = sums + numerics.gradient_bytes * later
     copies = np.where(staged, 0.0, vocab * (numerics.weight_bytes - dtype_bytes(numerics.weights)))
     taken = staged * saved_bytes(step, "save") / in_flight(step) / strategies.chunks
+    under_way = 2 * staged * saved_bytes(step, "offload") / in_flight(step) / strategies.chunks
     state = (elements - vocab) * numerics.optimizer_bytes + vocab * numerics.table_optimizer_bytes
     optimizer = state + _table_copies(step)
     loss, layer = _loss(step) + staged * _stage_loss(step), _layer_backward(step)
@@ -66,7 +68,7 @@ def training_memory(step: TrainingStep) -> Memory:
         weights=np.where(at_loss, weights, weights - copies),
         optimizer=optimizer,
         gradients=np.where(at_loss, sums, gradients),
-        activations=saved_bytes(step, "save") + np.where(at_loss, 0.0, taken),
+        activations=saved_bytes(step, "save") + under_way + np.where(at_loss, 0.0, taken),
         workspace=np.where(at_loss, loss, layer),
     )
 
@@ -172,8 +174,11 @@ def in_flight(step: TrainingStep) -> Number:
 
 
 def host_bytes(step: TrainingStep) -> Number:
-    """Bytes of offloaded activations that one device keeps in its host's memory, [C, K]."""
-    return saved_bytes(step, "offload")
+    """Bytes of offloaded activations that one device keeps in its host's memory, [C, K].
+
+    Buffers of pipeline stages have one more place, for copies of trips without a task.
+    """
+    return saved_bytes(step, "offload") * (1 + step.staged / in_flight(step) / step.strategies.chunks)
 
 
 def _own(step: TrainingStep) -> Number:

@@ -10,7 +10,7 @@ parts of a layer (``rooftop.plan.parts``).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 
 import numpy as np
@@ -228,7 +228,8 @@ class _Busy:
 
     ``compute`` by phase and part of the model, and of it by window that in which transfers can hide, the ``room``.
     ``transfers`` by window and by the assumption under which they hide, and then by phase and part; where XLA's order
-    decides, ``parts`` has the seconds of layers in it; ``rings`` has those of rings that nothing hides.
+    decides, ``parts`` has the seconds of layers in it; ``rings`` has those of rings that nothing hides. ``staged``: the
+    candidates whose tasks wait for all that they saved to go to the host, and to come back.
     """
 
     compute: dict[_Owner, Number] = field(default_factory=dict)
@@ -236,17 +237,19 @@ class _Busy:
     transfers: dict[Group, dict[_Owner, Number]] = field(default_factory=dict)
     parts: LayerParts = field(default_factory=LayerParts)
     rings: dict[Group, Number] = field(default_factory=dict)
+    staged: Number = 0.0
 
     @classmethod
     def of(cls, work: Sequence[Work], durations: _Durations, assumptions: Assumptions) -> _Busy:
         asynchronous = _asynchronous(durations.rates, assumptions)
-        busy, schedule = cls(parts=LayerParts(asynchronous)), durations.rates.overlap
+        staged = np.where(durations.strategies.devices(*STAGE_AXES) > 1, 1.0, 0.0)
+        busy, schedule = cls(parts=LayerParts(asynchronous), staged=staged), durations.rates.overlap
         # A share that users set is kept to.
         is_scheduled = assumptions.shares(schedule)["weight_gather"] == schedule.hidden["weight_gather"]
         if asynchronous != "all" and assumptions.own_program and is_scheduled:
             least = durations.strategies.groups is not None
             crosses, ahead = durations.crosses, durations.gathers_ahead
-            busy = cls(parts=LayerParts(asynchronous, crosses=crosses, ahead=ahead, least=least))
+            busy = replace(busy, parts=LayerParts(asynchronous, crosses=crosses, ahead=ahead, least=least))
         counted = asynchronous != "none" or bool(np.any(busy.parts.gathers_hide))
         kernels_hide = durations.rates.chip.kind != "tpu" or not assumptions.own_program
         # A transfer that is done twice, as in a recomputation, is priced once.
@@ -296,7 +299,7 @@ class _Busy:
                 exposed[window, hides] = np.clip(share, least, at_most)
                 continue
             # The network hides in one window together; copies to the host have a path of their own.
-            room = (self.room if hides == "offload" else network).get(window, 0.0)
+            room = (1.0 - self.staged) * self.room.get(window, 0.0) if hides == "offload" else network.get(window, 0.0)
             hidden = np.minimum(hideable[hides] * total, room)
             if hides != "offload":
                 network[window] = room - hidden

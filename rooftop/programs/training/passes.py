@@ -122,6 +122,12 @@ class Passes:
         return cls(forward=forward, backward=of_input, weights=of_weights, saved=saved, kept_residuals=residuals)
 
 
+def saved_on_host(through: Through, x: ResidualStream, weights: Layers, at: Places) -> list[bool]:
+    """For each array that ``Passes.of`` saves: True where the remat policy of ``through`` offloads it."""
+    saved = Passes.of(through, x, weights, at, split_=False, manual=()).saved
+    return [aval.memory_space is jax.memory.Space.Host for aval in saved]
+
+
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _TaskInputs:

@@ -40,7 +40,7 @@ from rooftop.programs.model.layer import Computation
 from rooftop.programs.model.moe import no_load
 from rooftop.programs.parameters import Batch, Norm, Transformer
 from rooftop.programs.sharding import Dim, Specs, in_parts, varying
-from rooftop.programs.training.passes import Layers, Passes, ResidualStream
+from rooftop.programs.training.passes import Layers, Passes, ResidualStream, Through, saved_on_host
 from rooftop.scheduling.pipeline import (
     TRIP_OPS,
     PipelineTable,
@@ -84,8 +84,6 @@ def pipelined(
     Raises RooftopError for more chunks than periods of layers, remat with offload, and a context axis with ring
     attention.
     """
-    if "=offload" in how.remat:
-        raise RooftopError("remat", how.remat, "no offload with pipeline stages")
     if how.specs.rules.activations["seq"] and how.context_attention == "ring":
         # On CPU devices a permutation waits for all devices, but stages reach different ones.
         raise RooftopError("context_attention", how.context_attention, "all_gather with pipeline stages")
@@ -291,14 +289,18 @@ class Stage:
     def run(self, trips: TripTable) -> tuple[tuple[jax.Array, Terms], Layers, _First, _Last]:
         """The sums over this stage's tasks: losses, and gradients of its layers and of the other weights."""
         part, weights_ = _first(self.parts), _first(_first(self.stacks))
-        x, period = self.begin(self.first, part), transformer.period(self.segment, self.how)
+        x, at = self.begin(self.first, part), transformer.places(part, self.how)
 
-        def through(stream: ResidualStream, weights: Layers, at: transformer.Places) -> ResidualStream:
-            return stream.after(*period(stream.x, weights, at))
+        def through(remat: str) -> Through:
+            period = transformer.period(self.segment, replace(self.how, remat=remat))
+            return lambda stream, weights, at: stream.after(*period(stream.x, weights, at))
 
-        passes = Passes.of(
-            through, x, weights_, transformer.places(part, self.how), split_=self.table.split, manual=self.manual
-        )
+        # A task's layers save on the device, and all that they saved goes to the host after the task.
+        saving = self.how.remat.replace("=offload", "=save")
+        passes = Passes.of(through(saving), x, weights_, at, split_=self.table.split, manual=self.manual)
+        hosted = [False] * len(passes.saved)
+        if saving != self.how.remat:
+            hosted = saved_on_host(through(self.how.remat), x, weights_, at)
         stages, chunks, residuals = self.table.stages, self.table.chunks, list(passes.kept_residuals)
         stage = lax.axis_index("stage")
         at_first, at_last = stage == 0, stage == stages - 1
@@ -334,10 +336,15 @@ class Stage:
             dy, gradients = pull(varying(jnp.ones_like(loss), self.manual))
             return (loss, varying(terms, self.manual)), gradients, dy
 
-        def backward(carry: _StageCarry, task: _StageTask) -> tuple[ResidualStream, Any]:
+        def backward(
+            carry: _StageCarry, task: _StageTask, fetched: Sequence[jax.Array | None]
+        ) -> tuple[ResidualStream, Any]:
             with named_scope("layers"):
                 at = transformer.places(self.part(task), self.how)
-                saved = [_at(buffer, task.used[StageBuffer.SAVED]) for buffer in carry.saved]
+                saved = [
+                    back if back is not None else _at(buffer, task.used[StageBuffer.SAVED])
+                    for buffer, back in zip(carry.saved, fetched, strict=True)
+                ]
                 dx, more = lax.scan(
                     lambda dy, of_layer: self.skipped(
                         of_layer[0].skipped,
@@ -398,11 +405,25 @@ class Stage:
                 TripTask.FORWARD,
                 ahead.done,
                 lambda: forward(x, ahead),
-                lambda: (x, [_at(buffer, ahead.used[StageBuffer.SAVED]) for buffer in carry.saved]),
+                lambda: (
+                    x,
+                    [
+                        self.zeros(kind, kind.dtype, self.periods)
+                        if on_host
+                        else _at(buffer, ahead.used[StageBuffer.SAVED])
+                        for buffer, kind, on_host in zip(carry.saved, passes.saved, hosted, strict=True)
+                    ],
+                ),
             )
-            # What is saved has its place before the loss needs room.
-            places = ahead.used[StageBuffer.SAVED]
-            buffers = [_put(buffer, new, places) for buffer, new in zip(carry.saved, saved, strict=True)]
+            # What is saved has its place before the loss needs room. In the host's memory one place is for nobody.
+            place = ahead.used[StageBuffer.SAVED]
+            nowhere = jnp.where(ahead.done, place, trips.sizes[StageBuffer.SAVED])
+            buffers = [
+                _put(buffer, jax.device_put(new, jax.memory.Space.Host), nowhere)
+                if on_host
+                else _put(buffer, new, place)
+                for buffer, new, on_host in zip(carry.saved, saved, hosted, strict=True)
+            ]
             y, buffers = lax.optimization_barrier((y, buffers))
             losses, of_last, dy = once(
                 TripTask.FINISH,
@@ -420,10 +441,14 @@ class Stage:
                 last_gradients=_added(carry.last_gradients, of_last),
             )
             arrived = exchanged(y, back=False)
+            fetched = [
+                jax.device_put(_at(buffer, back.used[StageBuffer.SAVED]), jax.memory.Space.Device) if on_host else None
+                for buffer, on_host in zip(carry.saved, hosted, strict=True)
+            ]
             dx, more = once(
                 TripTask.BACKWARD,
                 back.done,
-                lambda: backward(carry, back),
+                lambda: backward(carry, back, fetched),
                 lambda: (
                     nothing,
                     [_at(buffer, back.used[StageBuffer.SPLIT]) for buffer in carry.split]
@@ -462,7 +487,7 @@ class Stage:
             ), None
 
         rows = tuple(map(jnp.asarray, (trips.done, trips.microbatch, trips.chunk, trips.used, trips.arriving)))
-        carry, _ = lax.scan(trip, self.empty(x, passes, trips), rows)
+        carry, _ = lax.scan(trip, self.empty(x, passes, trips, hosted), rows)
         return carry.losses, carry.layer_gradients, carry.first_gradients, carry.last_gradients
 
     def counts(self, trips: TripTable) -> dict[TripTask, str]:
@@ -483,7 +508,7 @@ class Stage:
         }  # fmt: skip
         return {task: f"taken[{times[task]}:{rows}:{float(waited[task]):g}]" for task in TripTask}
 
-    def empty(self, x: ResidualStream, passes: Passes, trips: TripTable) -> _StageCarry:
+    def empty(self, x: ResidualStream, passes: Passes, trips: TripTable, hosted: Sequence[bool]) -> _StageCarry:
         """The carry into the first trip."""
 
         def buffer(like: Any, kind: StageBuffer, *more: int) -> jax.Array:
@@ -500,7 +525,12 @@ class Stage:
             input=jax.tree.map(lambda leaf: buffer(leaf, StageBuffer.INPUT), x),
             gradient=jax.tree.map(lambda leaf: buffer(leaf, StageBuffer.GRADIENT), x),
             sent=jax.tree.map(lambda leaf: self.zeros(leaf, leaf.dtype), x),
-            saved=[buffer(kind, StageBuffer.SAVED, n) for kind in passes.saved],
+            saved=[
+                self.on_host(kind, trips.sizes[StageBuffer.SAVED] + 1, n)
+                if on_host
+                else buffer(kind, StageBuffer.SAVED, n)
+                for kind, on_host in zip(passes.saved, hosted, strict=True)
+            ],
             split=[buffer(kind, StageBuffer.SPLIT, n) for kind in passes.kept_residuals],
             layer_gradients=sums(self.stacks),
             first_gradients=sums(replace(self.first, embed=None) if self.tied else self.first),
@@ -513,6 +543,10 @@ class Stage:
         spec = like.sharding.spec if isinstance(like, jax.core.ShapedArray) else jax.typeof(like).sharding.spec
         zeros = jnp.zeros((*more, *like.shape), dtype, out_sharding=P(*(None for _ in more), *spec.partitions))
         return varying(zeros, self.manual)
+
+    def on_host(self, like: Any, *more: int) -> jax.Array:
+        """Zeros [*more, *like] in the memory of the host."""
+        return jax.device_put(self.zeros(like, like.dtype, *more), jax.memory.Space.Host)
 
     def part(self, task: _StageTask) -> Batch[jax.Array]:
         """The task's microbatch [B, T]."""
