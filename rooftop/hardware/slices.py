@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.rounding import ceil_div
@@ -99,7 +100,7 @@ class Slice:
             return (_is_cubes(self.shape),) * len(self.shape)
         return tuple(str(size) == self.chip.wrap for size in self.shape)
 
-    @property
+    @cached_property
     def physical_axes(self) -> tuple[PhysicalAxis, ...]:
         """The network as one device sees it: x, y, z, core, dcn; on GPUs node, network.
 

@@ -82,7 +82,7 @@ class Rates:
             accepted = ", ".join(self.chip.flops_per_s)
             raise RooftopError(f"matmul dtype on {self.chip.name}", dtype, accepted)
         alone = 2.0 * m * k * n / (self.flops_per_s[dtype] * matmul_fraction(self.chip.name, m, k, n, dtype))
-        if not np.any(np.asarray(batch) > 1):
+        if not (batch > 1 if isinstance(batch, float) else np.any(np.asarray(batch) > 1)):
             return alone
         together = batched_matmul_seconds(self.chip, batch, m, k, n) if dtype == "bf16" else None
         return batch * alone if together is None else np.where(np.asarray(batch) > 1, together, alone)

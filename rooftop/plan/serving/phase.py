@@ -8,10 +8,10 @@ over the batch on ``fsdp``. In a prefill ``context`` splits the sequence instead
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -43,6 +43,26 @@ from rooftop.roofline.rules import distinct_experts
 ACTIVATION_BYTES = 2.0
 ServingPhase = Literal["prefill", "generate"]
 
+T = TypeVar("T")
+
+
+class _of_placement(Generic[T]):
+    """A property of a phase that depends neither on tokens nor on number formats: computed once for a placement."""
+
+    def __init__(self, compute: Callable[[Phase], T]) -> None:
+        self.compute = compute
+        self.name = compute.__name__
+        self.__doc__ = compute.__doc__
+
+    def __get__(self, phase: Phase, owner: type[Phase]) -> T:
+        """The property; a phase then has it as an attribute of its own."""
+        shapes = phase.shapes
+        if self.name not in shapes:
+            shapes[self.name] = self.compute(phase)
+        value: T = shapes[self.name]
+        phase.__dict__[self.name] = value
+        return value
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
@@ -65,7 +85,12 @@ class Phase:
 
     def splits(self, *axes: str) -> bool:
         """True if there are several devices along mesh axes together, in any of the placements."""
-        return bool(np.any(self.ways(*axes) > 1))
+        return bool(self.placement.used(axes))
+
+    @cached_property
+    def shapes(self) -> dict[str, Any]:
+        """Properties that do not depend on tokens, which phases of one placement and model share."""
+        return self.placement.shapes.setdefault((self.phase, self.model), {})
 
     @property
     def generating(self) -> bool:
@@ -77,12 +102,12 @@ class Phase:
         """The mesh axes that split heads and hidden columns."""
         return _columns(ring=not self.generating)
 
-    @cached_property
+    @_of_placement
     def split(self) -> Number:
         """Ways in which heads and hidden columns are split."""
         return self.ways(*self.columns)
 
-    @cached_property
+    @_of_placement
     def widths(self) -> ModelWidths:
         """Sizes of the model's dims on a device, padded where the mesh does not divide them."""
         return ModelWidths(
@@ -105,7 +130,7 @@ class Phase:
         own: Number = next_multiple(np.ceil(self.tokens / spread), self.token_unit)
         return own * (1 + self.guesses)
 
-    @cached_property
+    @_of_placement
     def token_unit(self) -> Number:
         """Tokens that a step is padded to a multiple of where D is split over ``fsdp``; 1 elsewhere.
 
@@ -122,7 +147,7 @@ class Phase:
         """True if the stream is split over columns' axes between blocks: with D over ``fsdp``, and with experts."""
         return self.model.moe is not None or self.splits(*GATHER_AXES)
 
-    @cached_property
+    @_of_placement
     def kv_heads(self) -> Number:
         """Key and value heads on a device, copies included where there are fewer heads than ways."""
         return self.widths.kv_heads
@@ -132,28 +157,28 @@ class Phase:
         """The model's kind of attention."""
         return attention_kind(self.model)
 
-    @cached_property
+    @_of_placement
     def _projections(self) -> AttentionMatmuls:
         return self.kind.matmuls(np.float64(self.widths.heads), np.float64(self.kv_heads))  # type: ignore[arg-type]
 
-    @cached_property
+    @_of_placement
     def attention(self) -> list[MatmulShape]:
         """Projections of the stream into attention on one device, those to latents first."""
         matmuls = self._projections.every[: -len(self._projections.out)]
         return [one for one in matmuls if np.all(one.k == self.model.d_model)]
 
-    @cached_property
+    @_of_placement
     def attention_up(self) -> list[MatmulShape]:
         """Projections up from latents on one device, whole along ``fsdp``."""
         matmuls = self._projections.every[: -len(self._projections.out)]
         return [one for one in matmuls if not np.all(one.k == self.model.d_model)]
 
-    @cached_property
+    @_of_placement
     def attention_out(self) -> list[MatmulShape]:
         """The projection out of attention on one device."""
         return list(self._projections.out)
 
-    @cached_property
+    @_of_placement
     def mixers(self) -> list[tuple[Recurrence, MixerMatmuls, int]]:
         """Recurrent mixers, each with its projections on one device and the number of its layers."""
         return [(kind, MixerMatmuls.of(kind, self.split), layers) for kind, layers in recurrences(self.model)]
@@ -202,7 +227,7 @@ class Phase:
             return 0.0
         return self.rates.convert_s(sum(m.parameters for m in matmuls) / self.ways(*GATHER_AXES), kind)
 
-    @cached_property
+    @_of_placement
     def cache_share(self) -> Number:
         """Share of the heads of a token's KV on a device; a cache without heads is copied over ``tensor``."""
         heads = self.kind.cached_heads
@@ -247,12 +272,12 @@ class Phase:
         parts.append((1 if model.tied_embeddings else 2, self.weight_bytes([self.table], self.numerics.embeddings)))
         return sum(count * plain for count, (plain, _) in parts), sum(count * more for count, (_, more) in parts)
 
-    @cached_property
+    @_of_placement
     def table(self) -> MatmulShape:
         """The unembedding on one device: V split as hidden columns are."""
         return MatmulShape(np.float64(self.model.d_model), np.float64(self.widths.vocab))  # type: ignore[arg-type]
 
-    @cached_property
+    @_of_placement
     def router(self) -> MatmulShape:
         """The router, on every device."""
         experts = 0 if self.model.moe is None else self.model.moe.experts

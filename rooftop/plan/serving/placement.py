@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from math import lcm, prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -47,6 +47,10 @@ class Placed(Protocol):
         """Devices along mesh axes together; 1 for an axis that the mesh does not have."""
         ...
 
+    def used(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The mesh axes, of those named, that have several devices in any placement."""
+        ...
+
     def price(self, kind: str, axes: tuple[str, ...]) -> Price:
         """The price of a collective over mesh axes together; computed once."""
         ...
@@ -54,6 +58,11 @@ class Placed(Protocol):
     @property
     def resting(self) -> dict[Hashable, tuple[Number, ...]]:
         """Bytes on a device that do not depend on the batch, by what they depend on: computed once."""
+        ...
+
+    @property
+    def shapes(self) -> dict[Hashable, dict[str, Any]]:
+        """Properties of phases that do not depend on tokens, by phase and model, then by name: computed once."""
         ...
 
     def joined(self) -> Placed:
@@ -117,6 +126,10 @@ class Placement:
             self._ways[axes] = ways(self.sizes, *axes)
         return self._ways[axes]
 
+    def used(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """See ``Placed``."""
+        return tuple(axis for axis in axes if self.sizes.get(axis, 1) > 1)
+
     @cached_property
     def _prices(self) -> dict[tuple[str, tuple[str, ...]], Price]:
         return {}
@@ -130,6 +143,11 @@ class Placement:
 
     @cached_property
     def resting(self) -> dict[Hashable, tuple[Number, ...]]:
+        """See ``Placed``."""
+        return {}
+
+    @cached_property
+    def shapes(self) -> dict[Hashable, dict[str, Any]]:
         """See ``Placed``."""
         return {}
 
@@ -202,12 +220,15 @@ class Placements:
     @cached_property
     def _pieces(self) -> dict[str, tuple[Ints, Ints]]:
         """Sizes and strides of each mesh axis along the physical axes, [P, physical]; 1 where it is not used."""
-        names = dict.fromkeys(name for placement in self.members for name in placement.mesh.axes)
-        laid = {name: [placement.mesh.pieces(name) for placement in self.members] for name in names}
-        return {
-            name: (np.stack([size for size, _ in pieces]), np.stack([stride for _, stride in pieces]))
-            for name, pieces in laid.items()
-        }
+        position = {axis.name: at for at, axis in enumerate(self.slice.physical_axes)}
+        shape = len(self.members), len(position)
+        laid = {name: (np.ones(shape, np.int64), np.ones(shape, np.int64)) for name in self._sizes}
+        for row, placement in enumerate(self.members):
+            for name, pieces in placement.mesh.axes.items():
+                size, stride = laid[name]
+                for piece in pieces:
+                    size[row, position[piece.axis]], stride[row, position[piece.axis]] = piece.size, piece.stride
+        return laid
 
     def span(self, axes: Iterable[str]) -> AxisSpan:
         """``Mesh.span`` of every mesh, arrays [P, physical]."""
@@ -221,20 +242,26 @@ class Placements:
     def _ways(self) -> dict[tuple[str, ...], Floats]:
         return {}
 
+    @cached_property
+    def _sizes(self) -> dict[str, Floats]:
+        """Devices along each mesh axis, [P, 1]."""
+        names = dict.fromkeys(name for placement in self.members for name in placement.mesh.axes)
+        return {name: np.array([[float(placement.sizes.get(name, 1))] for placement in self.members]) for name in names}
+
     def ways(self, axes: tuple[str, ...]) -> Floats:
         """See ``Placed``; [P, 1]."""
         if axes not in self._ways:
-            if self._home is None:
-                self._ways[axes] = np.concatenate([part._own_ways(axes) for part in self._by_slice])
-            else:
-                home, rows = self._home
-                self._ways[axes] = home.ways(axes)[rows]
+            sizes = (self._sizes[axis] for axis in axes if axis in self._sizes)
+            self._ways[axes] = prod(sizes, start=np.ones((len(self.members), 1)))
         return self._ways[axes]
 
-    def _own_ways(self, axes: tuple[str, ...]) -> Floats:
-        """``ways`` of meshes on one slice."""
-        sizes = [np.prod(self._pieces[axis][0], axis=-1) for axis in axes if axis in self._pieces]
-        return prod(sizes, start=np.ones(len(self.members)))[:, None]
+    @cached_property
+    def _used(self) -> frozenset[str]:
+        return frozenset(name for name, sizes in self._sizes.items() if np.any(sizes > 1))
+
+    def used(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """See ``Placed``."""
+        return tuple(axis for axis in axes if axis in self._used)
 
     def price(self, kind: str, axes: tuple[str, ...]) -> Price:
         """See ``Placed``; arrays [P, 1]."""
@@ -250,6 +277,11 @@ class Placements:
 
     @cached_property
     def resting(self) -> dict[Hashable, tuple[Number, ...]]:
+        """See ``Placed``."""
+        return {}
+
+    @cached_property
+    def shapes(self) -> dict[Hashable, dict[str, Any]]:
         """See ``Placed``."""
         return {}
 

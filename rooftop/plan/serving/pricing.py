@@ -62,7 +62,7 @@ class _Steps:
         return cls(
             streams=streams,
             durations=durations,
-            latency=assumptions.latency(rates.chip, two_d=bool(np.any(placement.ways(GATHER_AXES) > 1))) * room,
+            latency=assumptions.latency(rates.chip, two_d=bool(placement.used(GATHER_AXES))) * room,
             bytes=share["bytes"],
             ring=share["ring"],
         )

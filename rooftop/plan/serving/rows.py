@@ -337,13 +337,13 @@ def _work(
     matmul_s: Number = 0.0,
     collectives: tuple[Transfer, ...] = (),
 ) -> Work:
-    used = tuple(_used(phase, transfer) for transfer in collectives if phase.splits(*transfer.axes))
+    used = tuple(_over(transfer, axes) for transfer in collectives if (axes := phase.placement.used(transfer.axes)))
     return Work(
         scope=scope,
         phase=phase.phase,
         count=count,
         formula=formula,
-        flops={flops_dtype: flops} if np.any(flops) else {},
+        flops={flops_dtype: flops} if (flops if isinstance(flops, float) else np.any(flops)) else {},
         kernel_flops=kernel_flops,
         hbm_bytes=hbm_bytes,
         matmul_s=matmul_s,
@@ -351,7 +351,6 @@ def _work(
     )
 
 
-def _used(phase: Phase, transfer: Transfer) -> Transfer:
-    """A transfer over those of its axes that have several devices."""
-    axes = tuple(axis for axis in transfer.axes if phase.splits(axis))
+def _over(transfer: Transfer, axes: tuple[str, ...]) -> Transfer:
+    """A transfer over some of its axes."""
     return transfer if axes == transfer.axes else replace(transfer, axes=axes)
