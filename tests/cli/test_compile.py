@@ -125,6 +125,7 @@ def test_a_function_is_compiled_by_name(rooftop: Run) -> None:
         assert part in tables
 
 
+@pytest.mark.slow
 def test_automatic_axes(rooftop: Run) -> None:
     """The same program, the sharding of its result left to the partitioner."""
     data = rooftop("compile", *FUNCTION, "--auto", "--json").json

@@ -172,6 +172,7 @@ def tables_of(folder: Path) -> dict[str, np.ndarray]:
     return dict(newest_tables(folder).tables)
 
 
+@pytest.mark.slow
 def test_a_run_in_passes_is_that_of_one_pass(
     clicks: Path, tmp_path: Path, operation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

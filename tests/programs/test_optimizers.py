@@ -119,7 +119,7 @@ def test_adafactor_keeps_a_row_and_a_column_of_each_matrix() -> None:
         pytest.param({"stage": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
+@pytest.mark.parametrize("name", [pytest.param("adafactor", marks=pytest.mark.slow), "muon"])
 def test_optimizers_on_a_mesh_are_those_of_one_device(name: str, sizes: dict[str, int]) -> None:
     optimizer = Optimizer(name=name, learning_rate=0.1, matmul="f32")
     trained = program_of(model=WIDE, batch=16, seq_len=16, compute_dtype="f32", optimizer=optimizer)

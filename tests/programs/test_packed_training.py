@@ -209,6 +209,7 @@ def test_a_batch_without_any_loss_changes_nothing() -> None:
     assert all((gradient == 0).all() for gradient in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow
 def test_z_loss_is_the_mean_square_of_log_z() -> None:
     """Value and gradient, against the formula on logits that are there as a whole."""
     model, mesh = model_of("gemma2"), mesh_of()  # its logits are soft-capped

@@ -148,6 +148,7 @@ def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return engine(checkpoint("llama", tmp_path_factory.mktemp("several")), configuration)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_servers_of_one_process_are_simulated_as_they_step(several: PagedEngine, preemption: str) -> None:
     """Who gets a request, and what each server does in every step."""
