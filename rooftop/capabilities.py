@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
@@ -476,28 +477,30 @@ def _weight_groups(spec: ServingSpec) -> str | None:
     if group is None or spec.weights == "bf16" or spec.engine_weights is None:
         return None
     for axes in (spec.axes, spec.prefill_axes or {}):
-        for name, inputs in _matmul_inputs(spec, axes):
+        for name, inputs in _matmul_inputs(spec.model, tuple(axes.items()), spec.only_experts):
             if inputs % group:
                 return f"groups of {group} weights do not divide the {inputs} {name} that a device sums over"
     return None
 
 
-def _matmul_inputs(spec: ServingSpec, axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+@lru_cache(maxsize=1 << 12)
+def _matmul_inputs(
+    model: ModelConfig, axes: tuple[tuple[str, int], ...], only_experts: bool
+) -> tuple[tuple[str, int], ...]:
     """Inputs of matmuls with quantised weights on one device, padding included, with their names."""
-    model = spec.model
-    heads = engine_heads(model, axes)
+    sizes = dict(axes)
+    heads = engine_heads(model, sizes)
     columns = heads.ways * heads.sharing
-    yield "of D", model.d_model // ways(axes, *GATHER_AXES)
-    if spec.only_experts and model.moe is not None:
-        yield "columns of an expert", ceil_div(model.moe.d_ff, columns)
-        return
-    yield "outputs of heads", heads.queries // heads.sharing * model.d_value
+    stream = ("of D", model.d_model // ways(sizes, *GATHER_AXES))
+    if only_experts and model.moe is not None:
+        return stream, ("columns of an expert", ceil_div(model.moe.d_ff, columns))
+    latents: list[tuple[str, int]] = []
     if model.mla is not None:
-        yield "of the latent", model.mla.kv_rank
+        latents.append(("of the latent", model.mla.kv_rank))
         if model.mla.q_rank is not None:
-            yield "of the queries' latent", model.mla.q_rank
-    for name, hidden in _hidden_columns(model):
-        yield name, ceil_div(hidden, columns)
+            latents.append(("of the queries' latent", model.mla.q_rank))
+    hidden = [(name, ceil_div(size, columns)) for name, size in _hidden_columns(model)]
+    return stream, ("outputs of heads", heads.queries // heads.sharing * model.d_value), *latents, *hidden
 
 
 def _hidden_columns(model: ModelConfig) -> Iterator[tuple[str, int]]:

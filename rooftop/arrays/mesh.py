@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -73,33 +74,44 @@ class AxisSpan:
         return AxisSpan(physical=self.physical, size=self.size[index], stride=self.stride[index], ring=self.ring[index])
 
 
-def span(physical: tuple[PhysicalAxis, ...], size: Ints, stride: Ints) -> AxisSpan:
+#: Lengths of physical axes, and whether they wrap around, [..., P].
+Reach = tuple[Ints, npt.NDArray[np.bool_]]
+
+
+def reach(physical: tuple[PhysicalAxis, ...]) -> Reach:
+    """Lengths of physical axes, and whether they wrap around, [P]."""
+    return np.array([axis.size for axis in physical]), np.array([axis.wrapped for axis in physical])
+
+
+def span(physical: tuple[PhysicalAxis, ...], size: Ints, stride: Ints, within: Reach | None = None) -> AxisSpan:
     """The span of a logical axis from its sizes and strides, both [..., P] in the order of ``physical``.
 
     A piece closes into a ring only if it reaches right round a wrapped physical axis; a shorter run of chips on a
-    wrapped axis is an open line.
+    wrapped axis is an open line. ``within``: the reach of slices that differ in it, [..., P].
     """
-    length = np.array([axis.size for axis in physical])
-    wrapped = np.array([axis.wrapped for axis in physical])
+    length, wrapped = within or reach(physical)
     ring = wrapped & (size * stride == length) & (size > 1)
     # Through a switch every device has its own port: interleaved groups share nothing.
     switched = np.array([axis.kind in ("switch", "dcn", "core") for axis in physical])
     return AxisSpan(physical=physical, size=size, stride=np.where(switched, 1, stride), ring=ring)
 
 
-def joint_span(physical: tuple[PhysicalAxis, ...], axes: Iterable[tuple[Ints, Ints]]) -> AxisSpan:
+def joint_span(
+    physical: tuple[PhysicalAxis, ...], axes: Iterable[tuple[Ints, Ints]], within: Reach | None = None
+) -> AxisSpan:
     """The span of several logical axes together, from the sizes and strides of each, [..., P].
 
     Pieces of several axes on one physical axis join into a longer run. Where they are not next to each other the stride
-    is that of an even run of as many devices: the mean number of groups that share a link.
+    is that of an even run of as many devices: the mean number of groups that share a link. ``within``: see ``span``.
     """
-    length = np.array([axis.size for axis in physical])
+    length, wrapped = within or reach(physical)
     size, first, end = np.ones_like(length), length, np.ones_like(length)
-    for own, stride in axes:
+    for own, apart in axes:
         size = size * own
-        first = np.where(own > 1, np.minimum(first, stride), first)
-        end = np.where(own > 1, np.maximum(end, stride * own), end)
-    return span(physical, size, np.where(size > 1, np.where(first * size == end, first, length // size), 1))
+        first = np.where(own > 1, np.minimum(first, apart), first)
+        end = np.where(own > 1, np.maximum(end, apart * own), end)
+    stride = np.where(size > 1, np.where(first * size == end, first, length // size), 1)
+    return span(physical, size, stride, (length, wrapped))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,15 +227,7 @@ class Mesh:
                 "mesh", requested, f"sizes that multiply to the {slice_.devices} devices of {slice_.name}"
             )
         physical = sorted(slice_.physical_axes, key=lambda axis: {"dcn": 0, "core": 2}.get(axis.kind, 1))
-        # Divide one physical axis after another; the fewest pieces, then the fewest crossings of the two orders.
-        layouts: list[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]] = [((), tuple(sizes.values()))]
-        for axis in physical:
-            layouts = [
-                ((*before, factors), tuple(size // factor for size, factor in zip(left, factors, strict=True)))
-                for before, left in layouts
-                for factors in _factors(axis.size, left)
-            ]
-        _, best = min((_crossings(divisions), divisions) for divisions, _ in layouts)
+        best = _fewest_pieces(tuple(axis.size for axis in physical), tuple(sizes.values()))
         pieces: dict[str, tuple[AxisPiece, ...]] = {name: () for name in sizes}
         for axis, factors in zip(physical, best, strict=True):
             for position, (name, factor) in enumerate(zip(sizes, factors, strict=True)):
@@ -255,6 +259,25 @@ def _parse_piece(text: str, lengths: Mapping[str, int]) -> AxisPiece:
 
 
 @lru_cache(maxsize=4096)
+def _fewest_pieces(lengths: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Factors of each physical axis by logical axis: the fewest pieces, then the fewest crossings of the two orders."""
+    # Divide one physical axis after another.
+    layouts: list[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]] = [((), sizes)]
+    for length in lengths:
+        layouts = [
+            ((*before, factors), tuple(size // factor for size, factor in zip(left, factors, strict=True)))
+            for before, left in layouts
+            for factors in _factors(length, left)
+        ]
+    pieces = [sum(n > 1 for factors in divisions for n in factors) for divisions, _ in layouts]
+    fewest = min(pieces)
+    _, best = min(
+        (_crossings(divisions), divisions) for (divisions, _), n in zip(layouts, pieces, strict=True) if n == fewest
+    )
+    return best
+
+
+@lru_cache(maxsize=4096)
 def _factors(value: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Every way to write ``value`` as an ordered product of factors, ones included, each of which divides its size."""
     if len(sizes) == 1:
@@ -267,11 +290,10 @@ def _factors(value: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _crossings(divisions: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
-    """Pieces of a layout, and pairs of them in which the later logical axis has the earlier physical one."""
-    laid = [(row, column) for row, factors in enumerate(divisions) for column, n in enumerate(factors) if n > 1]
-    crossed = sum(one[0] < other[0] and one[1] > other[1] for one in laid for other in laid)
-    return len(laid), crossed
+def _crossings(divisions: tuple[tuple[int, ...], ...]) -> int:
+    """Pairs of pieces of a layout in which the later logical axis has the earlier physical one."""
+    columns = [[column for column, n in enumerate(factors) if n > 1] for factors in divisions]
+    return sum(one > other for early, late in combinations(columns, 2) for one in early for other in late)
 
 
 def parse_axes(text: str, known: Iterable[str] | None = AXES) -> dict[str, int]:

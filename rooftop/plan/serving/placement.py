@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rooftop.arrays import Mesh
-from rooftop.arrays.mesh import AxisPiece, AxisSpan, Floats, Ints, joint_span
+from rooftop.arrays.mesh import AxisPiece, AxisSpan, Floats, Ints, Reach, joint_span, reach
 from rooftop.arrays.rules import BATCH_AXES, COLUMN_AXES, EXPERT_AXES, GATHER_AXES, SEQUENCE_AXES, ways
 from rooftop.capabilities import KV_SPLITS, SUBLANES, KvSplit
 from rooftop.core.errors import unknown
@@ -209,13 +209,10 @@ class Placements:
         return home, np.array([placement.homes[0][1] for placement in self.members])
 
     @cached_property
-    def _by_slice(self) -> list[Placements]:
-        """The meshes on each slice."""
-        if len({placement.slice.name for placement in self.members}) == 1:
-            return [self]
-        return [
-            Placements(members=list(some)) for _, some in groupby(self.members, key=lambda member: member.slice.name)
-        ]
+    def _by_network(self) -> list[Placements]:
+        """The meshes on slices with the same physical axes, which may differ in length and wraparound."""
+        parts = [list(some) for _, some in groupby(self.members, key=_axis_names)]
+        return [self] if len(parts) == 1 else [Placements(members=some) for some in parts]
 
     @cached_property
     def _pieces(self) -> dict[str, tuple[Ints, Ints]]:
@@ -230,9 +227,15 @@ class Placements:
                     size[row, position[piece.axis]], stride[row, position[piece.axis]] = piece.size, piece.stride
         return laid
 
+    @cached_property
+    def _reach(self) -> Reach:
+        rows = [reach(placement.slice.physical_axes) for placement in self.members]
+        return np.stack([length for length, _ in rows]), np.stack([wrapped for _, wrapped in rows])
+
     def span(self, axes: Iterable[str]) -> AxisSpan:
-        """``Mesh.span`` of every mesh, arrays [P, physical]."""
-        return joint_span(self.slice.physical_axes, [self._pieces[name] for name in axes if name in self._pieces])
+        """``Mesh.span`` of every mesh, arrays [P, physical]. All slices have the same physical axes."""
+        pieces = [self._pieces[name] for name in axes if name in self._pieces]
+        return joint_span(self.slice.physical_axes, pieces, self._reach)
 
     @cached_property
     def _prices(self) -> dict[tuple[str, tuple[str, ...]], Price]:
@@ -268,7 +271,7 @@ class Placements:
         key = _priced_as(kind), axes
         if key not in self._prices:
             if self._home is None:
-                own = [price(key[0], part.span(axes)) for part in self._by_slice]
+                own = [price(key[0], part.span(axes)) for part in self._by_network]
                 self._prices[key] = joined_price(own).map(lambda value: value[:, None])
             else:
                 home, rows = self._home
@@ -310,6 +313,10 @@ def together(placements: Sequence[Placement]) -> Iterator[tuple[list[int], Place
                 if key not in groups:
                     groups[key] = Placements(members=chosen)
                 yield members, groups[key]
+
+
+def _axis_names(placement: Placement) -> list[str]:
+    return [axis.name for axis in placement.slice.physical_axes]
 
 
 def _priced_as(kind: str) -> str:

@@ -290,7 +290,8 @@ class ServingProblem:
     def nearest_engines(self, placements: Sequence[Placement]) -> list[Placement]:
         """The placements of generation with the fewest obstacles: those that engines have, if there are any."""
         counts = [len(self.obstacles(placement)) for placement in placements]
-        return [placement for placement, count in zip(placements, counts, strict=True) if count == min(counts)]
+        fewest = min(counts, default=0)
+        return [placement for placement, count in zip(placements, counts, strict=True) if count == fewest]
 
     def generate_placements(self) -> list[Placement]:
         """Placements of a step, fewest ways first: every split of the slice that needs little padding."""
