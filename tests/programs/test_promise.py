@@ -16,10 +16,11 @@ import pytest
 from rooftop.arrays.rules import Rules
 from rooftop.capabilities import KERNELS, TRAINING, TrainingSpec, _runs, obstacles
 from rooftop.core.errors import RooftopError
-from rooftop.models import ModelConfig, MoE
+from rooftop.models import MLA, ModelConfig, MoE, RopeScaling
 from rooftop.programs.training.program import TrainProgram
+from tests.support.curves import mesh_of
 from tests.support.examples import examples
-from tests.support.promise import DROPPING, outcome, random_spec, refusal_table, refusals
+from tests.support.promise import DROPPING, outcome, random_spec, refusal_table, refusals, stepped
 
 CAPABILITIES = Path(__file__).parents[2] / "docs" / "capabilities.md"
 SLOW = pytest.mark.slow
@@ -60,6 +61,23 @@ def spec_of(axes: dict[str, int], **changes: Any) -> TrainingSpec:
 def test_executable_steps_equal_one_device(spec: TrainingSpec) -> None:
     assert not list(obstacles(TRAINING, spec))
     assert outcome(spec).failure is None
+
+
+def test_latent_attention_without_rotation_is_that_of_angles_of_zero() -> None:
+    latent = replace(
+        MODEL, layers=2, layer_windows=(), kv_heads=4, qkv_bias=False, attention_sinks=False,
+        mla=MLA(q_rank=8, kv_rank=8, d_nope=4, d_rope=4, d_v=8),
+    )  # fmt: skip
+    losses = []
+    for changes in (
+        {"rope_layers": (False, False)}, {"rope_scaling": RopeScaling(kind="linear", factor=1e12)}, {},
+    ):  # fmt: skip
+        spec = spec_of({"tensor": 2}, model=replace(latent, **changes))
+        assert outcome(spec).failure is None
+        losses.append(stepped(TrainProgram.from_spec(spec, "any"), mesh_of(**spec.axes))[0])
+    unrotated, still, rotated = losses
+    assert unrotated == pytest.approx(still, rel=1e-6)
+    assert unrotated != pytest.approx(rotated, rel=1e-5)
 
 
 def test_what_is_refused_is_refused_by_name() -> None:

@@ -300,7 +300,9 @@ def outcome(spec: TrainingSpec, *, bypass: bool = False, drops: bool = False) ->
             program = TrainProgram.from_spec(spec, "any")
         return Outcome(refused, difference(program, spec, drops=drops))
     except Exception as error:  # Whatever a program raises breaks the promise.
-        return Outcome(refused, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+        # Some exceptions have no text.
+        first, *_ = *str(error).strip().splitlines(), ""
+        return Outcome(refused, f"{type(error).__name__}: {first[:200]}")
 
 
 def difference(program: TrainProgram, spec: TrainingSpec, *, drops: bool) -> str | None:

@@ -194,7 +194,7 @@ def causal(
     """Causal attention of whole sequences, within ``segments`` if there are any."""
     model, sinks = how.model, None
     if isinstance(layer, LatentAttention):
-        assert model.mla is not None and turns is not None
+        assert model.mla is not None
         q, k, v = latent_qkv(normed, layer, turns, model, model.mla, how.specs, how.matmul)
     else:
         q, k, v = qkv(normed, layer, turns, how)

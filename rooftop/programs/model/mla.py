@@ -26,13 +26,13 @@ from rooftop.programs.sharding import Specs, on_shards, split_sequence
 def latent_qkv(
     x: Float[Array, "B T D"],
     layer: LatentAttention[jax.Array],
-    turns: Float32[Array, "*turns"],
+    turns: Float32[Array, "*turns"] | None,
     model: ModelConfig,
     mla: MLA,
     specs: Specs,
     matmul: str | None = None,
 ) -> tuple[Float[Array, "B T N d_qk"], Float[Array, "B T N d_qk"], Float[Array, "B T N d_v"]]:
-    """Rotated queries and keys, and values, of the normalised x.
+    """Queries and keys, rotated if the layer has rotary positions, and values of the normalised x.
 
     x is split as the residual stream, the results by heads. ``turns``: see ``rooftop.programs.model.positions``.
     ``matmul``: see ``narrow.gather_in``.
@@ -58,15 +58,16 @@ def latent_qkv(
 def latents(
     x: Float[Array, "B T D"],
     layer: LatentAttention[jax.Array],
-    turns: Float32[Array, "*turns"],
+    turns: Float32[Array, "*turns"] | None,
     model: ModelConfig,
     mla: MLA,
     specs: Specs,
     matmul: str | None = None,
 ) -> tuple[Float[Array, "B T N d_qk"], Float[Array, "B T kv_rank"], Float[Array, "B T d_rope"]]:
-    """Rotated queries, and the entries of the cache for each token, which all heads share.
+    """Queries, and the entries of the cache for each token, which all heads share.
 
-    These are the normalised latent of keys and values, and the one rotated key.
+    These are the normalised latent of keys and values, and one key. Queries and this key are rotated by ``turns`` if
+    the layer has rotary positions.
     """
     gathered = specs.activation("batch", "seq", None, reduced="heads")
     # Where the tokens of a latent are.
@@ -92,13 +93,15 @@ def latents(
             q = checkpoint_name(project_heads(queries, q_up), "qkv")
         latent, shared = jnp.split(down(x, layer.kv_down), [mla.kv_rank], axis=-1)
         latent = scale_norm(latent, layer.kv_norm, model, place)
-    with named_scope("rope"):
-        # The rotated key that all heads share is rotated on the device of its token.
-        shared = rotate(shared[:, :, None], turns, interleaved=model.rope_interleaved)[:, :, 0]
+    if turns is not None:
+        with named_scope("rope"):
+            # The key that all heads share is rotated on the device of its token.
+            shared = rotate(shared[:, :, None], turns, interleaved=model.rope_interleaved)[:, :, 0]
     with named_scope("qkv"):
         both = split_sequence(jnp.concatenate([latent, shared], axis=-1), gathered)
         latent, shared = jnp.split(both, [mla.kv_rank], axis=-1)
-    with named_scope("rope"):
-        plain, turned = jnp.split(q, [mla.d_nope], axis=-1)
-        q = jnp.concatenate([plain, rotate(turned, turns, interleaved=model.rope_interleaved)], axis=-1)
+    if turns is not None:
+        with named_scope("rope"):
+            plain, turned = jnp.split(q, [mla.d_nope], axis=-1)
+            q = jnp.concatenate([plain, rotate(turned, turns, interleaved=model.rope_interleaved)], axis=-1)
     return q, latent, shared

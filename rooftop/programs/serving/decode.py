@@ -475,7 +475,7 @@ class PagedHeads:
         return result
 
     def _latent(self, normed: Float[Array, "1 T D"], pool: Pages) -> tuple[Float[Array, "1 T N d_v"], Pages]:
-        assert isinstance(self.layer, LatentAttention) and self.turns is not None
+        assert isinstance(self.layer, LatentAttention)
         model, specs, mla = self.how.model, self.how.specs, self.how.model.mla
         assert mla is not None
         q, latent, shared = latents(normed, self.layer, self.turns, model, mla, specs)
