@@ -641,3 +641,22 @@ def test_a_branch_runs_as_often_as_its_program_says(scope: str, matmuls: float, 
         if instruction.opcode == "dot"
     )
     assert flops == pytest.approx(matmuls * 2 * size**3)
+
+
+@pytest.mark.parametrize(("scope", "trips"), [("inner", 1), ("trips[2.5]", 2.5)])
+def test_a_loop_that_data_ends_has_the_trips_that_its_program_says(scope: str, trips: float) -> None:
+    """In a loop of four trips, one that counts as long as data say, and declares its mean or nothing."""
+
+    def step(x: jax.Array, most: jax.Array) -> jax.Array:
+        def inner(_: jax.Array, x: jax.Array) -> jax.Array:
+            with named_scope(scope):
+                return jnp.sin(x) @ x
+
+        return jax.lax.fori_loop(0, 4, lambda _, x: jax.lax.fori_loop(0, most, inner, x), x)
+
+    size = 16 * len(scope)
+    text = jax.jit(step).lower(jnp.ones((size, size)), jnp.int32(3)).compile().as_text()
+    module = hlo.parse(text)
+    assert len(module.uncounted_loops) == (trips == 1)
+    (row,) = read_ledger(module, {"data": 1})
+    assert row.count * row.flops["f32"] == 4 * trips * 2 * size**3

@@ -618,6 +618,33 @@ def test_a_fusion_moves_its_results_in_their_own_dtype_and_layers_of_a_stack_alo
     assert moved["one"] == pytest.approx(2 * NBYTES, abs=8)
 
 
+def test_a_scatter_moves_the_rows_that_it_updates_unless_it_makes_the_array() -> None:
+    """Rows are read and written in place; updates are read once, and an array of zeros is written whole."""
+    table, rows, index = f"bf16[{100 * ROWS},512]", f"bf16[{ROWS},512]", f"s32[{ROWS},1]"
+    numbers = "update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1"
+    plus = "%plus (a: bf16[], b: bf16[]) -> bf16[] {\n  %a = bf16[] parameter(0)\n  ROOT %b = bf16[] parameter(1)\n}"
+    attributes = f"{numbers}, to_apply=%plus"
+    into = fused(
+        "into", [table, index, rows], f"b = {table} bitcast(%p0)", f"r = {table} scatter(%b, %p1, %p2), {attributes}"
+    )
+    new = fused("new", [index, rows], "z = bf16[] constant(0)", f"b = {table} broadcast(%z), dimensions={{}}",
+        f"r = {table} scatter(%b, %p0, %p1), {attributes}")  # fmt: skip
+    parsed = module(
+        [
+            f"table = {table} broadcast(%x), dimensions={{0,1}}",
+            f"i = {index} iota(), iota_dimension=0",
+            f"inside = {table} fusion(%table, %i, %x), kind=kCustom, calls=%into",
+            f"alone = {table} scatter(%table, %i, %x), {attributes}",
+            f"zeros = {table} fusion(%i, %x), kind=kCustom, calls=%new",
+        ],
+        plus, into, new,
+    )  # fmt: skip
+    main = parsed.computations[parsed.entry]
+    moved = {name: work(parsed, main, main.instructions[name]).hbm_bytes for name in ("inside", "alone", "zeros")}
+    assert moved["inside"] == moved["alone"] == 3 * NBYTES + 4 * ROWS
+    assert moved["zeros"] == 101 * NBYTES + 4 * ROWS
+
+
 # ---- XLA:TPU --------------------------------------------------------------------------------------------------------
 
 B, D, F = 8192, 8192, 32768

@@ -363,7 +363,17 @@ def _traffic(
     if instruction.opcode == "dynamic-update-slice":
         update = operands[1].shape[0]
         return [(update.nbytes, update.space)], [(update.nbytes, out[0][1])]
+    if _scatters_one(instruction):
+        indices, updates = (operand.shape[0] for operand in operands[1:])
+        # The elements that change are read too: a row is a part of a tile, and may be added to.
+        reads = [(updates.nbytes, out[0][1]), (indices.nbytes, indices.space), (updates.nbytes, updates.space)]
+        return reads, [(updates.nbytes, out[0][1])]
     return [(tensor.nbytes, tensor.space) for operand in operands for tensor in operand.shape], out
+
+
+def _scatters_one(instruction: Instruction) -> bool:
+    """True for a scatter of one array, which is in place: where XLA needs the array again, it copies it first."""
+    return instruction.opcode == "scatter" and len(instruction.operands) == 3
 
 
 def _read(module: Module, inner: HloComputation, source: Instruction) -> float:
@@ -380,6 +390,8 @@ def _elements_read(module: Module, inner: HloComputation, source: Instruction) -
         first = user.operands[0] == source.name
         if user.opcode in ("slice", "dynamic-slice", "gather") and first:
             total += user.shape[0].elements
+        elif _scatters_one(user) and first:
+            total += inner.operands(user)[2].shape[0].elements
         elif user.opcode in _RENAMES or _only_renames(module, user):
             total += _elements_read(module, inner, user) if user.name != inner.root else source.shape[0].elements
         elif user.opcode == "fusion":
@@ -418,6 +430,12 @@ def _written(inner: HloComputation, result: Instruction) -> float:
         return 0.0
     if result.opcode == "dynamic-update-slice":
         return inner.operands(result)[1].shape[0].elements * _item_bytes(whole)
+    if _scatters_one(result):
+        array, _, updates = inner.operands(result)
+        while array.opcode == "bitcast" and array.operands:
+            (array,) = inner.operands(array)
+        if array.opcode == "parameter":
+            return updates.shape[0].elements * _item_bytes(whole)
     return whole.nbytes
 
 

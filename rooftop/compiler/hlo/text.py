@@ -36,6 +36,7 @@ _CALLED = re.compile(rf"\b(?:{_ROLES})=(\{{[^}}]*\}}|%?[\w.\-]+)")
 
 #: The scope with which a program declares how often it takes a branch of a conditional.
 _TAKEN = re.compile(r"taken\[(\d+):(\d+)(?::(\d+(?:\.\d+)?))?\]")
+_TRIPS = re.compile(r"trips\[(\d+(?:\.\d+)?)\]")
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,8 @@ class Module:
         """Executions of each computation in one execution of the module, loops multiplied out.
 
         The body of a loop in ``uncounted_loops`` counts once. So does a branch of a conditional, unless its program
-        declares in a scope that it takes it more rarely (``Taken``): the count is a mean, and may have a fraction.
-        Unreachable computations count zero.
+        declares in a scope that it takes it more rarely (``Taken``): the count is a mean, and may have a fraction. So
+        may the trips that a program declares (``declared_trips``). Unreachable computations count zero.
         """
         counts = dict.fromkeys(self.computations, Fraction(0))
         counts[self.entry] = Fraction(1)
@@ -173,7 +174,8 @@ class Module:
             for caller, instruction in self.callers.get(name, ()):
                 times = Fraction(1)
                 if instruction.opcode == "while":
-                    times = Fraction(self.trip_count(caller, instruction) or 1)
+                    counted = self.trip_count(caller, instruction)
+                    times = self.declared_trips(instruction) or Fraction(1) if counted is None else Fraction(counted)
                 elif instruction.opcode == "conditional":
                     times = self.taken(instruction, self.computations[name]).executed
                 counts[name] += counts[caller.name] * times
@@ -193,13 +195,23 @@ class Module:
 
     @cached_property
     def uncounted_loops(self) -> tuple[str, ...]:
-        """Loops whose trip count does not follow from the text (it depends on data)."""
+        """Loops whose trip count does not follow from the text (it depends on data), nor from a declaration."""
         return tuple(
             instruction.name
             for computation in self.computations.values()
             for instruction in computation
-            if instruction.opcode == "while" and self.trip_count(computation, instruction) is None
+            if instruction.opcode == "while"
+            and self.trip_count(computation, instruction) is None
+            and self.declared_trips(instruction) is None
         )
+
+    def declared_trips(self, loop: Instruction) -> Fraction | None:
+        """The mean trips of a loop that its program declares by a scope in the body: ``trips[2.5]``."""
+        outside = len(_TRIPS.findall(loop.op_name))
+        for instruction in self.computations[loop.called_as("body")]:
+            if declared := _TRIPS.findall(instruction.op_name)[outside:]:
+                return Fraction(declared[0])
+        return None
 
     def trip_count(self, computation: HloComputation, loop: Instruction) -> int | None:
         """Trips of a ``while`` that counts from a constant to a constant, else None. TPU text prints none."""

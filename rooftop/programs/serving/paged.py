@@ -25,7 +25,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import lax, named_scope
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -401,8 +401,10 @@ def _gathered(
         tables = jnp.pad(rows.tables, ((0, 0), (0, blocks * step - pages)))
 
         def body(index: jax.Array, carry: Sums) -> Sums:
-            table = lax.dynamic_slice_in_dim(tables, index * step, step, axis=1)
-            return joined(carry, table, index * step * part.page_tokens)
+            # The program is for sequences that fill their tables.
+            with named_scope(f"trips[{blocks}]"):
+                table = lax.dynamic_slice_in_dim(tables, index * step, step, axis=1)
+                return joined(carry, table, index * step * part.page_tokens)
 
         longest = jnp.max(rows.start + rows.count)
         trips = jnp.minimum(-(-longest // (step * part.page_tokens)), blocks)
