@@ -63,7 +63,9 @@ CONTEXT_CHUNKS = 2
 #: Blocks of positions that the splash kernel should not have to go below where padding decides its length, in LANES.
 _LEAST_BLOCK, _MOST_BLOCK = 4, 8
 #: Axes of an engine's mesh, those of neighbouring devices last; ``data`` are copies of the others.
-ENGINE_AXES: tuple[str, ...] = ("data", "fsdp", "expert", "tensor", "context")
+ENGINE_AXES: tuple[str, ...] = ("data", "stage", "fsdp", "expert", "tensor", "context")
+#: Those of them that one program of an engine knows.
+PROGRAM_AXES: tuple[str, ...] = tuple(axis for axis in ENGINE_AXES if axis not in (*REPLICA_AXES, *STAGE_AXES))
 #: How an engine holds weights of a dtype, in groups that share a scale (None: a whole column).
 ENGINE_WEIGHTS: Mapping[tuple[str, int | None], str] = MappingProxyType(
     {("bf16", None): "plain", ("int8", None): "int8", ("f8_e4m3", None): "f8_e4m3", ("f4_e2m1", 32): "f4_e2m1-32"}
@@ -547,9 +549,11 @@ def _draft(spec: ServingSpec) -> str | None:
 
 
 def _copies(spec: ServingSpec) -> str | None:
-    copies = spec.ways(*REPLICA_AXES)
+    copies, stages = spec.ways(*REPLICA_AXES), spec.ways(*STAGE_AXES)
     if copies > 1 and (spec.disaggregated or spec.drafted):
         return f"an engine with disaggregated batching or a draft model is one copy, not {copies} over data"
+    if stages > 1 and spec.drafted:
+        return f"an engine with a draft model has one stage, not {stages}"
     return None
 
 
@@ -558,6 +562,8 @@ def engine_mesh_errors(model: ModelConfig, axes: Mapping[str, int]) -> Iterator[
     expert = ways(axes, *EXPERT_AXES)
     if model.moe is None and expert > 1:
         yield RooftopError("mesh axis expert", expert, f"1: {model.name} has no experts")
+    if (stages := ways(axes, *STAGE_AXES)) > model.layers:
+        yield RooftopError("mesh axis stage", stages, f"at most one for each of {model.layers} layers")
     if (width := ways(axes, *GATHER_AXES)) == 1:
         return
     split = width * ways(axes, *COLUMN_AXES, *SEQUENCE_AXES)
@@ -625,7 +631,12 @@ SERVING: tuple[Capability[ServingSpec], ...] = (
         obstacle=_pages,
     ),
     Capability(name="draft model", accepted="interleaved batching", obstacle=_draft),
-    Capability(name="data axis", accepted="interleaved batching, no draft model", obstacle=_copies),
+    Capability(name="data and stage axes", accepted="no draft model; data: interleaved batching", obstacle=_copies),
+    Capability(
+        name="layers of a stage",
+        accepted="any number of them; dealt out unevenly, the first stages have more",
+        obstacle=_runs,
+    ),
     Capability(
         name="expert and fsdp axes",
         accepted="expert: 1 without experts; fsdp: fsdp x tensor x context a divisor of D",

@@ -52,10 +52,11 @@ def load_weights(
     """The weights of ``model`` from the safetensors in ``folder`` (one file, or several with an index).
 
     ``abstract`` has shapes, dtypes and shardings, as returned by ``rooftop.programs.parameters.abstract``; values are
-    cast to those dtypes on the device. ``described`` says how dims are padded; by default none is. Tensors that the
-    model does not have are ignored, and quantised ones are dequantised. ``placed`` converts each array to its stored
-    form, before the next one is read. It also gets the scales that the checkpoint has for the array, if they are those
-    of the groups that ``scaled`` says, whose dim has an element for each group then; else None.
+    cast to those dtypes on the device. ``described`` says how dims are padded, and which layers there are
+    (``rooftop.programs.parameters.of_layers``); by default none is padded, and all are there. Tensors that the model
+    does not have are ignored, and quantised ones are dequantised. ``placed`` converts each array to its stored form,
+    before the next one is read. It also gets the scales that the checkpoint has for the array, if they are those of the
+    groups that ``scaled`` says, whose dim has an element for each group then; else None.
 
     Raises RooftopError for a file or tensor that is missing, damaged, quantised in a way that is not read, or of
     another shape than the model's.
@@ -70,12 +71,16 @@ def load_weights(
     leaves = []
     for path, leaf in _by_path(abstract).items():
         parameter = padded[path]
+        own_places = {
+            (index[0] - parameter.first, *index[1:]) if parameter.stacked else index: entry
+            for index, entry in places[path].items()
+        }
         source, scaled_dim = _Source(parameter=parameters[path], padding=parameter.padding), scaled(parameter)
-        array, own = _load(checkpoint, places[path], source, leaf), None
+        array, own = _load(checkpoint, own_places, source, leaf), None
         if scaled_dim is not None and (scaled_dim.group is None or not source.pads(scaled_dim.dim)):
             scales = group_scales(checkpoint, scaled_dim.group)
             if all(entry.name in scales for entry in places[path].values()):
-                own = _load(scales, places[path], source.thin(scaled_dim), _thin(leaf, scaled_dim))
+                own = _load(scales, own_places, source.thin(scaled_dim), _thin(leaf, scaled_dim))
         leaves.append(placed(parameter, array, own))
     weights: Transformer[Any] = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     return weights

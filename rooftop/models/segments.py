@@ -70,6 +70,27 @@ def stage_parts(model: ModelConfig) -> tuple[int, str]:
     return shared.repeats, what if layers == model.layers else f"{what} that stages share"
 
 
+def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
+    """The layers of each pipeline stage of a server: as many as any other's, or one more in the first stages.
+
+    The last stage has the unembedding too, which takes as long as a part of a layer.
+    """
+    least, more = divmod(layers, stages)
+    ends = [least * (stage + 1) + min(stage + 1, more) for stage in range(stages)]
+    return tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
+
+
+@lru_cache(maxsize=256)
+def heaviest_stage(model: ModelConfig, stages: int) -> tuple[int, int]:
+    """Layers of the pipeline stage of a server with the most weights, and those of them that have experts.
+
+    It is the one with the most layers of experts, and of equals the one with the most layers.
+    """
+    sizes = [(sum(map(model.has_experts, own)), len(own)) for own in stage_layers(model.layers, stages)]
+    mixtures, layers = max(sizes)
+    return layers, mixtures
+
+
 def layers_alone(model: ModelConfig) -> tuple[tuple[LayerKind, ...], tuple[LayerKind, ...]]:
     """Layers that pipeline stages do not share, by kind: those of the first stage alone, and those of the last."""
     runs, shared = segments(model), shared_segment(model)

@@ -24,7 +24,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import next_multiple
 from rooftop.models.config import MLA, ModelConfig
 from rooftop.models.config import MoE as Mixture
-from rooftop.models.segments import LayerKind, segments, shared_segment
+from rooftop.models.segments import LayerKind, Segment, segments, shared_segment
 from rooftop.models.widths import HeadSplit, PaddedDim
 from rooftop.programs.sharding import Dim, Specs, axes_of
 
@@ -189,7 +189,8 @@ class Parameter:
     ``padding`` has an entry for each dim that is stored with zeros, None for others; () without any. ``fan_in`` is None
     for scales, biases and sinks: they start as ``value`` and have no weight decay. ``sequence`` is the logical dim that
     splits the tokens at the parameter's place: ``seq`` inside matmuls, ``residual_seq`` between them. A ``stacked``
-    parameter has several layers along its first dim. A ``plain`` one is small and sensitive: no format quantises it.
+    parameter has several layers along its first dim, those of its stack from ``first`` on. A ``plain`` one is small and
+    sensitive: no format quantises it.
     """
 
     shape: tuple[int, ...]
@@ -198,6 +199,7 @@ class Parameter:
     value: float = 0.0
     sequence: str = "seq"
     stacked: bool = False
+    first: int = 0
     plain: bool = False
     padding: tuple[PaddedDim | None, ...] = ()
     reads_padding: bool = False
@@ -263,6 +265,35 @@ def describe(
     padded: Transformer[Parameter] = jax.tree.map(lambda parameter: _padded(parameter, model, ways), described)
     # The rows of a tied table are split too, where it is the unembedding.
     return replace(padded, embed=_padded_rows(padded.embed, rows)) if model.tied_embeddings else padded
+
+
+def of_layers(described: Transformer[Parameter], model: ModelConfig, layers: range) -> Transformer[Parameter]:
+    """The weights of a pipeline stage of a server, which has ``layers``; None for what other stages have.
+
+    The first stage has the embedding, the last one the unembedding, which may be the same table.
+    """
+    first, last = layers.start == 0, layers.stop == model.layers
+
+    def of_stack(segment: Segment, position: int, stack: Layer[Parameter]) -> Any:
+        own = [repeat for repeat in range(segment.repeats) if segment.layer(position, repeat) in layers]
+        if not own:
+            return None
+        return jax.tree.map(
+            lambda weight: replace(weight, shape=(len(own), *weight.shape[1:]), first=weight.first + own[0]), stack
+        )
+
+    absent: Any = None
+    return replace(
+        described,
+        embed=described.embed if first or (last and model.tied_embeddings) else absent,
+        positions=described.positions if first else absent,
+        layers=tuple(
+            tuple(of_stack(segment, position, stack) for position, stack in enumerate(stacks))
+            for segment, stacks in zip(segments(model), described.layers, strict=True)
+        ),
+        final_norm=described.final_norm if last else absent,
+        unembed=described.unembed if last else absent,
+    )
 
 
 def _padded_rows(table: Parameter, rows: int) -> Parameter:
@@ -572,20 +603,34 @@ def moved(arrays: Any, places: Any) -> Any:
 
 
 def initialise(
-    described: Transformer[Parameter], key: jax.Array, mesh: Mesh, specs: Specs, dtype: DTypeLike
+    described: Transformer[Parameter],
+    key: jax.Array,
+    mesh: Mesh,
+    specs: Specs,
+    dtype: DTypeLike,
+    *,
+    whole: Transformer[Parameter] | None = None,
 ) -> Transformer[jax.Array]:
     """Initial weights, each created in its shards: normal with deviation fan_in**-0.5, or constant without a fan-in.
 
-    Padding is zero. The values depend on ``key`` and not on the mesh.
+    Padding is zero. The values depend on ``key`` and not on the mesh. Those of some layers (``of_layers``) are the same
+    as in the ``whole``.
     """
     sharding_leaves = jax.tree.leaves(shardings(described, mesh, specs))
     parameters, tree = jax.tree.flatten(described)
+    every = jax.tree_util.tree_leaves_with_path(described if whole is None else whole)
+    sources = {path: (parameter.true_shape, at) for at, (path, parameter) in enumerate(every)}
+    chosen = [sources[path] for path, _ in jax.tree_util.tree_leaves_with_path(described)]
 
-    def initial(parameter: Parameter, key: jax.Array, sharding: NamedSharding) -> jax.Array:
+    def initial(
+        parameter: Parameter, key: jax.Array, sharding: NamedSharding, source: tuple[tuple[int, ...], int]
+    ) -> jax.Array:
         def create(key: jax.Array) -> jax.Array:
             if parameter.fan_in is None:
                 return stored(jnp.full(parameter.true_shape, parameter.value, dtype), parameter)
-            normal = jax.random.normal(key, parameter.true_shape, jnp.float32)
+            normal = jax.random.normal(key, source[0], jnp.float32)
+            if parameter.true_shape != source[0]:
+                normal = jax.lax.slice_in_dim(normal, parameter.first, parameter.first + parameter.true_shape[0])
             return stored((normal * parameter.fan_in**-0.5).astype(dtype), parameter)
 
         # Before it is padded, an array need not divide.
@@ -593,7 +638,11 @@ def initialise(
 
     @jax.jit
     def create(key: jax.Array) -> list[jax.Array]:
-        return list(map(initial, parameters, jax.random.split(key, len(parameters)), sharding_leaves))
+        keys = jax.random.split(key, len(every))
+        return [
+            initial(parameter, keys[source[1]], sharding, source)
+            for parameter, sharding, source in zip(parameters, sharding_leaves, chosen, strict=True)
+        ]
 
     with jax.set_mesh(mesh):
         return jax.tree.unflatten(tree, create(key))

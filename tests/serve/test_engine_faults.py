@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint("llama", tmp_path_factory.mktemp("faults"))
 
 
-@pytest.fixture(scope="module")
-def paged_engine(folder: Path) -> PagedEngine:
-    return engine(folder)
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda stages: f"stage={stages}")
+def paged_engine(folder: Path, request: pytest.FixtureRequest) -> PagedEngine:
+    return engine(folder, replace(CONFIGURATION, mesh=(("stage", request.param),)))
 
 
 class Caller:
@@ -121,6 +122,8 @@ def test_an_engine_that_is_abandoned_says_so_once(paged_engine: PagedEngine) -> 
     with pytest.raises(Overloaded):
         ask(serving, 9)
     assert serving.drain(1.0)
+    # Other engines of these tests have the same replicas.
+    serving._thread.join(60)
 
 
 def test_a_step_that_fails_ends_all_requests_with_an_error_and_the_next_are_served(
@@ -223,6 +226,8 @@ def test_what_does_not_fit_or_go_together_is_one_line(folder: Path, tmp_path: Pa
         load(folder, Configuration(mesh=(("context", 4),), page_tokens=6))
     with pytest.raises(RooftopError, match="mesh axis data: got 2; accepted: 1 with disaggregated"):
         Configuration(mesh=(("data", 2),), policy=Policy(max_batch=4, batching="disaggregated"))
+    with pytest.raises(RooftopError, match="mesh axis stage: got 2; accepted: 1 in a process that can only generate"):
+        Configuration(mesh=(("stage", 2),), role="generate", policy=Policy(max_batch=4, batching="disaggregated"))
     with pytest.raises(RooftopError, match=r"mesh axis expert: got 2; accepted: 1: llama has no experts"):
         load(folder, Configuration(mesh=(("expert", 2),)))
     with pytest.raises(RooftopError, match="prefill_devices"):

@@ -211,7 +211,7 @@ def test_what_a_step_sends_on_a_tpu_is_what_plans_count(kv_split: str, reader: s
         place = NamedSharding(mesh, P(*leaf.sharding.spec[1:]))
         return (jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=place),) * leaf.shape[0]
 
-    weights = by_layer(model, jax.tree.map(apart, describe(model), decoder.abstract_weights(mesh)))
+    weights = by_layer(decoder, jax.tree.map(apart, describe(model), decoder.abstract_weights(mesh)))
     shapes = Shapes(batches=(32,), widths=(256,), contexts=(8192,), prefill_tokens=256)
     programs = Programs(decoder, mesh, weights, pages=4 * 1025 - 1, slots=32, shapes=shapes)
     programs.compile([("step", (32, 1, 512))])

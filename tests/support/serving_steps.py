@@ -73,7 +73,7 @@ def _step(
 
         return (jax.tree.map(of_layer, stored),) * leaf.shape[0]
 
-    weights = by_layer(decoder.model, jax.tree.map(apart, decoder.described, decoder.abstract_weights(mesh)))
+    weights = by_layer(decoder, jax.tree.map(apart, decoder.described, decoder.abstract_weights(mesh)))
     pages = batch * (context // decoder.page_tokens) + decoder.groups.ways - 1
     shapes = Shapes(batches=(batch,), widths=(decoder.least_rows,), contexts=(context,), prefill_tokens=256)
     programs = Programs(decoder, mesh, weights, pages=pages, slots=batch, shapes=shapes)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from rooftop.arrays.rules import Rules, ways
 from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig
-from rooftop.models.segments import LayerKind, segments
+from rooftop.models.segments import LayerKind, segments, stage_layers
 from rooftop.models.widths import HeadSplit
 from rooftop.programs.attention.scores import Scores
 from rooftop.programs.model import loss as losses
@@ -44,6 +45,7 @@ from rooftop.programs.parameters import (
     Transformer,
     abstract,
     describe,
+    of_layers,
 )
 from rooftop.programs.serving.groups import DeviceGroups
 from rooftop.programs.serving.paged import PageParts, Pages, Rows, attend_heads, attend_latents
@@ -79,6 +81,9 @@ class Decoder:
     ``rooftop.programs.serving.paged.READERS``, ``alternatives`` the limit of ``log_probabilities``. With
     ``weights_left``, on one device, weights of attention and MLPs are left operands of their matmuls, all of them
     ``Turned``.
+
+    Of ``stages`` pipeline stages this is the decoder of one, ``stage``: it has ``stage_layers`` of the model and their
+    cache. Each stage is a program on devices of its own; the residual stream goes from one to the next.
     """
 
     model: ModelConfig
@@ -91,6 +96,23 @@ class Decoder:
     expert_matmul: str = "batched"
     alternatives: int = 20
     weights_left: bool = False
+    stages: int = 1
+    stage: int = 0
+
+    @cached_property
+    def layers(self) -> range:
+        """The layers of this stage."""
+        return stage_layers(self.model.layers, self.stages)[self.stage]
+
+    @property
+    def is_first(self) -> bool:
+        """True if this stage looks up the tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True if this stage computes logits."""
+        return self.stage == self.stages - 1
 
     @cached_property
     def tensor(self) -> int:
@@ -121,7 +143,8 @@ class Decoder:
     @cached_property
     def described(self) -> Transformer[Parameter]:
         """The weights as this decoder stores them."""
-        return describe(self.model, self.specs.ways(dict(self.sizes)), stationary=True)
+        whole = describe(self.model, self.specs.ways(dict(self.sizes)), stationary=True)
+        return whole if self.stages == 1 else of_layers(whole, self.model, self.layers)
 
     @cached_property
     def groups(self) -> DeviceGroups:
@@ -174,10 +197,9 @@ class Decoder:
 
     @property
     def kinds(self) -> Iterator[LayerKind]:
-        """The kind of each layer, from the first to the last."""
-        for segment in segments(self.model):
-            for _ in range(segment.repeats):
-                yield from segment.kinds
+        """The kind of each layer of this stage, from the first to the last."""
+        every = (kind for run in segments(self.model) for _ in range(run.repeats) for kind in run.kinds)
+        yield from islice(every, self.layers.start, self.layers.stop)
 
     @property
     def page_shape(self) -> tuple[int, ...]:
@@ -192,12 +214,12 @@ class Decoder:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page of all layers, on all devices together."""
+        """Bytes of a page of all layers of this stage, on all its devices together."""
         item = 1 if self.quantised_cache else jnp.dtype(self.dtype).itemsize
         *rows, size = self.page_shape
         scale = 4 if self.quantised_cache else 0
         copies = self.tensor if self.model.mla is not None else 1
-        return self.model.layers * math.prod(rows) * (size * item + scale) * copies
+        return len(self.layers) * math.prod(rows) * (size * item + scale) * copies
 
     @property
     def cache_spec(self) -> P:
@@ -206,7 +228,7 @@ class Decoder:
         return P(self.groups.axes or None, None, heads, self.parts.axes or None, *(None for _ in self.page_shape[3:]))
 
     def abstract_pools(self, pages: int, mesh: Mesh | AbstractMesh) -> tuple[Pages, ...]:
-        """Shapes and shardings of the pools of all layers: ``pages`` pages, and a last one for padding.
+        """Shapes and shardings of the pools of this stage's layers: ``pages`` pages, and a last one for padding.
 
         With several ``groups`` each has an equal part of the pages, and its own last one for padding.
         """
@@ -216,27 +238,33 @@ class Decoder:
         place = NamedSharding(mesh, P(*spec.partitions[:-1]))
         scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=place) if self.quantised_cache else None
         pool: Any = Pages(values=values, scales=scales)  # type: ignore[arg-type]
-        return (pool,) * self.model.layers
+        return (pool,) * len(self.layers)
+
+    def abstract_stream(self, tokens: int, mesh: Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
+        """Shape and sharding of the residual stream [1, T, D] that a stage hands to the next one."""
+        place = NamedSharding(mesh, self.specs.residual)
+        return jax.ShapeDtypeStruct((1, tokens, self.model.d_model), jnp.dtype(self.dtype), sharding=place)
 
     def abstract_weights(self, mesh: Mesh | AbstractMesh) -> Transformer[jax.ShapeDtypeStruct]:
         """Shapes and shardings of the weights in stacks, the form in which checkpoints are read."""
         return abstract(self.described, mesh, self.specs, jnp.dtype(self.dtype))
 
 
-def by_layer(model: ModelConfig, stacks: Transformer[Any]) -> Transformer[Any]:
+def by_layer(decoder: Decoder, stacks: Transformer[Any]) -> Transformer[Any]:
     """Weights layer by layer, the form that this module uses.
 
     Leaves in layers of ``stacks`` are sequences over their stacks' first dim. In the result, ``layers[l][0]`` are the
-    weights of layer l, without a leading dim.
+    weights of layer l of the stage, without a leading dim.
     """
     by_index = dict[int, Layer[Any]]()
-    for segment, periods in zip(segments(model), stacks.layers, strict=True):
+    for segment, periods in zip(segments(decoder.model), stacks.layers, strict=True):
         for position, stack in enumerate(periods):
-            for repeat in range(segment.repeats):
-                leaves, tree = jax.tree.flatten(stack, is_leaf=lambda leaf: isinstance(leaf, tuple))
-                layer = jax.tree.unflatten(tree, [leaf[repeat] for leaf in leaves])
+            leaves, tree = jax.tree.flatten(stack, is_leaf=lambda leaf: isinstance(leaf, tuple))
+            own = [repeat for repeat in range(segment.repeats) if segment.layer(position, repeat) in decoder.layers]
+            for at, repeat in enumerate(own):
+                layer = jax.tree.unflatten(tree, [leaf[at] for leaf in leaves])
                 by_index[segment.layer(position, repeat)] = layer
-    return replace(stacks, layers=tuple((by_index[layer],) for layer in range(model.layers)))
+    return replace(stacks, layers=tuple((by_index[layer],) for layer in decoder.layers))
 
 
 @jax.tree_util.register_dataclass
@@ -261,6 +289,7 @@ def step(
     *,
     widths: Sequence[int],
     every: bool = False,
+    stream: Float[Array, "1 T D"] | None = None,
 ) -> tuple[Int32[Array, " chosen"], Float32[Array, "chosen V"], tuple[Pages, ...]]:
     """The likeliest next token of each row and its logits, and the pools with the new tokens' keys and values.
 
@@ -273,14 +302,11 @@ def step(
     With ``every``, the next token after each of the T tokens. This verifies guesses: a guess is accepted if it equals
     the token chosen after its predecessor. The probability of acceptance is then the one that the model gives the
     guess, and the replacement of a rejected guess has the model's distribution without it: the rejection rule
-    (Leviathan et al. 2023) for deterministic guesses. Runs under ``jax.set_mesh``.
+    (Leviathan et al. 2023) for deterministic guesses. The last of several stages gets the ``stream`` of the stage
+    before. Runs under ``jax.set_mesh``.
     """
-    rows = tuple(
-        Rows(tables=block[:, HEAD + width :], start=block[:, START], count=block[:, COUNT], width=width)
-        for block, width in zip(packed, widths, strict=True)
-    )
-    tokens = [block[:, HEAD : HEAD + width].reshape(-1) for block, width in zip(packed, widths, strict=True)]
-    x, pools = _stream(weights, pools, jnp.concatenate(tokens)[None], rows, how)
+    tokens, rows = _unpacked(packed, widths)
+    x, pools = _stream(weights, pools, tokens, rows, how, stream)
     last, first = list[jax.Array](), 0
     for block in rows:
         last.append(first + jnp.arange(len(block.count)) * block.width + jnp.maximum(block.count, 1) - 1)
@@ -290,6 +316,34 @@ def step(
     logits = _logits(x, weights, jnp.concatenate(last) if some else None, how)
     with named_scope("sample"):
         return largest_of_parts(logits), logits, pools
+
+
+def through_stage(
+    weights: Transformer[Any],
+    pools: tuple[Pages, ...],
+    packed: Sequence[Int32[Array, "_R _columns"]],
+    how: Decoder,
+    *,
+    widths: Sequence[int],
+    stream: Float[Array, "1 T D"] | None = None,
+) -> tuple[Float[Array, "1 T D"], tuple[Pages, ...]]:
+    """The residual stream after the layers of a stage before the last one, and its pools; otherwise as ``step``.
+
+    ``stream`` is that of the stage before; None in the first stage.
+    """
+    tokens, rows = _unpacked(packed, widths)
+    return _stream(weights, pools, tokens, rows, how, stream)
+
+
+def _unpacked(
+    packed: Sequence[Int32[Array, "_R _columns"]], widths: Sequence[int]
+) -> tuple[Int32[Array, "1 T"], tuple[Rows, ...]]:
+    rows = tuple(
+        Rows(tables=block[:, HEAD + width :], start=block[:, START], count=block[:, COUNT], width=width)
+        for block, width in zip(packed, widths, strict=True)
+    )
+    tokens = [block[:, HEAD : HEAD + width].reshape(-1) for block, width in zip(packed, widths, strict=True)]
+    return jnp.concatenate(tokens)[None], rows
 
 
 def propose(
@@ -335,14 +389,23 @@ def only_likeliest(heads: npt.NDArray[np.int32]) -> bool:
 
 
 def _stream(
-    weights: Transformer[Any], pools: tuple[Pages, ...], tokens: Int[Array, "1 T"], rows: tuple[Rows, ...], how: Decoder
+    weights: Transformer[Any],
+    pools: tuple[Pages, ...],
+    tokens: Int[Array, "1 T"],
+    rows: tuple[Rows, ...],
+    how: Decoder,
+    x: Float[Array, "1 T D"] | None = None,
 ) -> tuple[Float[Array, "1 T D"], tuple[Pages, ...]]:
-    """The normalised residual stream of ``tokens`` after the last layer, and the pools with their keys and values."""
+    """The residual stream of ``tokens`` after the layers, and the pools with their keys and values.
+
+    ``x`` is the stream before the layers (None: looked up). After the last layer of the model it is normalised.
+    """
     model, computation = how.model, how.computation
     positions = jnp.concatenate([block.positions().reshape(-1) for block in rows])[None]
     positions = jnp.minimum(positions, model.max_seq_len - 1)
-    with named_scope("embed"):
-        x = embed(weights, Batch(tokens=tokens, targets=tokens, positions=positions), computation)
+    if x is None:
+        with named_scope("embed"):
+            x = embed(weights, Batch(tokens=tokens, targets=tokens, positions=positions), computation)
     with named_scope("layers"):
         with named_scope("attn"), named_scope("rope"):
             turns = {local: rotation(model, positions, local=local) for local in (False, True)}
@@ -353,7 +416,7 @@ def _stream(
             own = turns[local] if kind.rope and model.positions == "rope" else None
             heads = PagedHeads(layer=layer.attn, turns=own, window=kind.window, rows=rows, how=how)
             x, _ = transform(x, layer, partial(heads, pool=pool, written=written), None, computation)
-    return final_norm(x, weights, computation), tuple(written)
+    return final_norm(x, weights, computation) if how.is_last else x, tuple(written)
 
 
 def _logits(

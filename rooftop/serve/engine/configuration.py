@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rooftop.arrays.rules import REPLICA_AXES, ways
+from rooftop.arrays.rules import REPLICA_AXES, STAGE_AXES, ways
 from rooftop.capabilities import (
     ENGINE_AXES,
     ENGINE_CACHES,
@@ -112,7 +112,9 @@ class Configuration:
     ``max_model_len`` tokens (None: as many as the model allows and the cache holds). The cache has ``pages`` of
     ``page_tokens`` (None: as many as fit) and ``host_pages`` in the host's memory. With ``prefix_cache``, prompts that
     begin alike share pages. At most ``max_queue`` requests wait. ``mesh``: sizes of ``ENGINE_AXES``; ``kv_split``:
-    the dim of the cache that context splits. Each of the ``copies`` along data gets its share of ``max_batch``.
+    the dim of the cache that context splits. Each of the ``copies`` along data gets its share of ``max_batch``, and of
+    a copy with pipeline ``stages`` each of as many flights: the sequences that take their steps together, while other
+    stages work for other flights. A flight has caches of ``pages`` and ``host_pages`` of its own.
     ``compute_dtype`` has JAX's name (None: by platform). ``weights_dtype`` is that of all layers, or with
     ``only_experts`` that of their experts. A step guesses at most ``draft_length`` tokens and
     checks them together: it looks them up in the text (``rooftop.serve.engine.running``) or asks a draft model.
@@ -142,9 +144,14 @@ class Configuration:
         return ways(dict(self.mesh), *REPLICA_AXES)
 
     @property
+    def stages(self) -> int:
+        """Pipeline stages of a copy, and its flights."""
+        return ways(dict(self.mesh), *STAGE_AXES)
+
+    @property
     def own_policy(self) -> Policy:
-        """Policy of one of the ``copies``."""
-        return replace(self.policy, max_batch=ceil_div(self.policy.max_batch, self.copies))
+        """Policy of one of the ``copies``, or of one of its flights."""
+        return replace(self.policy, max_batch=ceil_div(self.policy.max_batch, self.copies * self.stages))
 
     def __post_init__(self) -> None:
         least_of = {"draft_length": 0, "page_tokens": 1, "host_pages": 0, "max_queue": 1, "prefill_devices": 0}
@@ -165,6 +172,8 @@ class Configuration:
                 raise unknown("mesh axis of an engine", axis, ENGINE_AXES)
         if self.copies > 1 and self.policy.batching == "disaggregated":
             raise RooftopError("mesh axis data", self.copies, "1 with disaggregated batching")
+        if self.stages > 1 and self.role != "both":
+            raise RooftopError("mesh axis stage", self.stages, f"1 in a process that can only {self.role}")
 
 
 def configuration_of(plan: Mapping[str, Any]) -> Configuration:

@@ -114,8 +114,8 @@ def stats_of(
     """
     groups = [group for scheduler in schedulers for group in scheduler.groups]
     caches = [group.cache for group in groups]
-    front, back = schedulers[0], schedulers[-1]
-    prefills = front.groups if front.role == "prefill" else ()
+    back = schedulers[-1]
+    prefills = [group for scheduler in schedulers if scheduler.role == "prefill" for group in scheduler.groups]
     return EngineStats(
         waiting=0,
         running=sum(len(group.generating) + len(group.prefilling) for group in groups),

@@ -3,6 +3,10 @@
 Interleaved, one server prefills and generates, or each of several copies does for requests of its own. Disaggregated,
 one prefills and another one, on devices of its own, generates; the KV goes from pool to pool. The policy is
 ``rooftop.scheduling``'s, driven as ``rooftop.simulate`` does.
+
+A model in pipeline stages has a server for each of its flights: the sequences that take their steps together. Flights
+have the devices and the weights in common, and a scheduler and a cache each. There are as many flights as stages, so
+that every stage has work while the steps of all flights are in progress.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from rooftop.serve.engine.programs import COPIED, Compilations
 from rooftop.serve.engine.replica import Replica
 from rooftop.serve.engine.requests import Deliver, EngineStats, GenerationRequest, Overloaded, Token
 from rooftop.serve.engine.running import Running
-from rooftop.serve.engine.steps import EngineServer, check_scheduler, scheduler_of
+from rooftop.serve.engine.steps import EngineServer, Sent, check_scheduler, scheduler_of
 
 #: Routing of requests to copies.
 _ROUTING = Routing(kind="affinity")
@@ -166,6 +170,11 @@ class PagedEngine:
             raise failed[0]
 
     @property
+    def _entrances(self) -> list[EngineServer]:
+        """The servers that requests come to first, by ``Running.copy``."""
+        return self._servers[: self.configuration.stages] if self._apart else self._servers
+
+    @property
     def _all(self) -> tuple[Replica, ...]:
         return self.replicas if self.draft is None else (*self.replicas, self.draft)
 
@@ -178,7 +187,7 @@ class PagedEngine:
         """The server whose pool has the pages of ``running``."""
         if not self._apart:
             return self._servers[running.copy]
-        (front, back), sequence = self._servers, running.sequence
+        (front, back), sequence = self._flights[running.copy], running.sequence
         scheduler = back.scheduler
         return back if sequence in scheduler.generating or sequence in scheduler.swapped else front
 
@@ -186,11 +195,18 @@ class PagedEngine:
         """Create schedulers without requests and with empty caches."""
         configuration = self.configuration
         self._apart = configuration.policy.batching == "disaggregated" and len(self.replicas) > 1
-        roles = ("prefill", "generate") if self._apart else (configuration.role,) * len(self.replicas)
+        stages = configuration.stages
+        both = ("prefill",) * stages + ("generate",) * stages
+        roles = both if self._apart else (configuration.role,) * len(self.replicas)
         self._servers = [
             EngineServer(scheduler_of(configuration, replica, role), replica, self._running, self._counters, self.draft)
             for role, replica in zip(roles, self.replicas, strict=True)
         ]
+        #: The servers that begin a step together: replicas are in the order of copies, then of flights.
+        self._flights = [self._servers[at::stages] for at in range(stages)]
+        #: Steps of flights in progress, the one that began first at the front.
+        self._flying = deque[tuple[list[EngineServer], list[tuple[EngineServer, Sent]]]]()
+        self._landed_s = 0.0
         self._running.clear()
 
     def _taken(self, request: GenerationRequest, deliver: Deliver) -> Running:
@@ -228,8 +244,15 @@ class PagedEngine:
         return min(60.0, max(1.0, 1 / rate)) if rate else 1.0
 
     def _ask(self, command: Callable[[], None]) -> None:
+        """Run ``command`` between steps, with none in progress."""
+
+        def run() -> None:
+            while self._flying:
+                self._land()
+            command()
+
         with self._wake:
-            self._commands.append(command)
+            self._commands.append(run)
             self._wake.notify_all()
 
     def _loop(self) -> None:
@@ -277,54 +300,66 @@ class PagedEngine:
 
     def _admit(self, running: Running) -> None:
         self._running[running.request.id] = running
-        if len(self._servers) > 1 and not self._apart:
+        if len(self._entrances) > 1:
             running.copy = self._copy_for(running)
-        self._servers[running.copy].scheduler.submit(running.sequence)
+        self._entrances[running.copy].scheduler.submit(running.sequence)
 
     def _copy_for(self, running: Running) -> int:
         """Index of the replica for ``running``: one with a prefix of its prompt, unless others are much less busy."""
-        schedulers = [server.scheduler for server in self._servers]
+        schedulers = [server.scheduler for server in self._entrances]
         matches = [max(cache.match(running.sequence) for cache in scheduler.caches) for scheduler in schedulers]
         chosen = _ROUTING.choose(self._routed, [scheduler.outstanding for scheduler in schedulers], matches)
         self._routed += 1
         return chosen
 
     def _advance(self) -> bool:
-        """Run one step of each server. Return False if there was nothing to do."""
-        if self._apart:
-            self._hand_over()
-        sent = [(server, server.send()) for server in self._servers]
-        if not any(step for _, step in sent):
-            return False
-        behind = False
-        for server, step in sent:
-            if step is None:
+        """Begin a step of each flight that has none in progress, and end the step that began first.
+
+        Return False if there was nothing to do.
+        """
+        for flight in self._flights:
+            if any(flight is other for other, _ in self._flying):
                 continue
-            for running, token in server.collect(step, behind=behind):
+            if self._apart:
+                self._hand_over(*flight)
+            sent = [(server, step) for server in flight if (step := server.send()) is not None]
+            if sent:
+                self._flying.append((flight, sent))
+        if not self._flying:
+            return False
+        self._land()
+        return True
+
+    def _land(self) -> None:
+        """Wait for the step that began first, of each server of its flight, and deliver its tokens."""
+        flight, sent = self._flying.popleft()
+        for at, (server, step) in enumerate(sent):
+            for running, token in server.collect(step, behind=at > 0, since_s=self._landed_s):
                 self._counters.tokens += 1
                 if token.finish is not None:
                     self._end(running.request.id, token)
                 elif not self._deliver(running, token):
                     self._end(running.request.id, Token(id=running.request.id, token=None, finish="cancelled"))
             if self._apart:
-                self._moved(server, step.step.preempted, [chunk.sequence for chunk in step.step.chunks if chunk.last])
-            behind = True
+                front, back = flight
+                prefilled = [chunk.sequence for chunk in step.step.chunks if chunk.last]
+                self._moved(front, back, step.step.preempted if server is back else (), prefilled)
+        self._landed_s = time.perf_counter()
         self._counters.stepped()
-        return True
 
-    def _moved(self, server: EngineServer, preempted: Sequence[Held], prefilled: Sequence[Held]) -> None:
+    def _moved(
+        self, front: EngineServer, back: EngineServer, preempted: Sequence[Held], prefilled: Sequence[Held]
+    ) -> None:
         """Disaggregated: complete prompts move on to generation; sequences that lost their KV are prefilled again."""
-        front, back = self._servers
         for sequence in prefilled:
             if sequence in front.scheduler.to_send:
                 back.scheduler.submit(sequence)
         for sequence in preempted:
-            if server is back and not sequence.host_pages and sequence.id in self._running:
+            if not sequence.host_pages and sequence.id in self._running:
                 front.scheduler.submit(sequence, first=True)
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, front: EngineServer, back: EngineServer) -> None:
         """Send KV to the generate server as far as it has room."""
-        front, back = self._servers
         for sequence in back.scheduler.receive():
             source = np.array(front.scheduler.to_send[sequence], np.int32)
             target = np.array(sequence.pages, np.int32)
@@ -341,8 +376,10 @@ class PagedEngine:
             return
         sequence = running.sequence
         server = self._home(running)
-        if self._apart and server is self._servers[0]:
-            self._servers[1].scheduler.forget(sequence)
+        if self._apart:
+            front, back = self._flights[running.copy]
+            if server is front:
+                back.scheduler.forget(sequence)
         server.scheduler.finish(sequence)
         server.leave(running)
         self._deliver(running, token)

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from rooftop.arrays.rules import COLUMN_AXES, SEQUENCE_AXES, ways
-from rooftop.capabilities import ENGINE_AXES, SUBLANES, engine_mesh_errors
+from rooftop.capabilities import PROGRAM_AXES, SUBLANES, engine_mesh_errors
 from rooftop.checkpoints.huggingface import ScaledDim, load_weights
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
@@ -74,7 +73,9 @@ def drawn(model: ModelConfig, *, seed: int = 0) -> WeightSource:
     """A model with random weights, for measurements that do not depend on them."""
 
     def weights(decoder: Decoder, mesh: Mesh, placed: Placed, scaled: Scaled) -> Transformer[Any]:
-        initial = initialise(decoder.described, jax.random.key(seed), mesh, decoder.specs, jnp.dtype(decoder.dtype))
+        whole = replace(decoder, stages=1, stage=0).described
+        key, dtype = jax.random.key(seed), jnp.dtype(decoder.dtype)
+        initial = initialise(decoder.described, key, mesh, decoder.specs, dtype, whole=whole)
         weights: Transformer[Any] = jax.tree.map(
             lambda parameter, array: placed(parameter, array, None), decoder.described, initial
         )
@@ -134,18 +135,26 @@ def parts(
     guesser = published(draft) if isinstance(draft, Path) else draft
     here = list(jax.devices() if devices is None else devices)
     platform = here[0].platform
-    meshes = _meshes(configuration, here)
+    copies = _meshes(configuration, here)
     decoder = _decoder(source.model, configuration, platform)
-    decoders, drafter = [decoder], None
+    stages = [replace(decoder, stages=configuration.stages, stage=stage) for stage in range(configuration.stages)]
+    drafter = None
     if guesser is not None:
         _require_draft(source.model, guesser.model, configuration)
         drafter = _decoder(guesser.model, configuration, platform)
-        decoders.append(drafter)
-    for mesh in meshes:
-        require_room(decoders, mesh, configuration)
-    placed = [_placed(decoder, mesh, configuration, source.weights) for mesh in meshes]
-    small = None if drafter is None or guesser is None else _placed(drafter, meshes[-1], configuration, guesser.weights)
-    pages, max_model_len = cache_pages(decoders, meshes[-1], configuration)
+    # The decoders of each device.
+    decoders = [[stage, *([] if drafter is None else [drafter])] for stage in stages]
+    for meshes in copies:
+        for own, mesh in zip(decoders, meshes, strict=True):
+            require_room(own, mesh, configuration)
+    weights = [
+        [_placed(stage, mesh, configuration, source.weights) for stage, mesh in zip(stages, meshes, strict=True)]
+        for meshes in copies
+    ]
+    last = copies[-1][-1]
+    small = None if drafter is None or guesser is None else _placed(drafter, last, configuration, guesser.weights)
+    fitting = [cache_pages(own, mesh, configuration) for own, mesh in zip(decoders, copies[-1], strict=True)]
+    pages, max_model_len = min(fitting)
     shapes = configuration.shapes or Shapes.of(
         max_batch=configuration.own_policy.max_batch,
         max_model_len=max_model_len,
@@ -160,8 +169,7 @@ def parts(
         if any(size % decoder.token_parts for size in getattr(shapes, name)):
             accepted = f"multiples of {decoder.token_parts}, as so many devices split the tokens of a step"
             raise RooftopError(name, getattr(shapes, name), accepted)
-    make_replica = partial(
-        replica,
+    sized = dict[str, Any](
         pages=pages,
         host_pages=configuration.host_pages,
         slots=next_multiple(configuration.own_policy.max_batch, decoder.groups.ways),
@@ -169,9 +177,18 @@ def parts(
         draft_length=configuration.draft_length,
         options=None if options is None else dict(options),
     )
+
+    def flights(meshes: Sequence[Mesh], weights: Sequence[Transformer[Any]]) -> list[Replica]:
+        """A replica of one copy of the model for each of its flights."""
+        after: Replica | None = None
+        for stage, mesh, own in reversed(list(zip(stages, meshes, weights, strict=True))[1:]):
+            after = Replica(stage, mesh, own, after=after, **sized)
+        first = replica(stages[0], meshes[0], weights[0], after=after, **sized)
+        return [first, *(first.beside() for _ in range(configuration.stages - 1))]
+
     return EngineParts(
-        replicas=[make_replica(decoder, mesh, weights) for mesh, weights in zip(meshes, placed, strict=True)],
-        draft=None if drafter is None or small is None else make_replica(drafter, meshes[-1], small, drafts=True),
+        replicas=[one for meshes, own in zip(copies, weights, strict=True) for one in flights(meshes, own)],
+        draft=None if drafter is None or small is None else replica(drafter, last, small, drafts=True, **sized),
         max_model_len=max_model_len,
         stops=source.stops,
     )
@@ -193,7 +210,7 @@ def stop_tokens(checkpoint: Path) -> frozenset[int]:
 
 def _decoder(model: ModelConfig, configuration: Configuration, platform: str) -> Decoder:
     sizes, quantised = dict(configuration.mesh), configuration.kv_dtype == "int8"
-    split = tuple((axis, sizes[axis]) for axis in ENGINE_AXES[1:] if sizes.get(axis, 1) > 1)
+    split = tuple((axis, sizes[axis]) for axis in PROGRAM_AXES if sizes.get(axis, 1) > 1)
     dtype = configuration.compute_dtype or ("float32" if platform == "cpu" else "bfloat16")
     plain = configuration.weights_dtype == "plain" and model.moe is None and model.mla is None and not split
     decoder = Decoder(
@@ -227,11 +244,13 @@ def _require_draft(model: ModelConfig, draft: ModelConfig, configuration: Config
         raise RooftopError("draft", draft.name, "none with disaggregated batching: its cache is not sent")
     if configuration.copies > 1:
         raise RooftopError("draft", draft.name, f"none with mesh axis data: here are {configuration.copies} copies")
+    if configuration.stages > 1:
+        raise RooftopError("draft", draft.name, f"none with mesh axis stage: here are {configuration.stages} stages")
 
 
-def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[Mesh]:
-    """One mesh, several copies of it, or a mesh that prefills and one that generates."""
-    sizes, copies = dict(configuration.mesh), configuration.copies
+def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[list[Mesh]]:
+    """One copy of the model, several, or one that prefills and one that generates: a mesh for each of its stages."""
+    sizes, copies, stages = dict(configuration.mesh), configuration.copies, configuration.stages
     per_copy = math.prod(sizes.values()) // copies
     split = configuration.policy.batching == "disaggregated" and configuration.role == "both"
     if bool(configuration.prefill_devices) != split:
@@ -245,10 +264,11 @@ def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[Me
     if jax.process_count() > 1 and count * per_copy < len(here):
         accepted = f"all {len(here)} devices of the {jax.process_count()} processes"
         raise RooftopError("mesh", dict(sizes) or {COLUMN_AXES[0]: 1}, accepted)
-    axes = ENGINE_AXES[1:]
+    axes = PROGRAM_AXES
     shape, types = tuple(sizes.get(axis, 1) for axis in axes), (AxisType.Explicit,) * len(axes)
-    groups = _apart(here, count, per_copy)
-    return [Mesh(np.array(group, dtype=object).reshape(shape), axes, axis_types=types) for group in groups]
+    groups = _apart(here, count * stages, per_copy // stages)
+    meshes = [Mesh(np.array(group, dtype=object).reshape(shape), axes, axis_types=types) for group in groups]
+    return [meshes[at : at + stages] for at in range(0, len(meshes), stages)]
 
 
 def _apart(here: Sequence[jax.Device], count: int, item: int) -> list[Sequence[jax.Device]]:
@@ -302,9 +322,9 @@ def _placed(
                 return whole(stored)
             return tuple(whole(jax.tree.map(lambda leaf, at=at: leaf[at], stored)) for at in range(parameter.shape[0]))
 
-    result = by_layer(decoder.model, weights(decoder, mesh, placed, scaled))
+    result = by_layer(decoder, weights(decoder, mesh, placed, scaled))
     place = NamedSharding(mesh, decoder.specs.parameter(None, ("vocab", "embed")))
-    if result.unembed is None and place.spec != P(None, None):
+    if decoder.is_last and result.unembed is None and place.spec != P(None, None):
         # A tied table is split over D, and every step would reshard it to a split over V.
         with jax.set_mesh(mesh):
             width, rows = decoder.model.d_model, decoder.logits_stored - result.embed.shape[0]
@@ -314,6 +334,8 @@ def _placed(
 
             unembed = jax.jit(turned)(result.embed)
             result = replace(result, unembed=jax.device_put(unembed, place))
+            if not decoder.is_first:
+                result = replace(result, embed=None)
     return result
 
 
@@ -353,19 +375,20 @@ def _memory(device: jax.Device) -> int:
     return int((device.memory_stats() or {}).get("bytes_limit", 0))
 
 
-def _sharing(mesh: Mesh) -> int:
-    """Number of devices of the mesh that share one memory."""
+def _sharing(mesh: Mesh, configuration: Configuration) -> int:
+    """Number of devices of all stages, on meshes such as this one, that share one memory."""
     local = mesh.local_devices
-    return len(local) if local[0].platform == "cpu" else 1
+    return len(local) * configuration.stages if local[0].platform == "cpu" else 1
 
 
 def require_room(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configuration) -> None:
     """Raises Infeasible if the weights, or the weights and the requested pages, do not fit."""
     device = mesh.local_devices[0]
-    room = _memory(device) // _sharing(mesh)
+    room = _memory(device) // _sharing(mesh, configuration)
     weights = sum(weight_bytes(decoder, mesh, configuration) for decoder in decoders)
     pages = 1 if configuration.pages is None else configuration.pages
-    need = weights + (pages + decoders[0].groups.ways) * sum(decoder.page_bytes for decoder in decoders) // mesh.size
+    every = configuration.stages * (pages + decoders[0].groups.ways)
+    need = weights + every * sum(decoder.page_bytes for decoder in decoders) // mesh.size
     if need > room:
         names = " and ".join(decoder.model.name for decoder in decoders)
         what = f"{names}: {format_bytes(weights)} of weights and {pages} pages of cache on a device"
@@ -373,7 +396,7 @@ def require_room(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configu
 
 
 def cache_pages(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configuration) -> tuple[int, int]:
-    """Pages of the cache, and the most tokens of a sequence: as many as one group of devices has pages for.
+    """Pages of a flight's cache, and the most tokens of a sequence: as many as one group of devices has pages for.
 
     All groups have the same number of pages, padding pages included. Raises RooftopError if that is too few.
     """
@@ -386,11 +409,12 @@ def cache_pages(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configur
     if pages is None:
         device = mesh.local_devices[0]
         stats = device.memory_stats() or {}
-        free = _memory(device) // _sharing(mesh) - int(stats.get("bytes_in_use", 0))
+        free = _memory(device) // _sharing(mesh, configuration) - int(stats.get("bytes_in_use", 0))
         if jax.process_count() > 1:
             # All processes use the least free memory of any.
             free = int(multihost_utils.process_allgather(np.array(free, np.float32)).min())
-        fit = int(free * _CACHE_SHARE[device.platform]) * mesh.size // sum(decoder.page_bytes for decoder in decoders)
+        room = int(free * _CACHE_SHARE[device.platform]) // configuration.stages
+        fit = room * mesh.size // sum(decoder.page_bytes for decoder in decoders)
         useful = configuration.own_policy.max_batch * ceil_div(max_model_len, page_tokens)
         pages = max(1, min(fit, useful * (2 if configuration.prefix_cache else 1)))
     own = max(1, pages // groups)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from rooftop.core.errors import Infeasible
 from rooftop.programs.parameters import Transformer
-from rooftop.programs.serving.decode import HEAD, Decoder, choose_tokens, propose, step
+from rooftop.programs.serving.decode import HEAD, Decoder, choose_tokens, propose, step, through_stage
 from rooftop.programs.serving.sampling import Adjustments
 from rooftop.serve.engine.configuration import Shapes, covering
 
@@ -82,7 +82,10 @@ class Programs:
         ]  # fmt: skip
         self._no_adjustments = partial(Adjustments.none, slots + 1, decoder.model.vocab)
         leaves, self._adjustment_tree = jax.tree.flatten(jax.eval_shape(self._no_adjustments))
-        self._adjustments = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.whole) for leaf in leaves]
+        #: The last stage chooses tokens.
+        self._adjustments = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.whole) for leaf in leaves if decoder.is_last
+        ]
         self._compiled = dict[Key, jax.stages.Compiled]()
 
     def __getitem__(self, key: Key) -> jax.stages.Compiled:
@@ -93,7 +96,9 @@ class Programs:
 
     def of_role(self, role: str) -> list[Key]:
         """Keys of the programs that steps of a server with this role may need."""
-        keys: list[Key] = [("allocate",), ("take",), ("put",), ("adjust",), ("mask",)]
+        keys: list[Key] = [("allocate",), ("take",), ("put",)]
+        if self._decoder.is_last:
+            keys += [("adjust",), ("mask",)]
         pages = [context // self._decoder.page_tokens for context in self._shapes.contexts]
         if not self._drafts and role != "prefill":
             keys += [("step", (rows, 1, width)) for rows in self._shapes.batches for width in pages]
@@ -104,18 +109,22 @@ class Programs:
         if self._draft_length and role != "prefill":
             kind = ("propose", 1) if self._drafts else ("check", 1 + self._draft_length)
             keys += [(kind[0], (rows, kind[1], width)) for rows in self._shapes.batches for width in pages]
-        if not self._drafts:
+        if self._decoder.is_last and not self._drafts:
             keys += [("choose", rows) for rows in self._choices]
         return keys
 
-    def compile(self, keys: Iterable[Key], on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile the programs of ``keys`` that are missing. Raises Infeasible if the process cannot have so many."""
+    def compile(self, keys: Iterable[Key], on_progress: Callable[[int, int], None] | None = None) -> int:
+        """Compile the programs of ``keys`` that are missing, and return how many those are.
+
+        Raises Infeasible if the process cannot have so many.
+        """
         missing = [key for key in keys if key not in self._compiled]
         with ThreadPoolExecutor(_COMPILERS) as compilers:
             for done, (key, program) in enumerate(zip(missing, compilers.map(self._program, missing), strict=True)):
                 self._compiled[key] = program
                 if on_progress is not None:
                     on_progress(1 + done, len(missing))
+        return len(missing)
 
     def _program(self, key: Key) -> jax.stages.Compiled:
         kind, *sizes = key
@@ -132,16 +141,18 @@ class Programs:
     def _check_program(self, shape: Shape) -> _Traced:
         return self._step_program(shape, every=True)
 
+    def stream(self, tokens: int) -> jax.ShapeDtypeStruct:
+        """The residual stream that comes from the stage before."""
+        return self._decoder.abstract_stream(tokens, self._mesh)
+
     def _step_program(self, *shapes: Shape, every: bool = False) -> _Traced:
-        def run(weights: Any, pools: Any, packed: list[jax.Array]) -> Any:
-            tokens, logits, pools = step(
-                jax.tree.unflatten(self._weight_tree, weights),
-                jax.tree.unflatten(self._pool_tree, pools),
-                packed,
-                self._decoder,
-                widths=[width for _, width, _ in shapes],
-                every=every,
-            )
+        def run(weights: Any, pools: Any, packed: list[jax.Array], *streams: jax.Array) -> Any:
+            own = jax.tree.unflatten(self._weight_tree, weights), jax.tree.unflatten(self._pool_tree, pools)
+            widths, stream = [width for _, width, _ in shapes], streams[0] if streams else None
+            if not self._decoder.is_last:
+                after, pools = through_stage(*own, packed, self._decoder, widths=widths, stream=stream)
+                return after, jax.tree.leaves(pools)
+            tokens, logits, pools = step(*own, packed, self._decoder, widths=widths, every=every, stream=stream)
             apart = np.cumsum([len(item) for item in packed])[:-1]
             return (
                 jnp.split(tokens, apart),
@@ -150,7 +161,8 @@ class Programs:
             )
 
         packed = [self._ints(rows, HEAD + width + pages) for rows, width, pages in shapes]
-        return run, (1,), (self._weights, self.pools, packed)
+        streams = () if self._decoder.is_first else (self.stream(sum(rows * width for rows, width, _ in shapes)),)
+        return run, (1,), (self._weights, self.pools, packed, *streams)
 
     def _with_room(self, logits: jax.Array) -> jax.Array:
         """As the program that chooses from them takes them."""
@@ -185,7 +197,8 @@ class Programs:
     def _allocate_program(self) -> _Traced:
         def empty() -> tuple[list[jax.Array], list[jax.Array]]:
             pools = [jnp.zeros(x.shape, x.dtype, out_sharding=x.sharding) for x in self.pools]
-            return pools, [jax.sharding.reshard(x, P()) for x in jax.tree.leaves(self._no_adjustments())]
+            adjustments = jax.tree.leaves(self._no_adjustments()) if self._adjustments else []
+            return pools, [jax.sharding.reshard(x, P()) for x in adjustments]
 
         return empty, (), ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,9 @@ class Replica:
 
     ``weights`` are as ``programs.serving.decode`` takes them. ``options`` go to the compiler. It checks
     ``draft_length`` guesses of each sequence at a time, or makes them if it ``drafts``.
+
+    The first of several pipeline stages is the replica; ``after`` is the next stage, on a mesh of its own. Programs of
+    different stages run at the same time for different steps: XLA's queues keep the order of the steps.
     """
 
     def __init__(
@@ -50,8 +54,10 @@ class Replica:
         draft_length: int = 0,
         drafts: bool = False,
         options: dict[str, Any] | None = None,
+        after: Replica | None = None,
     ) -> None:
         self.decoder, self.shapes, self.pages, self.slots = decoder, shapes, pages, slots
+        self.after = after
         self.draft_length, self.drafts = draft_length, drafts
         self._programs = Programs(
             decoder,
@@ -66,36 +72,64 @@ class Replica:
         )
         self._weights = jax.tree.leaves(weights)
         self._pools, self._adjustments = list[jax.Array](), list[jax.Array]()
+        self._host_pages = host_pages
         self._host = HostPages(self._programs.contents, host_pages)
         #: Emulated devices share threads: one program at a time (see JAX's notes on CPU collectives).
         self._one_at_a_time = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
+    def beside(self) -> Replica:
+        """Another replica of the same weights and programs, with a cache of its own, which is not allocated yet."""
+        other = copy(self)
+        other._pools, other._adjustments = [], []
+        other._host = HostPages(self._programs.contents, self._host_pages)
+        other.after = None if self.after is None else self.after.beside()
+        return other
+
     def allocate(self) -> None:
         """Empty pools, and adjustments that change nothing."""
         self._pools, self._adjustments = self._programs["allocate",]()
+        if self.after is not None:
+            self.after.allocate()
 
     @property
     def pool_leaves(self) -> Sequence[jax.ShapeDtypeStruct]:
-        """The arrays of the cache: [pages, ...] each."""
-        return self._programs.pools
+        """The arrays of the cache, of all stages: [pages, ...] each."""
+        return self._programs.pools if self.after is None else [*self._programs.pools, *self.after.pool_leaves]
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None, *, role: str = "both") -> int:
-        """Every program that a step of a server with that role can need; returns how many. Raises Infeasible."""
-        keys = self._wanted(role)
-        self._programs.compile(keys, on_progress)
+        """Every program that a step of a server with that role can need; returns how many were missing.
+
+        Raises Infeasible.
+        """
+        compiled, stage = 0, self
+        while True:
+            compiled += stage._programs.compile(stage._wanted(role), on_progress)
+            if stage.after is None:
+                break
+            stage = stage.after
         self.allocate()
-        return len(keys)
+        return compiled
 
     def _wanted(self, role: str) -> list[Key]:
         return self._programs.of_role(role)
 
-    def step(self, *parts: tuple[Ints, int], every: bool = False) -> list[Chosen]:
+    def step(self, *parts: tuple[Ints, int], every: bool = False, stream: jax.Array | None = None) -> list[Chosen]:
         """Run ``programs.serving.decode.step``, each part a packed [R, HEAD + C + P] and its C; see ``can_mix``.
 
         And ``choose_tokens`` for parts with a row that wants that; what a draft chooses after a prompt is never used.
+        ``stream`` comes from the stage before.
         """
         program = self._programs["check" if every else "step", *(_shape(*part) for part in parts)]
-        tokens, logits, self._pools = program(self._weights, self._pools, [self._given(part) for part, _ in parts])
+        streams = []
+        if stream is not None:
+            streams = placed([stream], [self._programs.stream(stream.shape[1])])
+        packed = [self._given(part) for part, _ in parts]
+        if self.after is not None:
+            stream, self._pools = program(self._weights, self._pools, packed, *streams)
+            if self._one_at_a_time:
+                jax.block_until_ready(stream)
+            return self.after.step(*parts, every=every, stream=stream)
+        tokens, logits, self._pools = program(self._weights, self._pools, packed, *streams)
         if self._one_at_a_time:
             jax.block_until_ready(logits)
         heads = [heads_of_each(*part) if every else part[0][:, :HEAD] for part in parts]
@@ -128,22 +162,29 @@ class Replica:
 
     def copy(self, copies: Iterable[Copy]) -> None:
         """Pages to the host's memory and back, in order."""
-        for copy in copies:
-            source, target = np.array(copy.source, np.int32), np.array(copy.target, np.int32)
+        every = list(copies)
+        for item in every:
+            source, target = np.array(item.source, np.int32), np.array(item.target, np.int32)
             for first in range(0, len(source), COPIED):
                 out, into = source[first : first + COPIED], target[first : first + COPIED]
-                if copy.to_host:
+                if item.to_host:
                     self._host.keep(into, self._taken(out))
                 else:
                     self._fill(into, self._host.contents(self._padded(out, 0)))
+        if self.after is not None:
+            self.after.copy(every)
 
     def take(self, pages: Ints) -> Sequence[jax.Array]:
-        """The contents of at most ``COPIED`` pages, of each pool array [COPIED, ...]."""
-        return self._taken(pages)
+        """The contents of at most ``COPIED`` pages, of each of ``pool_leaves`` [COPIED, ...]."""
+        taken = self._taken(pages)
+        return taken if self.after is None else [*taken, *self.after.take(pages)]
 
     def put(self, pages: Ints, contents: Sequence[Content]) -> None:
         """Write pages from arrays of the host, or of another replica with the same pools."""
-        self._fill(pages, contents)
+        own = len(self._programs.pools)
+        self._fill(pages, contents[:own])
+        if self.after is not None:
+            self.after.put(pages, contents[own:])
 
     def _taken(self, pages: Ints) -> Sequence[jax.Array]:
         result: Sequence[jax.Array] = self._programs["take",](self._pools, self._put(self._padded(pages, self.pages)))
@@ -157,11 +198,17 @@ class Replica:
 
     def adjust(self, slot: int, how: Adjusted) -> None:
         """Set the adjustments to the logits of the request in ``slot``."""
+        if self.after is not None:
+            self.after.adjust(slot, how)
+            return
         arrays = [self._put(item) for item in (np.int32(slot), how.bias, how.seen, how.mask, how.penalties)]
         self._adjustments = self._programs["adjust",](self._adjustments, *arrays)
 
     def set_mask(self, slot: int, mask: npt.NDArray[np.uint32]) -> None:
         """The tokens that the request in ``slot`` may choose from next."""
+        if self.after is not None:
+            self.after.set_mask(slot, mask)
+            return
         self._adjustments = self._programs["mask",](self._adjustments, self._put(np.int32(slot)), self._put(mask))
 
     def _given(self, array: Ints) -> Any:

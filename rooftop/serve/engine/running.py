@@ -96,8 +96,8 @@ class Running:
     """A request from submission to its last token.
 
     ``tokens`` are prompt and output; ``slot`` is its place in the server that has it, -1 while it has none; ``copy``
-    is the one of several replicas that has it. A request that was handed over to another process has a ``ticket``;
-    ``losses`` is how often that process was lost with it.
+    is the one of several replicas, or of flights, that has it. A request that was handed over to another process has a
+    ``ticket``; ``losses`` is how often that process was lost with it.
     """
 
     request: GenerationRequest

@@ -107,13 +107,16 @@ class EngineServer:
             prefills=list(self._run_all(generating, prefills)),
         )  # fmt: skip
 
-    def collect(self, sent: Sent, *, behind: bool = False) -> list[tuple[Running, Token]]:
-        """Wait for a step (``behind``: after that of another server), and append its tokens to their requests."""
+    def collect(self, sent: Sent, *, behind: bool = False, since_s: float = 0.0) -> list[tuple[Running, Token]]:
+        """Wait for a step (``behind``: after that of another server), and append its tokens to their requests.
+
+        The step is counted from ``since_s`` on if it began before: the devices worked on steps of others until then.
+        """
         over = behind and self._is_over(sent)
         with self.counters.on_device():
             generated = None if sent.generating is None else np.asarray(sent.generating.chosen.tokens)
             drawn = [np.asarray(chosen.tokens) for _, chosen in sent.prefills]
-        self.counters.ran(sent.programs, perf_counter() - sent.begun_s, at_most=over)
+        self.counters.ran(sent.programs, perf_counter() - max(sent.begun_s, since_s), at_most=over)
         self.scheduler.complete(sent.step)
         collect = list[tuple[Running, Token]]()
         if sent.generating is not None and generated is not None:

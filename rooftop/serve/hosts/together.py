@@ -141,6 +141,13 @@ class Leading(JoinedReplica):
         self._compiled = True
         return programs
 
+    def beside(self) -> Leading:
+        """See ``Replica``."""
+        other = super().beside()
+        assert isinstance(other, Leading)
+        other._number, other._compiled = self._followers.number(), False
+        return other
+
     def allocate(self) -> None:
         """See ``Replica``."""
         if self._compiled:
@@ -148,10 +155,10 @@ class Leading(JoinedReplica):
             self._tell("allocate")
         super().allocate()
 
-    def step(self, *parts: tuple[Ints, int], every: bool = False) -> Any:
+    def step(self, *parts: tuple[Ints, int], every: bool = False, stream: jax.Array | None = None) -> Any:
         """See ``Replica``."""
         self._tell("step", *(packed for packed, _ in parts), widths=[width for _, width in parts], every=every)
-        return super().step(*parts, every=every)
+        return super().step(*parts, every=every, stream=stream)
 
     def propose(self, packed: Ints) -> Ints:
         """See ``Replica``."""
