@@ -40,10 +40,12 @@ UNITS: dict[str, str] = {
     "dcn_bytes_per_s": "B/s",
     "sparse_cores": "",
     "price_usd_per_hour": "USD/h",
+    "sharp_gain": "",
+    "power_w": "W",
 }
 _COUNTS = ("mxu_tile", "cores", "devices", "ici_axes", "sparse_cores")
 _SHAPES = ("pod_shape", "host_shape")
-_OPTIONAL = ("core_bytes_per_s", "price_usd_per_hour")
+_OPTIONAL = ("core_bytes_per_s", "price_usd_per_hour", "sharp_gain", "power_w")
 #: What ``replace`` does not change: a chip with another kind of network is another chip.
 _FIXED = ("wrap", "ici_axes", "slice_shapes")
 
@@ -76,8 +78,11 @@ class Chip:
     of the network, and ``wrap`` its wraparound rule: "16" and "32" wrap an axis of exactly that size, "cube" wraps all
     axes if every one is a multiple of 4, "switch" has no links to wrap. ``slice_shapes`` are the shapes on offer, in
     one order of the axes; chips that wrap by "cube" come in any number of whole 4x4x4 cubes besides, up to a pod.
+    On GPUs the pod is a node: the NVLink domain, which may have several hosts.
     ``core_bytes_per_s`` joins the devices of one chip (None: there is one, or no figure). ``dcn_bytes_per_s`` is
     egress to other slices (GPU: to other nodes). ``price_usd_per_hour`` is a list price, None if none was found.
+    ``sharp_gain`` is how much faster an AllReduce of large arrays is if the node's switches reduce it (SHARP); None if
+    they cannot. ``power_w`` is the most that a chip may draw, None if unpublished.
 
     ``sources`` maps a figure ('hbm_bytes', 'flops_per_s.bf16') to "source, date", or to "given" after ``replace``.
     """
@@ -109,6 +114,8 @@ class Chip:
     dcn_bytes_per_s: float
     sparse_cores: int
     price_usd_per_hour: float | None
+    sharp_gain: float | None = None
+    power_w: float | None = None
     sources: Mapping[str, str] = field(hash=False)
 
     @property
@@ -164,7 +171,7 @@ class Chip:
 def _catalogue() -> dict[str, Chip]:
     data = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
     cited = {key: (source["title"], source["date"]) for key, source in data["sources"].items()}
-    return {name: _chip(name, entry, cited) for name, entry in data["chips"].items()}
+    return {name: _chip(name, _whole(entry, data["chips"]), cited) for name, entry in data["chips"].items()}
 
 
 def catalogue() -> dict[str, Chip]:
@@ -184,6 +191,15 @@ def chip(name: str) -> Chip:
         return names[name.strip().lower()]
     except KeyError:
         raise unknown("chip", name, names) from None
+
+
+def _whole(entry: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry with the figures of the chip that it is like, its own in their place."""
+    own = dict(entry)
+    if (like := own.pop("like", None)) is None:
+        return own
+    base = _whole(entries[like], entries)
+    return base | own | {"flops_per_s": base["flops_per_s"] | own.get("flops_per_s", {})}
 
 
 def _chip(name: str, entry: Mapping[str, Any], cited: Mapping[str, tuple[str, str]]) -> Chip:

@@ -1,4 +1,4 @@
-"""Slices: chips joined by ICI (GPUs by a switched node), their geometry and the axes of the network they span."""
+"""Slices: chips joined by ICI (GPUs by NVLink switches), their geometry and the axes of the network they span."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class PhysicalAxis:
     and ``network`` (between nodes). ``kind`` is "torus" (a ring if ``wrapped``, else a line), "core", "switch" or
     "dcn". ``bytes_per_s`` is one-way, per port and per device: two devices of a chip share its links. ``hop_s`` is 0
     where no figure is published, which keeps a bound a bound. ``resource`` is the "ici" or the "dcn" of a ledger.
+    ``reduces`` is True if the switch can sum what passes through it (SHARP).
     """
 
     name: str
@@ -34,14 +35,15 @@ class PhysicalAxis:
     bytes_per_s: float
     hop_s: float
     resource: str
+    reduces: bool = False
 
 
 @dataclass(frozen=True)
 class Slice:
     """``num_slices`` equal slices of ``shape`` chips, joined by DCN if there are several.
 
-    The shape of a GPU slice is (GPUs used in a node, nodes). Raises RooftopError, with the nearest possible shapes,
-    if the chip does not come in that shape.
+    The shape of a GPU slice is (GPUs used in a node, nodes); a node is an NVLink domain. Raises RooftopError, with the
+    nearest possible shapes, if the chip does not come in that shape.
     """
 
     chip: Chip
@@ -55,7 +57,7 @@ class Slice:
 
     @classmethod
     def parse(cls, text: str) -> Slice:
-        """A slice as people write it: 'v5e:4x4', 'v5p:16x20x28', 'v5e:16x16@4', 'h100:8x128', 'v4p:4x4x4'.
+        """A slice as people write it: 'v5e:4x4', 'v5p:16x20x28', 'v5e:16x16@4', 'h100:8x128', 'gb200:72x4'.
 
         Raises RooftopError on anything that is not a slice, naming near ones.
         """
@@ -90,7 +92,7 @@ class Slice:
     def hosts(self) -> int:
         """CPU hosts of all slices; part of a host counts as one."""
         if self.chip.kind == "gpu":
-            return self.shape[1]
+            return ceil_div(self.shape[0], math.prod(self.chip.host_shape)) * self.shape[1]
         return max(1, math.prod(self.shape) // math.prod(self.chip.host_shape)) * self.num_slices
 
     @property
@@ -117,6 +119,7 @@ class Slice:
                 bytes_per_s=spec.ici_bytes_per_s,
                 hop_s=spec.hop_s,
                 resource="ici",
+                reduces=spec.sharp_gain is not None,
             )
             return (node, *_outer("network", self.shape[1], dcn))
         link = spec.ici_bytes_per_s / spec.devices

@@ -95,9 +95,9 @@ def read_slice(row: TableRow) -> tuple[Slice, tuple[str, ...]]:
             raise row.error("slice", f"a slice of {chips} {known.name} chips")
         return Slice(known, stated.shape, stated.num_slices), assumed
     if known.kind == "gpu":
-        per_node = min(chips, math.prod(known.host_shape))
+        per_node = min(chips, math.prod(known.pod_shape))
         if chips % per_node or (per_node,) not in known.slice_shapes:
-            raise Gap(f"{chips} GPUs are not whole nodes of {math.prod(known.host_shape)}, nor a part of one")
+            raise Gap(f"{chips} GPUs are not whole nodes of {math.prod(known.pod_shape)}, nor a part of one")
         return Slice(known, (per_node, chips // per_node)), (*assumed, f"{per_node} GPUs in a node")
     shapes = {math.prod(shape): shape for shape in _standard_shapes(known)}
     num_slices = 1

@@ -48,7 +48,16 @@ def slices(draw: st.DrawFn, specs: list[Chip] = CHIPS) -> Slice:
 
 
 def test_catalogue_holds_the_chips_of_the_design():
-    assert list(catalogue()) == ["v3", "v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200"]
+    tpus = ["v3", "v4", "v5e", "v5p", "v6e", "tpu7x"]
+    hopper = ["h100", "h100-96gb", "h100-96gb-500w", "h800", "h200"]
+    assert list(catalogue()) == [*tpus, "a100", *hopper, "gb200", "gb300", "b200", "b300"]
+
+
+def test_a_name_that_is_part_of_anothers_stands_after_it():
+    """Programs take the first GPU whose name is part of their device's: an 'NVIDIA GB200' is no B200."""
+    names = [spec.name for spec in CHIPS if spec.kind == "gpu"]
+    for device, name in (("NVIDIA GB200", "gb200"), ("NVIDIA B200", "b200"), ("NVIDIA H100 80GB HBM3", "h100")):
+        assert next(known for known in names if known in device.lower()) == name
 
 
 @pytest.mark.parametrize("spec", CHIPS, ids=lambda spec: spec.name)
@@ -56,7 +65,7 @@ def test_every_figure_has_a_source_and_a_date(spec):
     data = tomllib.loads(resources.files("rooftop.hardware").joinpath("catalogue.toml").read_text(encoding="utf-8"))
     figures = spec.figures
     absent = {name for name in UNITS if getattr(spec, name) is None and name not in spec.sources}
-    assert absent <= {"core_bytes_per_s"}
+    assert absent <= {"core_bytes_per_s"} | ({"sharp_gain", "power_w"} if spec.kind == "tpu" else set())
     assert {name.partition(".")[0] for name in figures} == set(UNITS) - absent
     titles = {source["title"]: source["date"] for source in data["sources"].values()}
     for name, figure in figures.items():
@@ -69,10 +78,9 @@ def test_every_source_is_cited_and_complete():
     data = tomllib.loads(resources.files("rooftop.hardware").joinpath("catalogue.toml").read_text(encoding="utf-8"))
     cited = set()
     for entry in data["chips"].values():
-        figures = {**entry, **entry["flops_per_s"]}
-        cited |= {
-            figure[1] for name, figure in figures.items() if name not in ("aliases", "flops_per_s", "title", "kind")
-        }
+        figures = {**entry, **entry.get("flops_per_s", {})}
+        names = ("aliases", "flops_per_s", "title", "kind", "like")
+        cited |= {figure[1] for name, figure in figures.items() if name not in names}
     assert cited == set(data["sources"])
     for source in data["sources"].values():
         assert set(source) == {"title", "date", "where"}
@@ -105,6 +113,39 @@ def test_figures_are_consistent(spec):
 )
 def test_aliases_in_any_case(alias, name):
     assert chip(alias) is catalogue()[name]
+
+
+def test_a_chip_like_another_has_its_figures_and_their_sources():
+    h100, h800, capped = chip("h100"), chip("h800"), chip("h100-96gb-500w")
+    assert h800.sources["hbm_bytes_per_s"] == h100.sources["hbm_bytes_per_s"]
+    assert (h800.ici_bytes_per_s, h800.flops_per_s) == (2e11, h100.flops_per_s)
+    # A variant of a variant.
+    assert (capped.hbm_bytes_per_s, capped.power_w, h100.power_w) == (2.4e12, 500, 700)
+    # Prices are of a chip, not of its likes.
+    assert (h800.price_usd_per_hour, chip("gb300").price_usd_per_hour) == (None, None)
+    # Blackwell Ultra has dtypes of its own speed: more in 4 bits, far less in int8.
+    b200, b300 = chip("b200").flops_per_s, chip("b300").flops_per_s
+    assert b300["f4_e2m1"] > b200["f4_e2m1"] == 4 * b200["bf16"]
+    assert b300["int8"] < b300["bf16"] == b200["bf16"]
+
+
+def test_nvlink_domains():
+    """The GPU chapter's table: GPUs of a node, and the egress of a GPU and of a node."""
+    for name, size, egress, node_egress in (("h100", 8, 450e9, 400e9), ("b200", 8, 900e9, 400e9)):
+        spec = chip(name)
+        assert (spec.pod_shape, spec.ici_bytes_per_s) == ((size,), egress)
+        assert size * spec.dcn_bytes_per_s == node_egress
+    rack = Slice.parse("gb200:72x4")
+    assert (rack.chips, rack.hosts, rack.name) == (288, 72, "gb200:72x4")
+    assert 72 * rack.chip.dcn_bytes_per_s == 3600e9
+    assert [axis.size for axis in rack.physical_axes] == [72, 4]
+    assert [Slice.parse(f"gb200:{part}").hosts for part in (1, 2, 4, 8, 36, 72)] == [1, 1, 1, 2, 9, 18]
+    # Switches sum from Hopper on.
+    assert [Slice.parse(f"{name}:8").physical_axes[0].reduces for name in ("a100", "h100", "gb200")] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_unknown_chip_suggests_near_names():
@@ -384,6 +425,7 @@ def test_wraparound_as_the_book_says(text, wraparound):
         ("v5e:1x1@3", 3),
         ("h100:4", 1),
         ("h100:8x128", 128),
+        ("gb300:72x4", 72),
     ],
 )
 def test_hosts(text, hosts):
