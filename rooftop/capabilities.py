@@ -590,10 +590,17 @@ def _prefill(spec: ServingSpec) -> str | None:
         return "no engine splits a prompt over context in a ring: plan without --prefill-mesh"
     for error in engine_mesh_errors(model, axes):
         return f"no engine prefills over {error.field} of {error.given}, only {error.accepted}"
+    if max(ways(sizes, *STAGE_AXES) for sizes in (axes, spec.axes)) > 1 and _split(axes) != _split(spec.axes):
+        return "a cache of pipeline stages can only be sent to the same mesh: plan with --batching interleaved"
     copies = [engine_heads(model, sizes).cached for sizes in (axes, spec.axes)]
     if model.mla is None and copies[0] != copies[1]:
         return f"a cache of key/value heads {_numbers(copies[0])} cannot be sent to one of {_numbers(copies[1])}"
     return None
+
+
+def _split(axes: Mapping[str, int]) -> dict[str, int]:
+    """The axes of several devices."""
+    return {axis: size for axis, size in axes.items() if size > 1}
 
 
 def _numbers(heads: tuple[int, ...]) -> str:
@@ -651,7 +658,8 @@ SERVING: tuple[Capability[ServingSpec], ...] = (
     Capability(name="sequence length", accepted="at most the model's longest", obstacle=_engine_tokens),
     Capability(
         name="prefill on its own server",
-        accepted="columns over tensor x context, as in generation; the same copies of key/value heads",
+        accepted="columns over tensor x context, as in generation; the same copies of key/value heads; with pipeline "
+        "stages the same mesh",
         obstacle=_prefill,
     ),
 )

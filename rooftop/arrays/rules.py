@@ -34,7 +34,6 @@ LOGICAL: tuple[str, ...] = (
 class MeshAxis:
     """An axis of a mesh, by the logical dims of ``parameters`` and ``activations`` that it splits.
 
-    ``serving`` axes split a server; a pipeline would only add latency there.
     ``order`` is the place of the axis, outermost first, in a dim that several axes split.
     """
 
@@ -43,7 +42,6 @@ class MeshAxis:
     parameters: tuple[str, ...] = ()
     activations: tuple[str, ...] = ()
     order: int = 0
-    serving: bool = True
 
     @property
     def splits_tokens(self) -> bool:
@@ -62,7 +60,6 @@ MESH_AXES: tuple[MeshAxis, ...] = (
         name="stage",
         summary="layers, as a pipeline; activations go from stage to stage (Permute)",
         parameters=("layers",),
-        serving=False,
     ),
     MeshAxis(
         name="fsdp",
@@ -99,8 +96,6 @@ BATCH_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if "batch" i
 REPLICA_AXES: tuple[str, ...] = tuple(
     axis.name for axis in MESH_AXES if axis.activations == ("batch",) and not axis.parameters
 )
-#: The axes of a serving plan, in the order in which they are laid on the network.
-SERVING_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if axis.serving)
 
 
 def _parameters() -> dict[str, tuple[str, ...]]:

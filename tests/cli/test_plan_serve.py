@@ -264,7 +264,7 @@ def test_a_fleet_that_no_one_could_build_is_a_no(rooftop: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--on", "v5e:4x4@2"), "one slice (v5e:4x4)"),
+        (("--on", "v5e:4x4", "--mesh", "stage=100"), "sizes whose product is the 16 devices"),
         (("--on", "v5e:4x4,v6e:4x4"), "chips without shapes"),
         (("--on", "v5x"), "v5e"),
         (("--weights-dtype", "int3"), "int8"),

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftop.arrays.mesh import Mesh
-from rooftop.arrays.rules import SERVING_AXES
+from rooftop.arrays.rules import AXES
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, load_model
+from rooftop.models.segments import stage_layers
 from rooftop.plan.serving import fleet as fleets
 from rooftop.plan.serving.answer import plan_serving
 from rooftop.plan.serving.assumptions import ServingAssumptions
@@ -57,7 +58,7 @@ def problem(model: ModelConfig = LLAMA, on: str = "v5e:4x4", batch: int | None =
 
 def place(on: str, kv_split: str = "batch", **sizes: int) -> Placement:
     """A placement with these axis sizes."""
-    mesh = Mesh.lay(Slice.parse(on), {name: sizes.get(name, 1) for name in SERVING_AXES})
+    mesh = Mesh.lay(Slice.parse(on), {name: sizes.get(name, 1) for name in AXES})
     return Placement(mesh=mesh, kv_split=kv_split)
 
 
@@ -552,3 +553,76 @@ def test_a_plan_file_is_the_plan() -> None:
     for broken in ({}, {"kind": "train", "schema": 1}, {"kind": "serve", "schema": 1}):
         with pytest.raises(RooftopError, match="plan"):
             ServingPlan.from_json(broken)
+
+
+# ---- pipeline stages ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["llama3-70b", "deepseek-v3", "gpt-oss-120b"])
+def test_stages_halve_what_a_device_stores_and_take_the_time_of_both(model: str) -> None:
+    """Two slices with half of the layers each, next to one slice with all layers and half of the sequences."""
+    config, inner = load_model(model), {"expert": 4, "tensor": 4} if "llama" not in model else {"tensor": 16}
+    alone, staged = place("v5e:4x4", **inner), place("v5e:4x4@2", stage=2, **inner)
+    one, two = (problem(config, on, mode="interleaved") for on in ("v5e:4x4", "v5e:4x4@2"))
+    halves = [len(layers) for layers in stage_layers(config.layers, 2)]
+    for batch in (32, 33):
+        flight = -(-batch // 2)
+        memory = two.memory(staged, float(batch), prefilling=False, generating=True)
+        of_flight = one.memory(alone, float(flight), prefilling=False, generating=True)
+        assert float(memory.kv) == pytest.approx(2 * float(of_flight.kv) * halves[0] / config.layers)
+        step, way = two.generate(staged, float(batch)), one.generate(alone, float(flight))
+        assert [row.scope for row in step if row.scope != "pipeline"] == [row.scope for row in way]
+        sends, idle = (row for row in step if row.scope == "pipeline")
+        # The latency that hides behind streams hides as much of both.
+        rows = sum(float(row.count * row.expected_s) for row in step if row.scope != "pipeline")
+        assert rows == pytest.approx(float(way.expected_s), rel=1e-9)
+        assert float(step.expected_s) == pytest.approx(
+            rows + float(sends.count * sends.expected_s + idle.expected_s), rel=1e-9
+        )
+        assert float(two.generate_s(staged, float(batch))) == pytest.approx(float(step.expected_s), rel=1e-9)
+        first = sum(float(row.count * row.expected_s) for row in step if row.scope == "embed")
+        last = sum(float(row.count * row.expected_s) for row in step if row.scope in ("unembed", "sample"))
+        layer = (rows - first - last) / config.layers
+        slowest = max(halves[0] * layer + first, halves[1] * layer + last)
+        assert float(step.expected_s) == pytest.approx(max(2 * slowest, rows + float(sends.expected_s)), rel=1e-9)
+        assert float(two.prompt_interval_s(staged.joined())) < 0.6 * float(two.prompt_s(staged.joined()))
+    tables = config.vocab * config.d_model * 2 / 16
+    weights = float(two.memory(staged, 32.0, prefilling=False, generating=True).weights)
+    most = float(one.memory(alone, 32.0, prefilling=False, generating=True).weights)
+    assert weights == pytest.approx((most - 2 * tables) / 2 + tables, rel=0.03)
+
+
+def test_one_sequence_takes_the_way_through_all_stages() -> None:
+    """Nothing waits for a slower stage: no other flight is on its way."""
+    staged = place("v5e:4x4@2", stage=2, tensor=16)
+    step = problem(on="v5e:4x4@2").generate(staged, 1.0)
+    sends, idle = (row for row in step if row.scope == "pipeline")
+    assert (float(sends.count), float(idle.expected_s)) == (1.0, 0.0)
+    (sent, gathered) = sends.collectives
+    assert (sent.kind, sent.axes, float(sent.bytes)) == ("permute", ("stage",), LLAMA.d_model * 2 / 16)
+    assert (gathered.kind, gathered.axes, float(gathered.bytes)) == ("all_gather", ("tensor",), LLAMA.d_model * 2)
+    assert float(sends.expected_s) == pytest.approx(float(sent.expected_s) + float(gathered.exposed_s))
+
+
+@pytest.mark.parametrize("mode", ["interleaved", "disaggregated"])
+def test_slices_are_joined_by_stages_and_by_nothing_else(mode: str) -> None:
+    """A model that no slice holds is planned on two, as an engine runs it."""
+    alone, job = (
+        problem(load_model("llama3.1-405b"), on, batch=None, mode=mode, numerics=ServingNumerics())
+        for on in ("v5e:4x8", "v5e:4x8@2")
+    )
+    assert not search_batches(alone).best.fits
+    plan = plan_serving(job).plan
+    assert plan.fits and not plan.obstacles
+    assert plan.generate_on.mesh.shape["stage"] == plan.prefill_on.mesh.shape["stage"] == 2
+    assert [piece.axis for piece in plan.generate_on.mesh.axes["stage"]] == ["dcn"]
+    assert ServingPlan.from_json(plan.to_json()).step_s == pytest.approx(plan.step_s)
+    with pytest.raises(RooftopError, match="one with pipeline stages'; accepted: one without"):
+        plan.step_times()
+
+
+def test_a_cache_of_stages_is_sent_to_the_same_mesh() -> None:
+    job = problem(load_model("llama3.1-405b"), "v5e:4x8@2", mode="disaggregated")
+    generate, other = (place("v5e:4x8@2", stage=stages, tensor=64 // stages) for stages in (2, 4))
+    assert job.obstacles(generate, generate.joined()) == []
+    assert "the same mesh" in "; ".join(job.obstacles(generate, other.joined()))

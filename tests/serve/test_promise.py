@@ -110,7 +110,7 @@ def _plan(rng: Random, model: ModelConfig) -> ServingPlan | None:
         return None
     placement = rng.choice(placements)
     prefills = [
-        place for place in problem.engine_prefills() if problem.cache_heads(place) == problem.cache_heads(placement)
+        place for place in problem.engine_prefills() if problem.cache_kind(place) == problem.cache_kind(placement)
     ]
     if not prefills:
         return None

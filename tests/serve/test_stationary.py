@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rooftop.arrays import Mesh
-from rooftop.arrays.rules import SERVING_AXES
+from rooftop.arrays.rules import AXES
 from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
 from rooftop.compiler.ledger import compiled_ledger
 from rooftop.core.errors import RooftopError
@@ -88,7 +88,7 @@ def test_a_compiled_step_moves_what_is_planned(name: str, on: str, axes: dict[st
     context, model = 1024, load_model(name)
     # DeepSeek-V3 begins with three dense layers.
     layers = 2 if model.moe is None else model.moe.dense_layers + 1
-    mesh = Mesh.lay(Slice.parse(on), dict.fromkeys(SERVING_AXES, 1) | axes)
+    mesh = Mesh.lay(Slice.parse(on), dict.fromkeys(AXES, 1) | axes)
     arguments = {"model": name, "layers": layers, "batch": batch, "context": context, "kv_split": "batch", "axes": axes}
     request = CompileRequest(mesh=mesh, program="tests.support.serving_steps:lower", arguments=arguments)
     timed = compiled_ledger(compile_ahead_of_time(request))

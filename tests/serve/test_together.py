@@ -70,6 +70,9 @@ def test_two_processes_answer_as_one(model: Path, expected: tuple[list[str], lis
     ("mesh", "arguments", "preempts"),
     [
         ("data=2,tensor=2", [], False),
+        # Each process has one stage.
+        ("stage=2,tensor=2", [], False),
+        ("data=2,stage=2", ["--host-pages", "8"], False),
         ("tensor=2", ["--batching", "disaggregated", "--prefill-devices", "2"], False),
         ("tensor=2,context=2", ["--kv-split", "batch", "--preemption", "swap", *SHORT], True),
     ],

@@ -102,6 +102,6 @@ def _prefill_on(problem: ServingProblem, generate: Placement, prefills: PrefillS
     """The best prefill whose cache an engine can send, or the best of all; on the same mesh where phases share it."""
     if prefills is None:
         return problem.shared_prefill(generate)
-    best = prefills.best(problem.cache_heads(generate)) or prefills.best()
+    best = prefills.best(problem.cache_kind(generate)) or prefills.best()
     assert best is not None
     return best[0]

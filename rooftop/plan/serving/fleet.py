@@ -389,21 +389,21 @@ class _Disaggregated:
     An engine sends a cache to another only if both have as many.
     """
 
-    prefills: defaultdict[tuple[int, ...], list[_FleetServer]] = field(default_factory=lambda: defaultdict(list))
-    generates: defaultdict[tuple[int, ...], list[_FleetServer]] = field(default_factory=lambda: defaultdict(list))
+    prefills: defaultdict[tuple[object, ...], list[_FleetServer]] = field(default_factory=lambda: defaultdict(list))
+    generates: defaultdict[tuple[object, ...], list[_FleetServer]] = field(default_factory=lambda: defaultdict(list))
 
     def __call__(self, servers: _Servers) -> Iterator[Fleet]:
         """Yield fleets with these servers, and those of earlier calls."""
         problem = servers.problem
         work = problem.workload
-        changed = set[tuple[int, ...]]()
+        changed = set[tuple[object, ...]]()
         for server in _prefill_servers(servers.prefills):
-            heads = problem.cache_heads(server.placement)
+            heads = problem.cache_kind(server.placement)
             self.prefills[heads].append(server)
             changed.add(heads)
         rate = work.requests_per_second
         for step in servers.steps:
-            heads = problem.cache_heads(step.placement)
+            heads = problem.cache_kind(step.placement)
             count = _whole((rate or 1.0) * work.generate * step.seconds / (LOAD * step.batch), rate)
             self.generates[heads].append(
                 _FleetServer(
@@ -470,7 +470,7 @@ def _prefill_servers(swept: PrefillSweep) -> Iterator[_FleetServer]:
     problem = swept.problem
     work = problem.workload
     memory_of = dict(zip(map(id, swept.placements), swept.memory_bytes.tolist(), strict=True))
-    for heads in dict.fromkeys(map(problem.cache_heads, swept.placements)):
+    for heads in dict.fromkeys(map(problem.cache_kind, swept.placements)):
         best = swept.best(heads)
         assert best is not None
         placement, seconds = best

@@ -22,6 +22,7 @@ from rooftop.arrays.rules import (
     GATHER_AXES,
     REPLICA_AXES,
     SEQUENCE_AXES,
+    STAGE_AXES,
     Rules,
 )
 from rooftop.capabilities import SUBLANES, expert_rows
@@ -32,8 +33,10 @@ from rooftop.models import ModelConfig
 from rooftop.models.attention import AttentionKind, AttentionMatmuls, MatmulShape, attention_kind
 from rooftop.models.counting import kv_cache_bytes
 from rooftop.models.mixers import Recurrence, recurrences, state_bytes
+from rooftop.models.segments import heaviest_stage
 from rooftop.models.widths import ModelWidths
 from rooftop.plan.serving.placement import Placed
+from rooftop.plan.serving.pricing import Pipeline
 from rooftop.plan.serving.workload import ROUTER_DTYPE, ServingNumerics
 from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
 from rooftop.roofline.rates import Rates
@@ -123,11 +126,42 @@ class Phase:
         """Rates of one device."""
         return Rates.of(self.placement.slice.chip)
 
+    @_of_placement
+    def stages(self) -> Number:
+        """Pipeline stages, and flights: the sequences that generate together while other stages work for others."""
+        return self.ways(*STAGE_AXES)
+
+    @cached_property
+    def step_tokens(self) -> Number:
+        """Tokens that a stage works on at once: those of one flight's sequences, or of a prefill."""
+        tokens: Number = (
+            np.ceil(self.tokens / self.stages) if self.generating and self.splits(*STAGE_AXES) else self.tokens
+        )
+        return tokens
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The stages that the step passes through; None without any."""
+        if not self.splits(*STAGE_AXES):
+            return None
+        flights = np.minimum(self.stages, self.tokens) if self.generating else 1.0
+        return Pipeline(layers=self.model.layers, stages=self.stages, flights=flights)
+
+    @_of_placement
+    def heaviest(self) -> tuple[Number, Number, Number]:
+        """The stage with the most weights: its share of all layers, of those with experts, and of the others."""
+        stages, model = np.asarray(self.stages), self.model
+        layers, mixtures = np.empty(stages.shape), np.empty(stages.shape)
+        for at in np.ndindex(stages.shape):
+            layers[at], mixtures[at] = heaviest_stage(model, int(stages[at]))
+        experts = mixtures / max(model.moe_layers, 1)
+        return layers / model.layers, experts, (layers - mixtures) / max(model.layers - model.moe_layers, 1)
+
     @cached_property
     def own_tokens(self) -> Number:
         """Tokens that one group of devices which share activations works on: the batch is split over ``expert``."""
         spread = self.ways(*REPLICA_AXES, *EXPERT_AXES, *(() if self.generating else SEQUENCE_AXES))
-        own: Number = next_multiple(np.ceil(self.tokens / spread), self.token_unit)
+        own: Number = next_multiple(np.ceil(self.step_tokens / spread), self.token_unit)
         return own * (1 + self.guesses)
 
     @_of_placement
@@ -206,7 +240,9 @@ class Phase:
         moe = self.model.moe
         if moe is None:
             return 0.0
-        return distinct_experts(moe.experts, moe.active, self.tokens * (1 + self.guesses)) / self.ways(*EXPERT_AXES)
+        return distinct_experts(moe.experts, moe.active, self.step_tokens * (1 + self.guesses)) / self.ways(
+            *EXPERT_AXES
+        )
 
     def weight_bytes(
         self, matmuls: Sequence[MatmulShape], dtype: str | None = None, *, whole: bool = False
@@ -238,7 +274,7 @@ class Phase:
         return cached_bytes(self.model, self.numerics, context, stored=stored)
 
     def sequences(self, batch: Number) -> Number:
-        """Sequences of ``batch`` whose KV the busiest device has a part of; a sequence split counts as its part."""
+        """Sequences of a flight's ``batch`` whose KV the busiest device has a part of; one split counts as its part."""
         spread = self.ways(*BATCH_AXES)
         if not self.generating:
             return np.ceil(batch / self.ways(*REPLICA_AXES)) / self.ways(*EXPERT_AXES, *SEQUENCE_AXES)
@@ -247,29 +283,40 @@ class Phase:
         return np.ceil(batch / (spread * self.ways(*SEQUENCE_AXES)))
 
     def device_kv_bytes(self, batch: Number, context: Number, *, stored: bool) -> Number:
-        """Bytes of KV on the busiest device, as read in a step or as stored."""
+        """Bytes of all layers' KV of a flight's ``batch`` on the busiest device, as read in a step or as stored."""
         return self.sequences(batch) * self.cached_bytes(context, stored=stored) * self.cache_share
+
+    def resident_kv_bytes(self, batch: Number, context: Number) -> Number:
+        """Bytes of KV that the busiest device stores: of its stage's layers, and of all flights of ``batch``."""
+        if not self.splits(*STAGE_AXES):
+            return self.device_kv_bytes(batch, context, stored=True)
+        flights = self.stages if self.generating else 1.0
+        most = np.ceil(self.model.layers / np.asarray(self.stages)) / self.model.layers
+        return flights * self.device_kv_bytes(np.ceil(batch / flights), context, stored=True) * most
 
     @cached_property
     def device_weight_bytes(self) -> tuple[Number, Number]:
         """Bytes of all weights on one device, and of their scales."""
         model, moe = self.model, self.model.moe
+        every, experts, dense = self.heaviest if self.splits(*STAGE_AXES) else (1.0, 1.0, 1.0)
         parts: list[tuple[Number, tuple[Number, Number]]]
-        parts = [(model.attention_layers, self.weight_bytes(self.attention + self.attention_out))]
-        parts.append((model.attention_layers, self.weight_bytes(self.attention_up, whole=True)))
-        parts += [(layers, self.weight_bytes(shapes.every)) for _, shapes, layers in self.mixers]
+        parts = [(every * model.attention_layers, self.weight_bytes(self.attention + self.attention_out))]
+        parts.append((every * model.attention_layers, self.weight_bytes(self.attention_up, whole=True)))
+        parts += [(every * layers, self.weight_bytes(shapes.every)) for _, shapes, layers in self.mixers]
         if model.dense_layers:
             up, down = self.mlp(model.d_ff)
-            parts.append((model.dense_layers, self.weight_bytes(up + down)))
+            parts.append((dense * model.dense_layers, self.weight_bytes(up + down)))
         if moe is not None:
             up, down = self.mlp(moe.d_ff)
-            local = model.moe_layers * self.widths.experts
-            parts.append((local, self.weight_bytes(up + down, self.numerics.weights)))
-            parts.append((model.moe_layers, self.weight_bytes([self.router], ROUTER_DTYPE)))
+            mixtures = experts * model.moe_layers
+            parts.append((mixtures * self.widths.experts, self.weight_bytes(up + down, self.numerics.weights)))
+            parts.append((mixtures, self.weight_bytes([self.router], ROUTER_DTYPE)))
             if moe.shared_d_ff:
                 up, down = self.mlp(moe.shared_d_ff)
-                parts.append((model.moe_layers, self.weight_bytes(up + down)))
-        parts.append((1 if model.tied_embeddings else 2, self.weight_bytes([self.table], self.numerics.embeddings)))
+                parts.append((mixtures, self.weight_bytes(up + down)))
+        # The first stage has the embedding, the last one the unembedding, tied or not.
+        tables = np.where(np.asarray(self.stages) > 1, 1, 1 if model.tied_embeddings else 2)
+        parts.append((tables, self.weight_bytes([self.table], self.numerics.embeddings)))
         return sum(count * plain for count, (plain, _) in parts), sum(count * more for count, (_, more) in parts)
 
     @_of_placement

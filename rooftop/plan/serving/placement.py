@@ -17,7 +17,7 @@ import numpy as np
 
 from rooftop.arrays import Mesh
 from rooftop.arrays.mesh import AxisPiece, AxisSpan, Floats, Ints, Reach, joint_span, reach
-from rooftop.arrays.rules import BATCH_AXES, COLUMN_AXES, EXPERT_AXES, GATHER_AXES, SEQUENCE_AXES, ways
+from rooftop.arrays.rules import BATCH_AXES, COLUMN_AXES, EXPERT_AXES, GATHER_AXES, SEQUENCE_AXES, STAGE_AXES, ways
 from rooftop.capabilities import KV_SPLITS, SUBLANES, KvSplit
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import Number
@@ -102,14 +102,14 @@ class Placement:
 
     @property
     def spread(self) -> int:
-        """Equal parts of a generate server's batch: one for each group of devices that shares a cache.
+        """Equal parts of a generate server's batch: one for each group of devices that shares a cache, in each flight.
 
         With D split over ``fsdp``, so many that tokens are split evenly too: see ``Phase.token_unit``.
         """
         groups = self.ways(BATCH_AXES) * (1 if self.kv_split == "seq" else self.ways(SEQUENCE_AXES))
-        if self.ways(GATHER_AXES) == 1:
-            return groups
-        return SUBLANES * lcm(groups, self.ways((*SEQUENCE_AXES, *COLUMN_AXES)))
+        if self.ways(GATHER_AXES) > 1:
+            groups = SUBLANES * lcm(groups, self.ways((*SEQUENCE_AXES, *COLUMN_AXES)))
+        return groups * self.ways(STAGE_AXES)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -174,8 +174,8 @@ class Placement:
 class Placements:
     """Several meshes [P] on slices of one chip, priced together: rows have the same structure, figures are [P, 1].
 
-    All or none of them split D over ``fsdp``, and all or none have an ``expert`` axis. Those on one slice are next to
-    each other.
+    All or none of them split D over ``fsdp``, all or none have an ``expert`` axis, and all or none have stages. Those
+    on one slice are next to each other.
     """
 
     members: Sequence[Placement]
@@ -299,9 +299,9 @@ class Placements:
 
 def together(placements: Sequence[Placement]) -> Iterator[tuple[list[int], Placed]]:
     """Group placements on slices of one chip that can be priced together: indices and the group."""
-    alike: dict[tuple[bool, bool], dict[KvSplit, list[int]]] = {}
+    alike: dict[tuple[bool, ...], dict[KvSplit, list[int]]] = {}
     for at, placement in enumerate(placements):
-        kind = placement.ways(GATHER_AXES) > 1, placement.ways(EXPERT_AXES) > 1
+        kind = tuple(placement.ways(axes) > 1 for axes in (GATHER_AXES, EXPERT_AXES, STAGE_AXES))
         alike.setdefault(kind, {}).setdefault(placement.kv_split, []).append(at)
     for splits in alike.values():
         for members in splits.values():

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rooftop import __version__
 from rooftop.arrays.mesh import MeshLayout
-from rooftop.arrays.rules import SEQUENCE_AXES, Rules
+from rooftop.arrays.rules import SEQUENCE_AXES, STAGE_AXES, Rules
 from rooftop.capabilities import KvSplit
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Ledger, Resource, Row
@@ -262,6 +262,11 @@ class ServingPlan:
         return float(self.problem.prompt_s(self.prefill_on))
 
     @cached_property
+    def prompt_interval_s(self) -> float:
+        """Expected seconds from one prompt to the next: pipeline stages prefill several at the same time."""
+        return float(self.problem.prompt_interval_s(self.prefill_on))
+
+    @cached_property
     def token_s(self) -> float:
         """Seconds between two tokens of a sequence when nothing else runs: a step, or a round's share with a draft."""
         return float(token_s(self.problem, self.generate_on, float(self.batch)))
@@ -284,7 +289,7 @@ class ServingPlan:
         """
         out = self.problem.workload.generate
         if self.problem.mode == "interleaved":
-            return rules.interleaved_token_s(token_s, self.prefill_s, self.batch, out)
+            return rules.interleaved_token_s(token_s, self.prompt_interval_s, self.batch, out)
         moved = 0.0 if self.problem.book or out == 1 else self.transfer_s / (out - 1)
         return token_s + moved
 
@@ -318,7 +323,9 @@ class ServingPlan:
         chip, fractions = self.problem.slice.chip, self.problem.rates.fractions
         servers = (self.problem.slice, self.problem.prefill_server)
         chips = min(server.chips for server in servers)
-        face = min(server.chips / (1 if chip.kind == "gpu" else max(server.shape)) for server in servers)
+        face = min(
+            server.chips / server.num_slices / (1 if chip.kind == "gpu" else max(server.shape)) for server in servers
+        )
         return {
             "ici": face * chip.ici_bytes_per_s * fractions.ici["permute"],
             "dcn": chips * chip.dcn_bytes_per_s * fractions.dcn,
@@ -332,13 +339,14 @@ class ServingPlan:
     @property
     def prefill_per_generate(self) -> float:
         """Prefill servers that keep one generate server busy."""
-        return rules.prefill_per_generate(self.prefill_s, self.token_s, self.batch, self.problem.workload.generate)
+        out = self.problem.workload.generate
+        return rules.prefill_per_generate(self.prompt_interval_s, self.token_s, self.batch, out)
 
     @property
     def cost_per_million_tokens(self) -> dict[str, float | None]:
         """Dollars per million tokens in (prefilled) and out (generated), of slices that are always busy."""
         prices = self.problem.prefill_server.price_usd_per_hour, self.problem.slice.price_usd_per_hour
-        prompts_per_s = 1 / self.prefill_s
+        prompts_per_s = 1 / self.prompt_interval_s
         rates = self.problem.workload.prompt * prompts_per_s, self.tokens_per_s
         costs = (
             None if price is None else price / 3600 / rate * 1e6 for price, rate in zip(prices, rates, strict=True)
@@ -359,10 +367,14 @@ class ServingPlan:
     def step_times(self) -> PlannedTimes:
         """Seconds of any step of these servers, for a simulation of requests.
 
-        Raises RooftopError on a plan with a draft model, whose rounds yield a number of tokens that varies.
+        Raises RooftopError on a plan with a draft model, whose rounds yield a number of tokens that varies, and on one
+        with pipeline stages, in which steps of several flights overlap.
         """
         if self.problem.draft is not None:
             raise RooftopError("plan", "one with a draft model", "one without: drafts are planned, and not simulated")
+        if any(placement.ways(STAGE_AXES) > 1 for placement in (self.generate_on, self.prefill_on)):
+            accepted = "one without: stages are planned and served, and not simulated"
+            raise RooftopError("plan", "one with pipeline stages", accepted)
         rate = self.transfer_rates[self.problem.link]
         return PlannedTimes(self.problem, self.generate_on, self.prefill_on, rate)
 
@@ -459,7 +471,7 @@ class ServingPlan:
                 seconds=self.prefill_s,
                 lower_s=max(_busy(self.prefill).values()),
                 bound=_bound(self.prefill),
-                tokens_per_s=work.prompt / self.prefill_s,
+                tokens_per_s=work.prompt / self.prompt_interval_s,
                 slice=problem.prefill_server.name,
                 mesh=self.prefill_on.engine_mesh.described,
                 ring=self._ring,

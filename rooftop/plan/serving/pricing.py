@@ -7,14 +7,15 @@ as long as there is so much to read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
 from rooftop.arrays.rules import GATHER_AXES
-from rooftop.core.ledger import Ledger, Number
-from rooftop.plan.pricing import Transfer, Work, paid_s
+from rooftop.core.ledger import Ledger, Number, Row
+from rooftop.plan.pricing import StagePart, Transfer, Work, paid_s
 from rooftop.plan.serving.assumptions import ServingAssumptions, ServingShare
 from rooftop.plan.serving.placement import Placed
 from rooftop.roofline.rates import Rates
@@ -73,11 +74,49 @@ class _Steps:
             # A transfer overlaps attention to the previous block: the shorter of the two is hidden.
             hidden: Number = np.minimum(self.ring * duration.total_s, np.maximum(item.matmul_s, stream_s))
             return duration.total_s - hidden
+        if transfer.hides == "stage":
+            # The next stage cannot begin before.
+            return duration.total_s
         return (1 - self.latency) * duration.latency_s + (1 - self.bytes) * duration.bytes_s
 
 
-def price_serving(work: Sequence[Work], placement: Placed, rates: Rates, assumptions: ServingAssumptions) -> Ledger:
-    """The ledger of ``work``; figures are scalars, or arrays over batch sizes."""
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Stages that deal out ``layers``, and the flights whose steps are in progress in them, one in each stage.
+
+    Layers are as long as they are in the mean.
+    """
+
+    layers: int
+    stages: Number
+    flights: Number
+
+    def slowest_s(self, seconds: Mapping[StagePart, Number]) -> Number:
+        """Seconds of the slowest stage, given those of the parts of a model in all stages together.
+
+        The first stages have one layer more where these do not divide, and the last one has the unembedding.
+        """
+        layer_s = seconds["layers"] / self.layers
+        share = self.layers / np.asarray(self.stages)
+        slowest: Number = np.maximum(
+            np.ceil(share) * layer_s + seconds["first"], np.floor(share) * layer_s + seconds["last"]
+        )
+        return slowest
+
+    def idle_s(self, seconds: Mapping[StagePart, Number]) -> Number:
+        """Seconds in which a flight waits for the slowest stage, which works for every other flight first."""
+        idle: Number = np.maximum(0.0, self.flights * self.slowest_s(seconds) - sum(seconds.values()))
+        return idle
+
+
+def price_serving(
+    work: Sequence[Work],
+    placement: Placed,
+    rates: Rates,
+    assumptions: ServingAssumptions,
+    pipeline: Pipeline | None = None,
+) -> Ledger:
+    """The ledger of ``work``; figures are scalars, or arrays over batch sizes. A pipeline's last row is idle time."""
     steps = _Steps.of(work, placement, rates, assumptions)
     rows = []
     for item, stream_s, parts in zip(work, steps.streams, steps.durations, strict=True):
@@ -96,19 +135,59 @@ def price_serving(work: Sequence[Work], placement: Placed, rates: Rates, assumpt
                 serial_s=item.matmul_s + stream_s + paid,
             )
         )
+    if pipeline is not None:
+        expected = [row.count * row.expected_s for row in rows]
+        serial = [row.count * row.serial_s for row in rows]
+        rows.append(
+            Row(
+                scope="pipeline",
+                phase=work[0].phase,
+                count=1,
+                expected_s=pipeline.idle_s(_by_part(work, expected)),
+                serial_s=pipeline.idle_s(_by_part(work, serial)),
+                formula="idle: flights x the slowest stage, less a flight's way through all stages",
+            )
+        )
     return Ledger(tuple(rows))
 
 
-def serving_s(work: Sequence[Work], placement: Placed, rates: Rates, assumptions: ServingAssumptions) -> Number:
+def serving_s(
+    work: Sequence[Work],
+    placement: Placed,
+    rates: Rates,
+    assumptions: ServingAssumptions,
+    pipeline: Pipeline | None = None,
+) -> Number:
     """Expected seconds of ``price_serving``'s ledger, without its rows."""
+    seconds = _seconds(work, placement, rates, assumptions)
+    return sum(seconds, 0.0) + (0.0 if pipeline is None else pipeline.idle_s(_by_part(work, seconds)))
+
+
+def slowest_stage_s(
+    work: Sequence[Work], placement: Placed, rates: Rates, assumptions: ServingAssumptions, pipeline: Pipeline
+) -> Number:
+    """Expected seconds of ``work`` in the slowest pipeline stage."""
+    return pipeline.slowest_s(_by_part(work, _seconds(work, placement, rates, assumptions)))
+
+
+def _seconds(work: Sequence[Work], placement: Placed, rates: Rates, assumptions: ServingAssumptions) -> list[Number]:
+    """Expected seconds of each piece of work, as often as it is done."""
     steps = _Steps.of(work, placement, rates, assumptions)
-    total: Number = 0.0
+    every = list[Number]()
     for item, stream_s, parts in zip(work, steps.streams, steps.durations, strict=True):
         seconds = np.maximum(item.matmul_s, stream_s)
         for transfer, duration in zip(item.collectives, parts, strict=True):
             seconds = seconds + steps.exposed_s(item, transfer, duration, stream_s)
-        total = total + item.count * seconds
-    return total
+        every.append(item.count * seconds)
+    return every
+
+
+def _by_part(work: Sequence[Work], seconds: Sequence[Number]) -> dict[StagePart, Number]:
+    """Seconds of work by the pipeline stages' part that it belongs to."""
+    parts: dict[StagePart, Number] = dict.fromkeys(get_args(StagePart), 0.0)
+    for item, own in zip(work, seconds, strict=True):
+        parts[item.part] = parts[item.part] + own
+    return parts
 
 
 def _duration(

@@ -11,7 +11,16 @@ from typing import Literal, get_args
 import numpy as np
 
 from rooftop.arrays.mesh import Mesh
-from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES, SERVING_AXES, ways
+from rooftop.arrays.rules import (
+    AXES,
+    COLUMN_AXES,
+    EXPERT_AXES,
+    GATHER_AXES,
+    REPLICA_AXES,
+    SEQUENCE_AXES,
+    STAGE_AXES,
+    ways,
+)
 from rooftop.capabilities import KV_SPLITS, SERVING, KvSplit, ServingSpec, engine_heads, obstacles
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Ledger, Number, Row
@@ -24,7 +33,7 @@ from rooftop.plan.pricing import BOUNDS, Bounds
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.phase import Phase, ServingPhase, cached_bytes
 from rooftop.plan.serving.placement import Placed, Placement
-from rooftop.plan.serving.pricing import price_serving, serving_s
+from rooftop.plan.serving.pricing import price_serving, serving_s, slowest_stage_s
 from rooftop.plan.serving.rows import generate_work, prefill_work
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.plan.shapes import require_planned
@@ -37,7 +46,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 Link = Literal["ici", "dcn"]
 LINKS: tuple[Link, ...] = get_args(Link)
 #: The axes over which one copy of a model may be split.
-_SPLIT_AXES = tuple(axis for axis in SERVING_AXES if axis not in REPLICA_AXES)
+_SPLIT_AXES = tuple(axis for axis in AXES if axis not in REPLICA_AXES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +101,6 @@ class ServingProblem:
             raise unknown("kv-split", self.kv_split, KV_SPLITS)
         if self.book and self.draft is not None:
             raise RooftopError("bounds", self.bounds, "usable with a draft model")
-        if self.slice.num_slices > 1:
-            one = self.slice.name.partition("@")[0]
-            raise RooftopError("slice", self.slice.name, f"one slice ({one}): replicas are servers of their own")
         if self.prefill_slice is not None:
             if self.mode == "interleaved":
                 raise RooftopError("prefill-on", self.prefill_slice.name, "nothing where both phases share a server")
@@ -175,7 +181,8 @@ class ServingProblem:
         if self.book:
             return book_generate(self.model, self.numerics, self.slice.devices, self.rates, batch, tokens)
         phase = replace(self.phase("generate", placement, batch, model), guesses=guesses)
-        return price_serving(generate_work(phase, tokens), placement, self.rates, self.assumptions)
+        work = generate_work(phase, tokens)
+        return price_serving(work, placement, self.rates, self.assumptions, phase.pipeline)
 
     def generate_s(
         self, placement: Placed, batch: Number, *, model: ModelConfig | None = None, guesses: int = 0
@@ -184,7 +191,8 @@ class ServingProblem:
         if self.book:
             return self.generate(placement, batch).expected_s
         phase = replace(self.phase("generate", placement, batch, model), guesses=guesses)
-        return serving_s(generate_work(phase, self.step_context), placement, self.rates, self.assumptions)
+        work = generate_work(phase, self.step_context)
+        return serving_s(work, placement, self.rates, self.assumptions, phase.pipeline)
 
     def prefill(
         self, placement: Placed, tokens: float, before: float = 0.0, *, model: ModelConfig | None = None
@@ -204,6 +212,20 @@ class ServingProblem:
         return sum((self._prefill_s(placement, new, before, model) for model in models), 0.0) + self.prefix_read_s(
             placement
         )
+
+    def prompt_interval_s(self, placement: Placed) -> Number:
+        """Expected seconds from a prompt to the next one on a server that does nothing else.
+
+        Pipeline stages prefill prompts of different flights at the same time: the slowest one decides.
+        """
+        prompt_s, new = self.prompt_s(placement), float(self.workload.new_prompt_tokens)
+        phase = self.phase("prefill", placement, new)
+        if phase.pipeline is None or self.book or self.assumptions.mfu is not None:
+            return prompt_s
+        work = prefill_work(phase, self.workload.prompt - new)
+        slowest = slowest_stage_s(work, placement, self.rates, self.assumptions, phase.pipeline)
+        interval: Number = np.where(np.asarray(phase.stages) > 1, slowest, prompt_s)
+        return interval
 
     def _prefill_s(self, placement: Placed, tokens: float, before: float, model: ModelConfig) -> Number:
         """Expected seconds of a prefill, without its rows."""
@@ -244,13 +266,13 @@ class ServingProblem:
         weights, scales, prefill_activations = placement.resting[key]
         if prefilling:
             activations = np.maximum(activations, prefill_activations)
-        kv = phase.device_kv_bytes(batch, tokens, stored=True)
+        kv = phase.resident_kv_bytes(batch, tokens)
         if self.draft is not None:
             # A draft model is split as the large one is, and has a cache of its own.
             small = replace(phase, model=self.draft.model)
             draft_weights, draft_scales = small.device_weight_bytes
             weights, scales = weights + draft_weights, scales + draft_scales
-            kv = kv + small.device_kv_bytes(batch, tokens, stored=True)
+            kv = kv + small.resident_kv_bytes(batch, tokens)
         plain = kv / (1 + self.numerics.kv_scale_bytes(self.model) / self.numerics.kv_bytes)
         return ServingMemory(weights=weights, scales=scales + kv - plain, kv=plain, activations=activations)
 
@@ -281,11 +303,16 @@ class ServingProblem:
             return ["the book's arithmetic spreads everything evenly: plan with --bounds usable"]
         return list(obstacles(SERVING, self.spec(generate, prefill)))
 
-    def cache_heads(self, placement: Placement) -> tuple[int, ...]:
-        """Key/value heads of an engine's cache, copies included; none of latents, which all devices have."""
+    def cache_kind(self, placement: Placement) -> tuple[object, ...]:
+        """What an engine's cache has in common with those that it may be sent to.
+
+        Key/value heads, copies included (none of latents, which all devices have), and the mesh of pipeline stages.
+        """
+        axes = placement.engine_mesh.shape
+        stages = tuple(axes.items()) if ways(axes, *STAGE_AXES) > 1 else ()
         if attention_kind(self.model).cached_heads is None:
-            return ()
-        return engine_heads(self.model, placement.engine_mesh.shape).cached
+            return stages
+        return *stages, *engine_heads(self.model, axes).cached
 
     def nearest_engines(self, placements: Sequence[Placement]) -> list[Placement]:
         """The placements of generation with the fewest obstacles: those that engines have, if there are any."""
@@ -339,17 +366,19 @@ class ServingProblem:
         """
         devices = slice_.devices
         if requested is None:
+            # Only stages lie over DCN, whose latency nobody publishes: any other axis has collectives in every layer.
+            slices, inside = slice_.num_slices, [axis for axis in axes if axis not in STAGE_AXES]
             meshes = [
-                dict.fromkeys(SERVING_AXES, 1) | dict(zip(axes, chosen, strict=True))
-                for chosen in _divisions(devices, len(axes))
+                dict.fromkeys(AXES, 1) | dict.fromkeys(STAGE_AXES, slices) | dict(zip(inside, chosen, strict=True))
+                for chosen in _divisions(devices // slices, len(inside))
             ]
             yield from self._little_padding([sizes for sizes in meshes if refused(sizes) is None], ring=ring)
             return
         text = ",".join(f"{name}={size}" for name, size in requested.items())
         for name in requested:
-            if name not in SERVING_AXES:
-                raise unknown("mesh axis", name, SERVING_AXES)
-        sizes = {name: requested.get(name, 1) for name in SERVING_AXES}
+            if name not in AXES:
+                raise unknown("mesh axis", name, AXES)
+        sizes = {name: requested.get(name, 1) for name in AXES}
         if prod(sizes.values()) != devices:
             raise RooftopError("mesh", text, f"sizes whose product is the {devices} devices of {slice_.name}")
         why = refused(sizes)
@@ -357,16 +386,19 @@ class ServingProblem:
             raise RooftopError("mesh", text, why)
         yield sizes
 
-    def _experts(self, sizes: Mapping[str, int]) -> str | None:
-        none = self.model.moe is None and ways(sizes, *EXPERT_AXES) > 1
-        return "no expert axis: the model has no experts" if none else None
+    def _layers(self, sizes: Mapping[str, int]) -> str | None:
+        if self.model.moe is None and ways(sizes, *EXPERT_AXES) > 1:
+            return "no expert axis: the model has no experts"
+        if ways(sizes, *STAGE_AXES) > self.model.layers:
+            return f"at most one stage for each of {self.model.layers} layers"
+        return None
 
     def _divides_generate(self, sizes: Mapping[str, int]) -> str | None:
         if (own := ways(sizes, *GATHER_AXES)) > 1:
             split = own * ways(sizes, *COLUMN_AXES, *SEQUENCE_AXES)
             if self.model.d_model % split:
                 return f"fsdp x context x tensor that divide a D of {self.model.d_model}"
-        return self._experts(sizes)
+        return self._layers(sizes)
 
     def _divides_prefill(self, sizes: Mapping[str, int]) -> str | None:
         if ways(sizes, *GATHER_AXES) > 1:
@@ -374,7 +406,7 @@ class ServingProblem:
         if ways(sizes, *EXPERT_AXES) > 1 and self.model.moe is None:
             # One sequence is spread over the experts' axis by its tokens.
             return "no expert axis without several sequences"
-        return None
+        return self._layers(sizes)
 
     def _little_padding(self, meshes: Sequence[dict[str, int]], *, ring: bool) -> list[dict[str, int]]:
         """The meshes that pad no dim by more than ``MOST_PADDING`` of its size.
@@ -404,7 +436,7 @@ def _placement(slice_: Slice, sizes: tuple[tuple[str, int], ...], kv_split: KvSp
 
 @lru_cache(maxsize=1 << 12)
 def _lay(slice_: Slice, sizes: tuple[tuple[str, int], ...]) -> Mesh:
-    return Mesh.lay(slice_, dict.fromkeys(SERVING_AXES, 1) | dict(sizes))
+    return Mesh.lay(slice_, dict.fromkeys(AXES, 1) | dict(sizes))
 
 
 def _divisions(value: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -8,6 +8,9 @@ again for the second matmul.
 
 Models with experts also have that AllGather and ReduceScatter, as routers work on each device's own tokens. All tokens
 are then gathered over ``expert``, and the sums of all experts are scattered back.
+
+With pipeline stages the rows are those of one flight's step on its way through all stages. They are also those of one
+device for the steps of all flights.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES
+from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES, STAGE_AXES
 from rooftop.core.ledger import CollectiveKind, Number
 from rooftop.models import ModelConfig
 from rooftop.models.attention import MatmulShape
 from rooftop.models.mixers import CONV_BYTES, STATE_BYTES
-from rooftop.plan.pricing import Transfer, Work
+from rooftop.plan.pricing import StagePart, Transfer, Work
 from rooftop.plan.serving.phase import ACTIVATION_BYTES, Phase
 from rooftop.plan.serving.workload import ROUTER_DTYPE
 from rooftop.plan.shapes import attended_pairs
@@ -31,15 +34,16 @@ from rooftop.roofline.achievable import kernel_flops
 
 def generate_work(phase: Phase, context: Number) -> list[Work]:
     """One token for each of ``phase.tokens`` sequences, which hold ``context`` tokens of KV each."""
-    attention = [*_attention_generate(phase, context), *_mixers(phase, phase.sequences(phase.tokens), chunked=False)]
-    return [*_embed(phase), *attention, *_blocks(phase), *_head(phase, phase.own_tokens)]
+    sequences = phase.sequences(phase.step_tokens)
+    attention = [*_attention_generate(phase, context), *_mixers(phase, sequences, chunked=False)]
+    return [*_embed(phase), *attention, *_blocks(phase), *_sends(phase), *_head(phase, phase.own_tokens)]
 
 
 def prefill_work(phase: Phase, before: float = 0.0, sequences: int = 1) -> list[Work]:
     """``phase.tokens`` new tokens of ``sequences`` equal sequences, each after ``before`` tokens whose KV is there."""
     last = np.ceil(sequences / phase.ways(*REPLICA_AXES))
     attention = [*_attention_prefill(phase, before, sequences), *_mixers(phase, last, chunked=True)]
-    return [*_embed(phase), *attention, *_blocks(phase), *_head(phase, last)]
+    return [*_embed(phase), *attention, *_blocks(phase), *_sends(phase), *_head(phase, last)]
 
 
 def chunk_pairs(model: ModelConfig, new: float, before: float, block: int) -> float:
@@ -74,7 +78,23 @@ def _embed(phase: Phase) -> list[Work]:
     if phase.scatters:
         # Columns are exchanged for tokens.
         gathers = (Transfer("all_to_all", phase.columns, rows / phase.split, "critical"),)
-    return [_work(phase, "embed", 1, hbm_bytes=2 * rows, collectives=gathers, formula="rows looked up and gathered")]
+    looked_up = "rows looked up and gathered"
+    return [_work(phase, "embed", 1, hbm_bytes=2 * rows, collectives=gathers, formula=looked_up, part="first")]
+
+
+def _sends(phase: Phase) -> list[Work]:
+    """The stream that each pipeline stage but the last hands to the next one: split, and whole again where it was."""
+    if not phase.splits(*STAGE_AXES):
+        return []
+    stream = phase.own_tokens * phase.model.d_model * ACTIVATION_BYTES / phase.ways(*GATHER_AXES)
+    divides = phase.scatters | (phase.model.d_model % np.asarray(phase.split) == 0)
+    moved: tuple[Transfer, ...] = (
+        Transfer("permute", STAGE_AXES, stream / np.where(divides, phase.split, 1.0), "stage"),
+    )
+    if not phase.scatters:
+        moved += (Transfer("all_gather", phase.columns, stream, "critical", when=np.where(divides, 1.0, 0.0)),)
+    formula = "2 T D bytes, split over columns' axes, to the next stage, and so from stage to stage"
+    return [_work(phase, "pipeline", phase.stages - 1.0, collectives=moved, formula=formula, part="sends")]
 
 
 def _attention_generate(phase: Phase, context: Number) -> list[Work]:
@@ -82,8 +102,8 @@ def _attention_generate(phase: Phase, context: Number) -> list[Work]:
     d_qk, d_v = phase.kind.head_sizes
     heads = phase.widths.heads * phase.ways(*SEQUENCE_AXES)
     # The part of a group's sequences that a device attends for: fsdp and context split the cache's tokens.
-    sequences = phase.sequences(phase.tokens)
-    kv = phase.device_kv_bytes(phase.tokens, context, stored=False) / layers
+    sequences = phase.sequences(phase.step_tokens)
+    kv = phase.device_kv_bytes(phase.step_tokens, context, stored=False) / layers
     seen = kv / (phase.cached_bytes(1.0, stored=False) / layers * phase.cache_share) * (1 + phase.guesses)
     flops = 2.0 * seen * heads * phase.kind.decode_width
     queries, outputs = (tokens / phase.ways(*GATHER_AXES) * heads * size * ACTIVATION_BYTES for size in (d_qk, d_v))
@@ -267,9 +287,9 @@ def _head(phase: Phase, tokens: Number) -> list[Work]:
     )
     logits = 4.0 * rows * phase.widths.vocab / phase.ways(*GATHER_AXES)
     return [
-        *work,
+        *(replace(item, part="last") for item in work),
         _work(
-            phase, "sample", 1, hbm_bytes=2 * logits, collectives=chosen,
+            phase, "sample", 1, part="last", hbm_bytes=2 * logits, collectives=chosen,
             formula="float32 logits written and read; the best of each part of the vocabulary gathered",
         ),
     ]  # fmt: skip
@@ -336,6 +356,7 @@ def _work(
     kernel_flops: Number = 0.0,
     matmul_s: Number = 0.0,
     collectives: tuple[Transfer, ...] = (),
+    part: StagePart = "layers",
 ) -> Work:
     used = tuple(_over(transfer, axes) for transfer in collectives if (axes := phase.placement.used(transfer.axes)))
     return Work(
@@ -348,6 +369,7 @@ def _work(
         hbm_bytes=hbm_bytes,
         matmul_s=matmul_s,
         collectives=used,
+        part=part,
     )
 
 

@@ -253,12 +253,12 @@ class PrefillSweep:
             for problem, some, end in zip(problems, placements, ends, strict=True)
         ]
 
-    def best(self, copies: tuple[int, ...] | None = None) -> tuple[Placement, float] | None:
+    def best(self, kind: tuple[object, ...] | None = None) -> tuple[Placement, float] | None:
         """The fastest placement that fits (that needs the least memory if none does), and its seconds.
 
-        ``copies``: only those whose cache has these key/value heads, copies included; None if there are none.
+        ``kind``: only those with such a cache (``ServingProblem.cache_kind``); None if there are none.
         """
-        among = [at for at, place in enumerate(self.placements) if copies in (None, self.problem.cache_heads(place))]
+        among = [at for at, place in enumerate(self.placements) if kind in (None, self.problem.cache_kind(place))]
         if not among:
             return None
         seconds, memory = self.seconds[among], self.memory_bytes[among]

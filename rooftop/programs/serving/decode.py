@@ -240,9 +240,18 @@ class Decoder:
         pool: Any = Pages(values=values, scales=scales)  # type: ignore[arg-type]
         return (pool,) * len(self.layers)
 
+    @property
+    def handed_spec(self) -> P:
+        """Spec of the residual stream between two stages: no part of it is sent more than once, if D divides."""
+        batch, tokens, width = self.specs.residual.partitions
+        (columns,) = self.specs.activation("mlp")
+        if tokens is None and width is None and self.model.d_model % ways(dict(self.sizes), *axes_of(columns)) == 0:
+            return P(batch, None, columns)
+        return self.specs.residual
+
     def abstract_stream(self, tokens: int, mesh: Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
         """Shape and sharding of the residual stream [1, T, D] that a stage hands to the next one."""
-        place = NamedSharding(mesh, self.specs.residual)
+        place = NamedSharding(mesh, self.handed_spec)
         return jax.ShapeDtypeStruct((1, tokens, self.model.d_model), jnp.dtype(self.dtype), sharding=place)
 
     def abstract_weights(self, mesh: Mesh | AbstractMesh) -> Transformer[jax.ShapeDtypeStruct]:
@@ -406,6 +415,9 @@ def _stream(
     if x is None:
         with named_scope("embed"):
             x = embed(weights, Batch(tokens=tokens, targets=tokens, positions=positions), computation)
+    else:
+        with named_scope("pipeline"):
+            x = reshard(x, how.specs.residual)
     with named_scope("layers"):
         with named_scope("attn"), named_scope("rope"):
             turns = {local: rotation(model, positions, local=local) for local in (False, True)}
@@ -416,7 +428,10 @@ def _stream(
             own = turns[local] if kind.rope and model.positions == "rope" else None
             heads = PagedHeads(layer=layer.attn, turns=own, window=kind.window, rows=rows, how=how)
             x, _ = transform(x, layer, partial(heads, pool=pool, written=written), None, computation)
-    return final_norm(x, weights, computation) if how.is_last else x, tuple(written)
+    if how.is_last:
+        return final_norm(x, weights, computation), tuple(written)
+    with named_scope("pipeline"):
+        return reshard(x, how.handed_spec), tuple(written)
 
 
 def _logits(

@@ -146,9 +146,13 @@ def parts(
     decoders = [[stage, *([] if drafter is None else [drafter])] for stage in stages]
     for meshes in copies:
         for own, mesh in zip(decoders, meshes, strict=True):
-            require_room(own, mesh, configuration)
+            if mesh.local_devices:
+                require_room(own, mesh, configuration)
     weights = [
-        [_placed(stage, mesh, configuration, source.weights) for stage, mesh in zip(stages, meshes, strict=True)]
+        [
+            _placed(stage, mesh, configuration, source.weights) if mesh.local_devices else None
+            for stage, mesh in zip(stages, meshes, strict=True)
+        ]
         for meshes in copies
     ]
     last = copies[-1][-1]
@@ -178,7 +182,7 @@ def parts(
         options=None if options is None else dict(options),
     )
 
-    def flights(meshes: Sequence[Mesh], weights: Sequence[Transformer[Any]]) -> list[Replica]:
+    def flights(meshes: Sequence[Mesh], weights: Sequence[Transformer[Any] | None]) -> list[Replica]:
         """A replica of one copy of the model for each of its flights."""
         after: Replica | None = None
         for stage, mesh, own in reversed(list(zip(stages, meshes, weights, strict=True))[1:]):
@@ -266,9 +270,13 @@ def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[li
         raise RooftopError("mesh", dict(sizes) or {COLUMN_AXES[0]: 1}, accepted)
     axes = PROGRAM_AXES
     shape, types = tuple(sizes.get(axis, 1) for axis in axes), (AxisType.Explicit,) * len(axes)
-    groups = _apart(here, count * stages, per_copy // stages)
-    meshes = [Mesh(np.array(group, dtype=object).reshape(shape), axes, axis_types=types) for group in groups]
-    return [meshes[at : at + stages] for at in range(0, len(meshes), stages)]
+    # Stages lie over slices, and so over processes.
+    by_slice = sorted(here, key=lambda device: getattr(device, "slice_index", 0))
+    copies_ = [np.array(group, dtype=object) for group in _apart(by_slice, count, per_copy)]
+    return [
+        [Mesh(devices.reshape(shape), axes, axis_types=types) for devices in np.split(group, stages)]
+        for group in copies_
+    ]
 
 
 def _apart(here: Sequence[jax.Device], count: int, item: int) -> list[Sequence[jax.Device]]:
@@ -407,13 +415,14 @@ def cache_pages(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configur
         raise RooftopError("max_model_len", max_model_len, f"at most the model's {most} tokens")
     pages = configuration.pages
     if pages is None:
-        device = mesh.local_devices[0]
-        stats = device.memory_stats() or {}
-        free = _memory(device) // _sharing(mesh, configuration) - int(stats.get("bytes_in_use", 0))
+        free = math.inf
+        for device in mesh.local_devices[:1]:
+            stats = device.memory_stats() or {}
+            free = _memory(device) // _sharing(mesh, configuration) - int(stats.get("bytes_in_use", 0))
         if jax.process_count() > 1:
             # All processes use the least free memory of any.
-            free = int(multihost_utils.process_allgather(np.array(free, np.float32)).min())
-        room = int(free * _CACHE_SHARE[device.platform]) // configuration.stages
+            free = float(multihost_utils.process_allgather(np.array(free, np.float32)).min())
+        room = int(free * _CACHE_SHARE[mesh.devices.flat[0].platform]) // configuration.stages
         fit = room * mesh.size // sum(decoder.page_bytes for decoder in decoders)
         useful = configuration.own_policy.max_batch * ceil_div(max_model_len, page_tokens)
         pages = max(1, min(fit, useful * (2 if configuration.prefix_cache else 1)))

@@ -48,7 +48,7 @@ class Programs:
         self,
         decoder: Decoder,
         mesh: Mesh,
-        weights: Transformer[Any],
+        weights: Transformer[Any] | None,
         *,
         pages: int,
         slots: int,
@@ -164,9 +164,13 @@ class Programs:
         streams = () if self._decoder.is_first else (self.stream(sum(rows * width for rows, width, _ in shapes)),)
         return run, (1,), (self._weights, self.pools, packed, *streams)
 
+    def choice_rows(self, rows: int) -> int:
+        """Rows of the program that chooses tokens for so many."""
+        return covering(self._choices, rows)
+
     def _with_room(self, logits: jax.Array) -> jax.Array:
         """As the program that chooses from them takes them."""
-        more = 0 if self._drafts else covering(self._choices, len(logits)) - len(logits)
+        more = 0 if self._drafts else self.choice_rows(len(logits)) - len(logits)
         return jnp.pad(logits, ((0, more), (0, 0)))
 
     def _choose_program(self, rows: int) -> _Traced:

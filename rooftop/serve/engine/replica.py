@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
@@ -17,6 +18,7 @@ from rooftop.programs.serving.decode import HEAD, SLOT, Chosen, Decoder, heads_o
 from rooftop.scheduling.serving.prefixes import Copy
 from rooftop.serve.engine.configuration import Shapes
 from rooftop.serve.engine.programs import COPIED, Key, Programs, Shape
+from rooftop.serve.engine.stages import HandOver
 
 Ints = npt.NDArray[np.int32]
 
@@ -38,14 +40,15 @@ class Replica:
     ``draft_length`` guesses of each sequence at a time, or makes them if it ``drafts``.
 
     The first of several pipeline stages is the replica; ``after`` is the next stage, on a mesh of its own. Programs of
-    different stages run at the same time for different steps: XLA's queues keep the order of the steps.
+    different stages run at the same time for different steps: XLA's queues keep the order of the steps. Of several
+    processes, each runs the programs of the stages of which it has devices; the others have no ``weights`` of them.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         mesh: Mesh,
-        weights: Transformer[Any],
+        weights: Transformer[Any] | None,
         *,
         pages: int,
         host_pages: int,
@@ -57,7 +60,11 @@ class Replica:
         after: Replica | None = None,
     ) -> None:
         self.decoder, self.shapes, self.pages, self.slots = decoder, shapes, pages, slots
-        self.after = after
+        self.after, self.mesh = after, mesh
+        #: True if this process has devices of the stage.
+        self._here = bool(mesh.local_devices)
+        self._onward = None if after is None else HandOver(mesh, after.mesh)
+        self._back = None if after is None or not decoder.is_first else HandOver(after._last.mesh, mesh)
         self.draft_length, self.drafts = draft_length, drafts
         self._programs = Programs(
             decoder,
@@ -87,7 +94,8 @@ class Replica:
 
     def allocate(self) -> None:
         """Empty pools, and adjustments that change nothing."""
-        self._pools, self._adjustments = self._programs["allocate",]()
+        if self._here:
+            self._pools, self._adjustments = self._programs["allocate",]()
         if self.after is not None:
             self.after.allocate()
 
@@ -101,14 +109,37 @@ class Replica:
 
         Raises Infeasible.
         """
-        compiled, stage = 0, self
-        while True:
-            compiled += stage._programs.compile(stage._wanted(role), on_progress)
-            if stage.after is None:
-                break
-            stage = stage.after
+        compiled = self._compile(on_progress, role)
         self.allocate()
         return compiled
+
+    def _compile(self, on_progress: Callable[[int, int], None] | None, role: str) -> int:
+        keys = self._wanted(role)
+        compiled = self._programs.compile(keys, on_progress) if self._here else 0
+        for kind, *shapes in keys:
+            if self._onward is not None and self.after is not None and kind in ("step", "check"):
+                tokens = sum(rows * width for rows, width, _ in shapes)
+                compiled += self._onward.compile(self.after._programs.stream(tokens))
+        if self._back is not None:
+            # What the last stage yields: see ``step``.
+            for kind, *shapes in self._last._wanted(role):
+                several = 1 if kind == "step" else 1 + self.draft_length
+                rows = [rows * several for rows, _, _ in shapes] if kind in ("step", "check") else []
+                likes = [like for one in rows for like in self._choice(one)[:1]]
+                likes += self._choice(shapes[0]) if kind == "choose" else []
+                compiled += sum(map(self._back.compile, likes))
+        return compiled if self.after is None else compiled + self.after._compile(on_progress, role)
+
+    def _choice(self, rows: int) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of the fields of ``Chosen``, on all devices of this stage."""
+        most = min(self.decoder.alternatives, self.decoder.model.vocab)
+        kinds = [((rows,), jnp.int32), ((rows,), jnp.float32), ((rows, most), jnp.float32), ((rows, most), jnp.int32)]
+        return [jax.ShapeDtypeStruct(shape, dtype, sharding=self._programs.whole) for shape, dtype in kinds]
+
+    @property
+    def _last(self) -> Replica:
+        """The last stage."""
+        return self if self.after is None else self.after._last
 
     def _wanted(self, role: str) -> list[Key]:
         return self._programs.of_role(role)
@@ -119,24 +150,49 @@ class Replica:
         And ``choose_tokens`` for parts with a row that wants that; what a draft chooses after a prompt is never used.
         ``stream`` comes from the stage before.
         """
-        program = self._programs["check" if every else "step", *(_shape(*part) for part in parts)]
-        streams = []
-        if stream is not None:
-            streams = placed([stream], [self._programs.stream(stream.shape[1])])
-        packed = [self._given(part) for part, _ in parts]
-        if self.after is not None:
-            stream, self._pools = program(self._weights, self._pools, packed, *streams)
+        key = "check" if every else "step", *(_shape(*part) for part in parts)
+        outputs: Any = None
+        if self._here:
+            packed = [self._given(part) for part, _ in parts]
+            streams = [] if stream is None else [stream]
+            *outputs, self._pools = self._programs[key](self._weights, self._pools, packed, *streams)
             if self._one_at_a_time:
-                jax.block_until_ready(stream)
-            return self.after.step(*parts, every=every, stream=stream)
-        tokens, logits, self._pools = program(self._weights, self._pools, packed, *streams)
-        if self._one_at_a_time:
-            jax.block_until_ready(logits)
-        heads = [heads_of_each(*part) if every else part[0][:, :HEAD] for part in parts]
+                jax.block_until_ready(outputs)
+        if self.after is not None and self._onward is not None:
+            like = self.after._programs.stream(sum(len(part) * width for part, width in parts))
+            handed = self._onward(outputs[0] if self._here else None, like)
+            chosen = self.after.step(*parts, every=every, stream=handed)
+            if self._back is None or jax.process_count() == 1:
+                return chosen
+            return self._returned(self._back, parts, every, chosen)
+        if not self._here:
+            return []
+        tokens, logits = outputs
         return [
-            Chosen(tokens=likeliest) if self.drafts or only_likeliest(asked) else self._chosen(token, asked)
-            for likeliest, token, asked in zip(tokens, logits, heads, strict=True)
+            Chosen(tokens=likeliest) if self._is_plain(asked) else self._chosen(token, asked)
+            for likeliest, token, asked in zip(tokens, logits, _heads(parts, every), strict=True)
         ]
+
+    def _is_plain(self, asked: Ints) -> bool:
+        """True if the likeliest token of each row is all that is asked for."""
+        return self.drafts or only_likeliest(asked)
+
+    def _returned(
+        self, back: HandOver, parts: Sequence[tuple[Ints, int]], every: bool, chosen: Sequence[Chosen]
+    ) -> list[Chosen]:
+        """What the last stage has ``chosen``, on the devices of this one, whose first process reads it."""
+        returned = list[Chosen]()
+        for at, asked in enumerate(_heads(parts, every)):
+            plain = self._is_plain(asked)
+            likes = self._choice(len(asked) if plain else self._programs.choice_rows(len(asked)))
+            names = ("tokens", "logprobs", "top", "top_ids")[: 1 if plain else None]
+            arrays: dict[str, Any] = {
+                name: back(getattr(chosen[at], name) if chosen else None, like)
+                for name, like in zip(names, likes, strict=False)
+            }
+            if self._here:
+                returned.append(Chosen(**arrays))
+        return returned
 
     def _chosen(self, logits: jax.Array, asked: Ints) -> Chosen:
         heads = np.zeros((len(logits), HEAD), np.int32)
@@ -163,7 +219,7 @@ class Replica:
     def copy(self, copies: Iterable[Copy]) -> None:
         """Pages to the host's memory and back, in order."""
         every = list(copies)
-        for item in every:
+        for item in every if self._here else ():
             source, target = np.array(item.source, np.int32), np.array(item.target, np.int32)
             for first in range(0, len(source), COPIED):
                 out, into = source[first : first + COPIED], target[first : first + COPIED]
@@ -176,13 +232,15 @@ class Replica:
 
     def take(self, pages: Ints) -> Sequence[jax.Array]:
         """The contents of at most ``COPIED`` pages, of each of ``pool_leaves`` [COPIED, ...]."""
-        taken = self._taken(pages)
+        absent: list[Any] = [None] * len(self._programs.pools)
+        taken = self._taken(pages) if self._here else absent
         return taken if self.after is None else [*taken, *self.after.take(pages)]
 
     def put(self, pages: Ints, contents: Sequence[Content]) -> None:
         """Write pages from arrays of the host, or of another replica with the same pools."""
         own = len(self._programs.pools)
-        self._fill(pages, contents[:own])
+        if self._here:
+            self._fill(pages, contents[:own])
         if self.after is not None:
             self.after.put(pages, contents[own:])
 
@@ -201,6 +259,8 @@ class Replica:
         if self.after is not None:
             self.after.adjust(slot, how)
             return
+        if not self._here:
+            return
         arrays = [self._put(item) for item in (np.int32(slot), how.bias, how.seen, how.mask, how.penalties)]
         self._adjustments = self._programs["adjust",](self._adjustments, *arrays)
 
@@ -208,6 +268,8 @@ class Replica:
         """The tokens that the request in ``slot`` may choose from next."""
         if self.after is not None:
             self.after.set_mask(slot, mask)
+            return
+        if not self._here:
             return
         self._adjustments = self._programs["mask",](self._adjustments, self._put(np.int32(slot)), self._put(mask))
 
@@ -225,6 +287,11 @@ class Replica:
 
     def _padded(self, pages: Ints, with_: int) -> Ints:
         return np.concatenate([pages, np.full(COPIED - len(pages), with_, np.int32)])
+
+
+def _heads(parts: Sequence[tuple[Ints, int]], every: bool) -> list[Ints]:
+    """The heads of the rows, or of each of their tokens."""
+    return [heads_of_each(*part) if every else part[0][:, :HEAD] for part in parts]
 
 
 def _shape(packed: Ints, width: int) -> Shape:
