@@ -31,8 +31,8 @@ from tests.support.quickly import QUICKLY
 LONGEST = 64
 #: Plans that are traced, and those of which engines answer if they are executable and of several devices.
 RANDOM_PLANS, RANDOM_ENGINES = 500, 60
-#: Of them, one that is refused, and four with every axis, batching, split of the cache and kind of layer among them.
-QUICK_PLANS = (22, 8, 15, 26, 32)
+#: Of them, one that is refused, and five with every axis, batching, split of the cache and kind of layer among them.
+QUICK_PLANS = (22, 8, 18, 26, 27, 32)
 
 
 def random_plan(seed: int, number: int) -> ServingPlan:
@@ -101,9 +101,10 @@ def _plan(rng: Random, model: ModelConfig) -> ServingPlan | None:
     if rng.random() < 0.5:
         # A mesh that is asked for, whatever the padding that it needs.
         other = [*(["expert"] if model.moe else []), *(["fsdp"] if model.d_model % 8 == 0 else [])]
-        left, axes = problem.slice.devices, dict.fromkeys(["tensor", "context", *other], 1)
+        stages = ["stage"] if model.layers > 1 else []
+        left, axes = problem.slice.devices, dict.fromkeys(["tensor", "context", *other, *stages], 1)
         while left > 1:
-            axes[rng.choice(list(axes))] *= 2
+            axes[rng.choice([axis for axis in axes if axis != "stage" or axes[axis] < model.layers])] *= 2
             left //= 2
         problem = replace(problem, axes=axes)
     if not (placements := problem.generate_placements()):
@@ -137,12 +138,15 @@ class Traced(Replica):
     """A replica whose largest step and prefill are traced and lowered for the mesh, and not compiled."""
 
     def trace(self) -> None:
-        shapes, programs = self.shapes, self._programs
-        pages = shapes.contexts[-1] // self.decoder.page_tokens
-        for shape in ((shapes.batches[-1], 1, pages), (*shapes.prefills[-1], pages)):
-            with jax.set_mesh(programs._mesh):
-                traced, donated, arguments = programs._step_program(shape)
-                jax.jit(traced, donate_argnums=donated).lower(*arguments)
+        """Trace the programs of every pipeline stage."""
+        shapes, pages = self.shapes, self.shapes.contexts[-1] // self.decoder.page_tokens
+        stage: Replica | None = self
+        while stage is not None:
+            for shape in ((shapes.batches[-1], 1, pages), (*shapes.prefills[-1], pages)):
+                with jax.set_mesh(stage.mesh):
+                    traced, donated, arguments = stage._programs._step_program(shape)
+                    jax.jit(traced, donate_argnums=donated).lower(*arguments)
+            stage = stage.after
 
 
 def zeros(model: ModelConfig) -> WeightSource:

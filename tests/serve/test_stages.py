@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,23 @@ from typing import Any
 import jax
 import pytest
 
+from rooftop.arrays import Mesh
+from rooftop.arrays.rules import AXES
+from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
+from rooftop.compiler.ledger import compiled_ledger
 from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import Row
+from rooftop.hardware import Slice
 from rooftop.models.segments import stage_layers
+from rooftop.plan.serving.placement import Placement
+from rooftop.plan.serving.problem import ServingProblem
+from rooftop.plan.serving.workload import ServingWorkload
 from rooftop.serve.engine.loading import load
 from rooftop.serve.engine.requests import Sampling
 from rooftop.serve.engine.steps import EngineServer, Sent
 from tests.support.engines import CONFIGURATION, GREEDY, again, answers, engine, greedy
 from tests.support.engines import checkpoint as saved
+from tests.support.serving_steps import small
 
 
 @pytest.mark.oracle
@@ -104,6 +116,58 @@ def test_flights_are_in_different_stages_at_the_same_time(tmp_path: Path, monkey
     assert max(most) == 2 and most.count(1) <= 4 < most.count(2)
     repeated = again(serving)
     assert repeated.configuration.own_policy.max_batch == CONFIGURATION.policy.max_batch // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "axes"), [("llama3.1-70b", {"context": 2, "tensor": 8}), ("mixtral-8x7b", {"tensor": 16})]
+)
+def test_compiled_stages_do_what_is_planned(name: str, axes: dict[str, int]) -> None:
+    """Stages of two layers each, compiled for a slice each: FLOPs and bytes of both together are those of the plan."""
+    flight, context, stages = 32, 1024, 2
+    arguments = {
+        "model": name, "layers": 2 * stages, "batch": flight, "context": context, "kv_split": "batch", "axes": axes,
+    }  # fmt: skip
+    mesh = Mesh.lay(Slice.parse("v5e:4x4"), dict.fromkeys(AXES, 1) | axes)
+    compiled = list[Row]()
+    for stage in range(stages):
+        request = CompileRequest(
+            mesh=mesh,
+            program="tests.support.serving_steps:lower",
+            arguments=arguments | {"stages": stages, "stage": stage},
+        )
+        own = compiled_ledger(compile_ahead_of_time(request)).ledger
+        scopes = {row.scope for row in own}
+        assert ("embed" in scopes, "unembed" in scopes) == (stage == 0, stage == stages - 1)
+        compiled += own
+    slices = Slice.parse(f"v5e:4x4@{stages}")
+    problem = ServingProblem(
+        model=small(name, 2 * stages),
+        slice=slices,
+        workload=ServingWorkload(prompt=context - 16, generate=16, context=context),
+    )
+    placement = Placement(mesh=Mesh.lay(slices, dict.fromkeys(AXES, 1) | axes | {"stage": stages}), kv_split="batch")
+    planned = problem.generate(placement, float(stages * flight))
+    dense = problem.model.moe is None
+    for scope in ("layers/attn/out", *(("layers/mlp/up", "layers/mlp/down") if dense else ()), "unembed"):
+        assert _flops(compiled, scope) == pytest.approx(_flops(planned, scope), rel=1e-6), scope
+    moved = ("layers/attn/out", "layers/mlp/down", "pipeline") if dense else ("layers/attn/out", "pipeline")
+    for scope in moved:
+        assert _bytes(compiled, scope) == pytest.approx(_bytes(planned, scope)), scope
+
+
+def _flops(rows: Iterable[Row], scope: str) -> float:
+    return sum(float(row.count) * sum(map(float, row.flops.values())) for row in rows if row.scope == scope)
+
+
+def _bytes(rows: Iterable[Row], scope: str) -> dict[str, float]:
+    """Bytes of the collectives of a scope inside a stage, by kind; what goes to the next stage is no program's."""
+    moved = Counter[str]()
+    for row in rows:
+        for one in row.collectives:
+            if row.scope == scope and "stage" not in one.axes and float(one.bytes) > 1000:
+                moved[one.kind] += float(row.count * one.bytes)  # type: ignore[assignment]
+    return dict(moved)
 
 
 def test_what_stages_do_not_go_with_is_named(tmp_path: Path) -> None:

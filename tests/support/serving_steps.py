@@ -42,10 +42,12 @@ def _step(
     axes: Mapping[str, int],
     weights_dtype: str = "plain",
     only_experts: bool = False,
+    stages: int = 1,
+    stage: int = 0,
 ) -> jax.stages.Lowered:
     """The step that generates for ``batch`` sequences whose tables have room for ``context`` tokens.
 
-    Weights are in ``weights_dtype``, or those of experts alone.
+    Weights are in ``weights_dtype``, or those of experts alone. Of several pipeline ``stages`` it is one.
     """
     whole_pages, config = kv_split == "batch" or axes.get("context", 1) == 1, small(model, layers)
     decoder = Decoder(
@@ -55,6 +57,8 @@ def _step(
         dtype="bfloat16",
         reader=best_reader(config, "tpu", quantised=False) if whole_pages else "gather",
         expert_matmul="grouped",
+        stages=stages,
+        stage=stage,
     )
 
     def apart(parameter: Parameter, leaf: jax.ShapeDtypeStruct) -> Any:

@@ -304,7 +304,7 @@ class ServingProblem:
         return list(obstacles(SERVING, self.spec(generate, prefill)))
 
     def cache_kind(self, placement: Placement) -> tuple[object, ...]:
-        """What an engine's cache has in common with those that it may be sent to.
+        """Properties of an engine's cache that a cache must share to be sent to it.
 
         Key/value heads, copies included (none of latents, which all devices have), and the mesh of pipeline stages.
         """
@@ -343,7 +343,9 @@ class ServingProblem:
         """Placements of a prefill in engines: as a generate server's, with columns over context and tensor together."""
         if self.book or self.prefill_axes is not None:
             return self.prefill_placements()
-        sizes = self._sizes(self.prefill_server, None, _SPLIT_AXES, self._divides_generate)
+        # A cache of pipeline stages is sent to the same mesh only.
+        same = self.axes is not None and ways(self.axes, *STAGE_AXES) > 1 and self.prefill_slice is None
+        sizes = self._sizes(self.prefill_server, self.axes if same else None, _SPLIT_AXES, self._divides_generate)
         engines = self.nearest_engines([_placement(self.prefill_server, tuple(item.items())) for item in sizes])
         return [engine.joined() for engine in engines]
 
