@@ -180,7 +180,7 @@ class Replica:
     def _returned(
         self, back: HandOver, parts: Sequence[tuple[Ints, int]], every: bool, chosen: Sequence[Chosen]
     ) -> list[Chosen]:
-        """What the last stage has ``chosen``, on the devices of this one, whose first process reads it."""
+        """The tokens that the last stage has ``chosen``, on the devices of this one, whose first process reads them."""
         returned = list[Chosen]()
         for at, asked in enumerate(_heads(parts, every)):
             plain = self._is_plain(asked)

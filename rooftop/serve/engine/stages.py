@@ -80,7 +80,7 @@ class HandOver:
         return NamedSharding(self._mesh, P(_PAIR, *like.sharding.spec[1:]))
 
     def _blank(self, like: jax.ShapeDtypeStruct, device: jax.Device) -> jax.Array:
-        """What the target gives in exchange."""
+        """A shard that the target gives in exchange."""
         assert like.sharding is not None
         shape = like.sharding.shard_shape(like.shape)
         key = shape, like.dtype, device
