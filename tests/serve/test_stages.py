@@ -120,11 +120,15 @@ def test_flights_are_in_different_stages_at_the_same_time(tmp_path: Path, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "axes"), [("llama3.1-70b", {"context": 2, "tensor": 8}), ("mixtral-8x7b", {"tensor": 16})]
+    ("name", "axes", "flight"),
+    [
+        ("llama3.1-70b", {"context": 2, "tensor": 8}, 32),
+        ("mixtral-8x7b", {"expert": 4, "fsdp": 2, "tensor": 2}, 256),
+    ],
 )
-def test_compiled_stages_do_what_is_planned(name: str, axes: dict[str, int]) -> None:
+def test_compiled_stages_do_what_is_planned(name: str, axes: dict[str, int], flight: int) -> None:
     """Stages of two layers each, compiled for a slice each: FLOPs and bytes of both together are those of the plan."""
-    flight, context, stages = 32, 1024, 2
+    context, stages = 1024, 2
     arguments = {
         "model": name, "layers": 2 * stages, "batch": flight, "context": context, "kv_split": "batch", "axes": axes,
     }  # fmt: skip
