@@ -7,7 +7,7 @@ for whole shards on even rings (chapter 3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -20,7 +20,7 @@ from rooftop.arrays.mesh import AxisPiece
 from rooftop.core.errors import unknown
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
-from rooftop.roofline.collectives import Price, price
+from rooftop.roofline.collectives import Price, levels_overlap, price
 from rooftop.roofline.matmul import flops as matmul_flops
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.routing import Route, route
@@ -122,8 +122,7 @@ class Prices:
             efficiency = self.rates.network_efficiency(kind)
             seconds = float(group.expected_s(payload, efficiency, self.rates.collective_start_s))
         else:
-            # Over ICI and DCN one after the other: each part waits for the other's result.
-            seconds = sum(busy.values())
+            seconds = float(group.least_s(payload))
         latency_s = float(sum(group.latency_s.values()))
         return Cost(bytes=payload, resources=busy, latency_s=latency_s, time_s=seconds)
 
@@ -140,10 +139,14 @@ class Prices:
         if self.kind == "expected":
             efficiency = self.rates.network_efficiency("permute")
             start_s = self.rates.collective_start_s if busy else 0.0
-            seconds = start_s + routed.latency_s + sum(busy[name] / efficiency[name] for name in busy)
+            seconds = start_s + routed.latency_s + self._together(busy[name] / efficiency[name] for name in busy)
         else:
-            seconds = max(sum(busy.values()), routed.latency_s)
+            seconds = max(self._together(busy.values()), routed.latency_s)
         return Cost(bytes=payload, resources=busy, latency_s=routed.latency_s, time_s=seconds)
+
+    def _together(self, parts: Iterable[float]) -> float:
+        """Seconds of parts of a permute on different networks."""
+        return max(parts, default=0.0) if levels_overlap(self.mesh.slice.physical_axes) else sum(parts)
 
     def matmul_sizes(self, step: Step, cut: str = "", pieces: int = 1) -> tuple[int, int, int, int]:
         """The local multiplication of a plain einsum step as so many matmuls [m, k] x [k, n]: (count, m, k, n).
@@ -219,7 +222,7 @@ class Prices:
         priced = price("all_gather", group)
         if self.kind == "expected":
             return float(priced.expected_s(payload, self.rates.network_efficiency("permute"), 0.0))
-        return float(sum(priced.bound_s(payload).values()))
+        return float(priced.least_s(payload))
 
     def _matmul_dtype(self, step: Step) -> str:
         left, right = step.inputs

@@ -9,13 +9,18 @@ least V (n_S - 1)/N must enter each device through S; and the orders in which th
 largest of these bounds (the loads form a base polytope). So AllGather = max over S of V (n_S - 1) / (N w_S), which is
 (N-1)/N V/(w ports) on a single ring. ``rooftop.simulate`` reaches these bounds link by link.
 
+On GPUs the node (an NVLink domain) and the network between nodes are levels of a tree. A collective is pipelined through
+them and takes as long as the slower one: with M nodes of n GPUs, V max((n-1)/n / W_GPU, (M-1)/M / W_node), W_node = n
+times the network's rate of a GPU. Between TPU slices XLA's programs do one level after the other.
+
 The book (chapter 3) counts whole shards on even rings, V/W for W the bytes/s both ways: ``form="book"``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import combinations
 
 import numpy as np
@@ -25,6 +30,7 @@ from rooftop.arrays.mesh import AxisSpan, Floats
 from rooftop.arrays.rings import closes
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import COLLECTIVES, Number
+from rooftop.hardware import PhysicalAxis
 
 RESOURCES = ("ici", "dcn")
 FORMS = ("exact", "book")
@@ -36,13 +42,17 @@ class Price:
 
     ``seconds_per_byte`` multiplies the collective's logical payload (see ``rooftop.core.ledger.Collective``);
     ``latency_s`` is the fewest hops by which every device can have heard of every other (for a permute, its
-    neighbour) times the hop latency; ``wire_per_byte`` is what one device sends per byte of payload.
+    neighbour) times the hop latency; ``wire_per_byte`` is what one device sends per byte of payload. ``in_switch`` is
+    the least that a byte can take where switches sum: bounds allow for it, expectations do not. ``pipelined``: the
+    networks work at once, on parts of the payload.
     """
 
     kind: str
     seconds_per_byte: dict[str, Floats]
     latency_s: dict[str, Floats]
     wire_per_byte: Floats
+    in_switch: dict[str, Floats] = field(default_factory=dict)
+    pipelined: bool = False
 
     def map(self, change: Callable[[Floats], Floats]) -> Price:
         """The price with every array changed in the same way (indexed, reshaped, reduced)."""
@@ -51,6 +61,8 @@ class Price:
             seconds_per_byte={name: change(value) for name, value in self.seconds_per_byte.items()},
             latency_s={name: change(value) for name, value in self.latency_s.items()},
             wire_per_byte=change(self.wire_per_byte),
+            in_switch={name: change(value) for name, value in self.in_switch.items()},
+            pipelined=self.pipelined,
         )
 
     def over(self, resources: Collection[str]) -> Price:
@@ -59,14 +71,24 @@ class Price:
             self,
             seconds_per_byte={name: rate for name, rate in self.seconds_per_byte.items() if name in resources},
             latency_s={name: seconds for name, seconds in self.latency_s.items() if name in resources},
+            in_switch={name: rate for name, rate in self.in_switch.items() if name in resources},
         )
 
     def bound_s(self, payload_bytes: Number) -> dict[str, Number]:
         """Lower bound on the duration by resource: the larger of latency and bandwidth."""
         return {
             resource: np.maximum(payload_bytes * rate, self.latency_s[resource])
-            for resource, rate in self.seconds_per_byte.items()
+            for resource, rate in (self.seconds_per_byte | self.in_switch).items()
         }
+
+    def least_s(self, payload_bytes: Number) -> Number:
+        """Lower bound on the duration over all networks: the longest of them, or their sum if each waits for others."""
+        return self.together(list(self.bound_s(payload_bytes).values()))
+
+    def together(self, parts: Sequence[Number]) -> Number:
+        """What parts on different networks take together."""
+        combine = np.maximum if self.pipelined else np.add
+        return reduce(combine, parts, 0.0)
 
     def expected_s(self, payload_bytes: Number, efficiency: dict[str, float], start_s: float) -> Number:
         """Expected duration: start, hops and bytes at the named efficiency, one after another."""
@@ -79,15 +101,13 @@ class Price:
         # then gathers.
         passes = 2 if self.kind == "all_reduce" else 1
         fixed_s: Number = 0.0
-        seconds_per_byte: Number = 0.0
         for resource, rate in self.seconds_per_byte.items():
             fixed_s = fixed_s + np.where(rate > 0, start_s + passes * self.latency_s[resource], 0.0)
-            seconds_per_byte = seconds_per_byte + rate / efficiency[resource]
-        return fixed_s, seconds_per_byte
+        return fixed_s, self.together([rate / efficiency[name] for name, rate in self.seconds_per_byte.items()])
 
 
 def joined_price(prices: Sequence[Price]) -> Price:
-    """Prices of one kind over groups of different networks, one after another; a network that one lacks costs it 0."""
+    """Prices of one kind over groups of slices of one chip, one after another; a network that one lacks costs it 0."""
 
     def joined(tables: Sequence[dict[str, Floats]]) -> dict[str, Floats]:
         names = dict.fromkeys(name for table in tables for name in table)
@@ -106,7 +126,14 @@ def joined_price(prices: Sequence[Price]) -> Price:
         seconds_per_byte=joined([price.seconds_per_byte for price in prices]),
         latency_s=joined([price.latency_s for price in prices]),
         wire_per_byte=np.concatenate([price.wire_per_byte for price in prices]),
+        in_switch=joined([price.in_switch for price in prices]),
+        pipelined=any(price.pipelined for price in prices),
     )
+
+
+def levels_overlap(physical: Sequence[PhysicalAxis]) -> bool:
+    """True if the levels of a network work at once: those of GPUs, within nodes and between them."""
+    return any(axis.kind == "switch" for axis in physical)
 
 
 def price(kind: str, group: AxisSpan, form: str = "exact") -> Price:
@@ -133,6 +160,9 @@ def price(kind: str, group: AxisSpan, form: str = "exact") -> Price:
         for resource, mask in on.items()
         if mask.any()
     }
+    in_switch = {}
+    if kind == "all_reduce" and form == "exact" and any(axis.reduces for axis in group.physical):
+        in_switch["ici"] = np.minimum(seconds["ici"], _in_switch(group))
     if kind in ("all_to_all", "permute"):
         # XLA:TPU hands all of one that crosses slices to the hosts, what stays in a slice too.
         crosses = np.prod(group.size, axis=-1, where=np.array([axis.name == "dcn" for axis in group.physical])) > 1
@@ -147,6 +177,8 @@ def price(kind: str, group: AxisSpan, form: str = "exact") -> Price:
         seconds_per_byte=seconds,
         latency_s=latency_s,
         wire_per_byte=_wire_per_byte(kind, group.devices),
+        in_switch=in_switch,
+        pipelined=levels_overlap(group.physical),
     )
 
 
@@ -214,17 +246,31 @@ def _all_gather(size: npt.NDArray[np.int64], rate: Floats, mask: npt.NDArray[np.
 
 
 def _all_to_all(group: AxisSpan, mask: npt.NDArray[np.bool_]) -> Floats:
-    """Seconds per byte of one device's operand: the busiest axis, each carrying every byte its mean distance."""
+    """Seconds per byte of one device's operand: the busiest axis, each carrying every byte its mean distance.
+
+    For M nodes of n GPUs: (n-1)/(n M) over a GPU's rate into its node, (M-1)/M over its rate into the network.
+    """
     link = np.array([axis.bytes_per_s for axis in group.physical])
     torus = np.array([axis.kind == "torus" for axis in group.physical])
     size = group.size
+    # A GPU sends what is for other nodes straight to them: a switch sees a node's share of the messages.
+    switch, outer = (np.array([axis.kind == kind for axis in group.physical]) for kind in ("switch", "dcn"))
+    nodes = np.where(switch, np.prod(size, axis=-1, where=outer)[..., None], 1)
     crossing = np.where(
         torus,
         (size // 2) * ((size + 1) // 2) / size / np.where(group.ring, 2, 1),
-        (size - 1) / size,
+        (size - 1) / size / nodes,
     )
     slowest: Floats = np.max(np.where(mask & (size > 1), crossing * group.stride / link, 0.0), axis=-1)
     return slowest
+
+
+def _in_switch(group: AxisSpan) -> Floats:
+    """Seconds per byte of an operand that switches sum: every device sends each byte once, and gets each back once."""
+    switch = np.array([axis.kind == "switch" for axis in group.physical])
+    sends = np.where(switch & (group.size > 1), 1.0 / group.bytes_per_s, 0.0)
+    seconds: Floats = np.max(sends, axis=-1)
+    return seconds
 
 
 def _latency_s(kind: str, group: AxisSpan, mask: npt.NDArray[np.bool_]) -> Floats:

@@ -1,0 +1,75 @@
+"""Training plans on GPUs: what is in a node and what goes between nodes follows from prices alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from rooftop.arrays import Mesh, parse_axes
+from rooftop.hardware import Slice
+from rooftop.models import load_model
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import sweep
+from rooftop.plan.training.workload import Workload
+
+
+def best(model: str, on: str, seqs: int, seq_len: int = 4096, axes: str | None = None) -> TrainingPlan:
+    swept = sweep(
+        Problem(
+            model=load_model(model),
+            slice=Slice.parse(on),
+            workload=Workload(batch_tokens=seqs * seq_len, seq_len=seq_len, tokens=1e12),
+            axes=None if axes is None else parse_axes(axes),
+        )
+    )
+    return swept.plan(swept.best)
+
+
+def networks(mesh: Mesh, axis: str) -> set[str]:
+    """The physical axes that a logical one lies on."""
+    return {piece.axis for piece in mesh.axes[axis]}
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "axes", "inner"),
+    [
+        ("llama3-70b", "h100:8x8", "tensor=8,fsdp=8", "tensor"),
+        ("mixtral-8x7b", "h100:8x8", "expert=8,fsdp=8", "expert"),
+        ("deepseek-v3", "gb200:64x2", "expert=64,fsdp=2", "expert"),
+    ],
+)
+def test_tensor_and_expert_axes_lie_within_a_node(model: str, on: str, axes: str, inner: str) -> None:
+    mesh = best(model, on, seqs=512, axes=axes).mesh
+    assert networks(mesh, inner) == {"node"}
+    assert networks(mesh, "fsdp") == {"network"}
+
+
+def test_a_search_leaves_only_weights_between_nodes() -> None:
+    """Few long sequences: context and tensor share a node, and FSDP goes over the network."""
+    mesh = best("llama3-8b", "h100:8x4", seqs=4, seq_len=131072).mesh
+    assert mesh.shape["context"] * mesh.shape["tensor"] > 1
+    for axis in ("context", "tensor"):
+        assert networks(mesh, axis) <= {"node"}
+    assert "network" in networks(mesh, "fsdp")
+
+
+def test_domains_of_72_are_used_whole() -> None:
+    mesh = best("llama3-70b", "gb200:72x4", seqs=1152, seq_len=8192).mesh
+    assert mesh.size("data", "fsdp", "tensor", "context", "stage") == 288
+    assert networks(mesh, "tensor") | networks(mesh, "context") <= {"node"}
+
+
+@pytest.mark.parametrize("on", ["h100:8x4", "gb200:72x2", "h800:8x4"])
+def test_expectations_are_no_less_than_bounds(on: str) -> None:
+    plan = best("llama3-8b", on, seqs=288)
+    assert plan.expected_s >= max(plan.lower_s.values())
+    for row in plan.ledger:
+        for collective in row.collectives:
+            assert float(collective.expected_s) >= max(map(float, collective.time_s.values())) * (1 - 1e-12)
+
+
+def test_slower_nvlink_is_slower() -> None:
+    """H800 is an H100 with less than half of its NVLink."""
+    h100, h800 = (best("llama3-70b", f"{name}:8x4", seqs=64, axes="tensor=8,fsdp=4") for name in ("h100", "h800"))
+    assert h800.expected_s > h100.expected_s
+    assert h800.ledger.total("ici") == pytest.approx(450 / 200 * h100.ledger.total("ici"), rel=0.01)
