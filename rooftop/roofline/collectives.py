@@ -9,9 +9,9 @@ least V (n_S - 1)/N must enter each device through S; and the orders in which th
 largest of these bounds (the loads form a base polytope). So AllGather = max over S of V (n_S - 1) / (N w_S), which is
 (N-1)/N V/(w ports) on a single ring. ``rooftop.simulate`` reaches these bounds link by link.
 
-On GPUs the node (an NVLink domain) and the network between nodes are levels of a tree. A collective is pipelined through
-them and takes as long as the slower one: with M nodes of n GPUs, V max((n-1)/n / W_GPU, (M-1)/M / W_node), W_node = n
-times the network's rate of a GPU. Between TPU slices XLA's programs do one level after the other.
+On GPUs the node (an NVLink domain) and the network between nodes are levels of a tree. A collective is pipelined
+through them and takes as long as the slower one: with M nodes of n GPUs, V max((n-1)/n / W_GPU, (M-1)/M / W_node),
+W_node = n times the network's rate of a GPU. Between TPU slices XLA's programs do one level after the other.
 
 The book (chapter 3) counts whole shards on even rings, V/W for W the bytes/s both ways: ``form="book"``.
 """
