@@ -174,6 +174,75 @@ def interleaved_token_s(token_s: float, prefill_seconds: float, batch: float, ge
     return token_s + (batch - 1) / generate * prefill_seconds
 
 
+# Chapter 12: GPUs. A node, the NVLink domain, has ``gpus``; rates are of one GPU, one way: into its node's switches
+# (``node_bytes_per_s``) and into the network (``network_bytes_per_s``), so that a node's egress is ``gpus`` times that.
+
+
+def fsdp_tokens_per_gpu(
+    flops_per_s: float,
+    node_bytes_per_s: float,
+    network_bytes_per_s: float,
+    gpus: int,
+    nodes: int = 1,
+    *,
+    model_ways: float = 1,
+    sparsity: float = 1.0,
+) -> float:
+    """Tokens per GPU below which FSDP or data parallelism over all GPUs is bound by a network (chapter 12).
+
+    8 t D F / C of math in a backward pass against 8 D F (X-1)/X bytes, X the units of a level that FSDP joins. Of Y
+    ``model_ways``, which lie inside, those in a node divide its bytes, and those beyond the network's:
+    C max((1 - 1/X_node) / (W min(Y, n)), (1 - 1/X_network) / (w max(Y, n))). Many nodes of 8 H100 need 2,475.
+    ``sparsity`` as in ``fsdp_tokens_per_chip``.
+    """
+    inside, inner = min(model_ways, gpus), max(model_ways, gpus)
+    in_node = (1 - inside / gpus) / (node_bytes_per_s * inside)
+    between = max(0.0, 1 - inner / (gpus * nodes)) / (network_bytes_per_s * inner)
+    return flops_per_s * max(in_node, between) * sparsity
+
+
+def tensor_limit_on_gpus(
+    f: float, flops_per_s: float, node_bytes_per_s: float, network_bytes_per_s: float, gpus: int
+) -> float:
+    """Ways of tensor parallelism whose collectives take as long as its matmuls (chapter 12).
+
+    4 B D F / (Y C) of math against 4 B D (X-1)/X bytes at each level: Y = 1 + F W / C within a node. Beyond it,
+    Y = n + F n w / C by the network, and F W / C n/(n-1) by the node. (The book leaves the 1 out.)
+    """
+    within = f * node_bytes_per_s / flops_per_s
+    if 1 + within < gpus or gpus == 1:
+        return 1 + within
+    return min(within * gpus / (gpus - 1), gpus + f * gpus * network_bytes_per_s / flops_per_s)
+
+
+def expert_d_ff(
+    flops_per_s: float,
+    node_bytes_per_s: float,
+    network_bytes_per_s: float,
+    gpus: int,
+    *,
+    expert_ways: int,
+    active: int,
+) -> float:
+    """Columns of an expert below which Z-way expert parallelism is bound by its AllToAlls (chapter 12).
+
+    A token goes to at most min(k, M) of M units, GPUs of a node or nodes, (M-1)/M of them others, and back:
+    F = C / W min(k, M) / k (M-1)/M, with W a GPU's rate into that level. Over many nodes it is C / w, 8 C / W_node.
+    """
+    beyond = expert_ways > gpus
+    units = expert_ways / gpus if beyond else expert_ways
+    rate = network_bytes_per_s if beyond else node_bytes_per_s
+    return flops_per_s / rate * min(active, units) / active * (units - 1) / units
+
+
+def bisection_bytes_per_s(gpus: float, bytes_per_s: float) -> float:
+    """Bytes/s between two halves of a switched network, both ways together: 3.6 TB/s in a node of 8 H100 (chapter 12).
+
+    An AllToAll of V bytes in all takes about V over it.
+    """
+    return gpus * bytes_per_s
+
+
 # Beyond the book
 
 

@@ -73,3 +73,33 @@ def test_slower_nvlink_is_slower() -> None:
     h100, h800 = (best("llama3-70b", f"{name}:8x4", seqs=64, axes="tensor=8,fsdp=4") for name in ("h100", "h800"))
     assert h800.expected_s > h100.expected_s
     assert h800.ledger.total("ici") == pytest.approx(450 / 200 * h100.ledger.total("ici"), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "axes", "rules"),
+    [
+        (
+            "llama3-70b",
+            "h100:8x8",
+            "tensor=8,fsdp=8",
+            ["FSDP and data parallelism", "tensor parallelism", "egress of a node"],
+        ),
+        (
+            "mixtral-8x7b",
+            "gb200:8x8",
+            "expert=8,fsdp=8",
+            ["FSDP and data parallelism", "tensor parallelism", "expert parallelism", "egress of a node"],
+        ),
+        ("llama3-8b", "b200:8", "fsdp=8", ["FSDP and data parallelism", "tensor parallelism"]),
+        ("llama3-8b", "v5e:4x4", "fsdp=16", []),
+    ],
+)
+def test_plans_say_the_rules_of_gpus(model: str, on: str, axes: str, rules: list[str]) -> None:
+    reasons = [reason for reason in best(model, on, seqs=256, axes=axes).reasons if reason.source == "chapter 12"]
+    assert [reason.rule for reason in reasons] == rules
+
+
+def test_racks_of_72_are_bound_by_nvlink_and_nodes_of_8_by_the_network() -> None:
+    for on, holds in (("h100:8x2", False), ("gb200:72x2", True)):
+        reasons = best("llama3-8b", on, seqs=288).reasons
+        assert next(reason for reason in reasons if reason.rule == "egress of a node").holds == holds

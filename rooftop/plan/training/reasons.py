@@ -1,4 +1,4 @@
-"""The reasons of a training plan: each rule of chapters 1, 4, 5 and 6 that applies, with its values."""
+"""The reasons of a training plan: each rule of chapters 1, 4, 5, 6 and 12 that applies, with its values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from rooftop.roofline import rules
 
 
 def training_reasons(problem: Problem, step: TrainingStep) -> list[Reason]:
-    """The rules of chapters 1, 4, 5 and 6 for this job and the chosen strategy."""
-    return [*_memory(problem, step), *_networks(problem, step), *_shapes(problem, step)]
+    """The rules of chapters 1, 4, 5, 6 and 12 for this job and the chosen strategy."""
+    networks = _nodes if problem.slice.chip.kind == "gpu" else _networks
+    return [*_memory(problem, step), *networks(problem, step), *_shapes(problem, step)]
 
 
 def _f_eff(model: ModelConfig) -> float:
@@ -87,7 +88,7 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
     per_chip = problem.workload.batch_tokens / devices
     axes = _torus_axes(problem.slice)
     dtype = problem.numerics.matmul
-    if chip.kind == "tpu" and axes:
+    if axes:
         alpha = rules.network_intensity(chip, dtype)
         f_eff = _f_eff(model)
         # All experts are gathered, and a token uses k of the E.
@@ -151,6 +152,73 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             value=own,
             limit=need,
             text=f"Each slice has {format_count(own)} tokens a step; gradients over DCN need {format_count(need)}.",
+        )
+
+
+def _nodes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
+    """The rules of the GPU chapter."""
+    chip, model = problem.slice.chip, problem.model
+    gpus, nodes = problem.slice.shape
+    if problem.slice.chips == 1:
+        return
+    flops = chip.flops_per_s[problem.numerics.matmul]
+    rates = flops, chip.ici_bytes_per_s, chip.dcn_bytes_per_s, gpus
+    tensor, experts, stages = (
+        round(float(step.strategies.devices(*axes)[0, 0])) for axes in (COLUMN_AXES, EXPERT_AXES, STAGE_AXES)
+    )
+    parameters, own = count_params(model), problem.workload.batch_tokens / problem.slice.chips
+    need = rules.fsdp_tokens_per_gpu(
+        *rates, nodes, model_ways=tensor * experts * stages, sparsity=parameters.total / parameters.active
+    )
+    if tensor * experts * stages < problem.slice.chips:
+        ways = f" within {tensor * experts * stages} ways of other axes" if tensor * experts * stages > 1 else ""
+        yield Reason(
+            rule="FSDP and data parallelism",
+            source="chapter 12",
+            formula="B/N >= C max over levels of (X-1)/X / W" + ("" if model.moe is None else " x parameters / active"),
+            value=own,
+            limit=need,
+            text=f"FSDP or data parallelism{ways} needs {need:.0f} tokens per GPU; you have {own:.0f}"
+            + (", enough." if own >= need else ", so it is bound by NVLink or the network."),
+        )
+    f_eff = _f_eff(model)
+    limit = rules.tensor_limit_on_gpus(f_eff, *rates)
+    yield Reason(
+        rule="tensor parallelism",
+        source="chapter 12",
+        formula="Y <= 1 + F_eff W / C in a node, n + F_eff W_node / C beyond",
+        value=limit,
+        limit=float(tensor),
+        text=f"Tensor parallelism of {tensor} against a limit of {limit:.1f} ways "
+        f"(F_eff {f_eff:.0f}, nodes of {gpus}).",
+    )
+    if model.moe is not None and experts > 1:
+        columns = rules.expert_d_ff(*rates, expert_ways=experts, active=model.moe.active)
+        # The rule's two matrices of an expert, of which models have three.
+        hidden = model.moe.d_ff * model.mlp_matrices / 2
+        yield Reason(
+            rule="expert parallelism",
+            source="chapter 12",
+            formula="F >= C/W min(k, M)/k (M-1)/M, M the GPUs of a node or the nodes",
+            value=hidden,
+            limit=columns,
+            text=f"AllToAlls over {experts} GPUs need experts of {columns:.0f} columns to hide; these count as "
+            f"{hidden:.0f}.",
+        )
+    if nodes > 1:
+        inside, outside = (gpus * rate for rate in (chip.ici_bytes_per_s, chip.dcn_bytes_per_s))
+        slower = "NVLink" if outside >= chip.ici_bytes_per_s else "the network"
+        across = rules.bisection_bytes_per_s(problem.slice.chips, chip.dcn_bytes_per_s)
+        yield Reason(
+            rule="egress of a node",
+            source="chapter 12",
+            formula="n W_network >= W_GPU",
+            value=outside,
+            limit=chip.ici_bytes_per_s,
+            text=f"A node sends {format_bytes(outside)}/s to others, a GPU {format_bytes(chip.ici_bytes_per_s)}/s "
+            f"within it: gathers over nodes are bound by {slower}. "
+            f"Bisection: {format_bytes(inside)}/s in a node, {format_bytes(across)}/s over all, AllToAlls "
+            f"{chip.ici_bytes_per_s / chip.dcn_bytes_per_s:.0f} times slower.",
         )
 
 
