@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from itertools import combinations
 
 import numpy as np
@@ -87,8 +86,10 @@ class Price:
 
     def together(self, parts: Sequence[Number]) -> Number:
         """What parts on different networks take together."""
-        combine = np.maximum if self.pipelined else np.add
-        return reduce(combine, parts, 0.0)
+        total: Number = 0.0
+        for part in parts:
+            total = np.maximum(total, part) if self.pipelined else total + part
+        return total
 
     def expected_s(self, payload_bytes: Number, efficiency: dict[str, float], start_s: float) -> Number:
         """Expected duration: start, hops and bytes at the named efficiency, one after another."""
