@@ -103,6 +103,27 @@ def expert_rows(tokens: Number, moe: MoE, shards: Number, here: Number, width: N
     return np.where(np.asarray(shards) > 1, np.minimum(most, often), most)
 
 
+def cache_row(model: ModelConfig, lanes: int, *, quantised: bool) -> tuple[int, int]:
+    """Rows of a server's cache for a token and key/value head, and their elements, padding to ``lanes`` included.
+
+    There are two rows, of a key and of a value, or one: of a latent, or of both where heads are no whole ``lanes``.
+    """
+    mla, size = model.mla, model.d_head
+    if mla is not None:
+        return 1, next_multiple(mla.kv_rank + mla.d_rope, lanes)
+    return (1, next_multiple(2 * size, lanes)) if size % lanes and not quantised else (2, size)
+
+
+def scattered_rows(own: Number) -> Any:
+    """Rows that a ReduceScatter over experts' axes sends to a device instead of its ``own``; 0: an AllReduce has less.
+
+    XLA:TPU scatters whole registers. Of other rows it sends as many, and then permutes them until each device has its
+    own; of fewer rows than a register has it sums all.
+    """
+    padded = next_multiple(own, SUBLANES)
+    return np.where(padded < 2 * np.asarray(own), padded, 0)
+
+
 def padded_positions(seq_len: Any, *, ring: Any, residual: Any, kernel: str, chunks: int = CONTEXT_CHUNKS) -> Any:
     """Positions of a sequence with padding at its end, so that devices get equal parts: ``seq_len`` if they do anyway.
 

@@ -225,7 +225,7 @@ class Parameter:
 
 
 def describe(
-    model: ModelConfig, ways: Mapping[str, int] | None = None, *, stationary: bool = False
+    model: ModelConfig, ways: Mapping[str, int] | None = None, *, stationary: bool = False, lanes: int = 1
 ) -> Transformer[Parameter]:
     """The one description of the weights, which gives shapes, shardings and initial values.
 
@@ -235,6 +235,7 @@ def describe(
 
     The weights of a server are ``stationary``: none is gathered. Key/value heads are then stored on each device that
     reads them, and D of every weight, of norms and of biases is split over ``embed`` axes, as the residual stream is.
+    A device has whole ``lanes`` of a table's columns, unless ``embed`` axes split D: a TPU then reads rows in place.
 
     Weights after a nonlinearity are two-dimensional, with tensor and then fsdp on their rows, so that shards stay thick
     enough for the hardware's tiles. Tables are split over D only: a lookup exchanges no rows. Layers that pipeline
@@ -242,7 +243,9 @@ def describe(
     """
     ways = ways or {}
     d, v = model.d_model, model.vocab
-    table = (None, ("embed", "vocab") if model.tied_embeddings or stationary else ("vocab", "embed"))
+    table = (None, ("embed", "vocab") if model.tied_embeddings else ("vocab", "embed"))
+    if stationary:
+        table = (None, ("embed", "mlp"))
     learned = model.positions == "learned"
     unembed = Parameter(shape=(d, v), dims=(None, ("vocab", "embed")) if stationary else ("embed", "vocab"), fan_in=d)
     shared = shared_segment(model)
@@ -263,6 +266,11 @@ def describe(
     )
     rows = next_multiple(v, ways.get("vocab", 1))
     padded: Transformer[Parameter] = jax.tree.map(lambda parameter: _padded(parameter, model, ways), described)
+    if stationary and ways.get("embed", 1) == 1:
+        columns = next_multiple(d, lanes * ways.get("mlp", 1))
+        padded = replace(padded, embed=_with_columns(described.embed, columns))
+        if described.positions is not None:
+            padded = replace(padded, positions=_with_columns(described.positions, columns))
     # The rows of a tied table are split too, where it is the unembedding.
     return replace(padded, embed=_padded_rows(padded.embed, rows)) if model.tied_embeddings else padded
 
@@ -294,6 +302,11 @@ def of_layers(described: Transformer[Parameter], model: ModelConfig, layers: ran
         final_norm=described.final_norm if last else absent,
         unembed=described.unembed if last else absent,
     )
+
+
+def _with_columns(table: Parameter, columns: int) -> Parameter:
+    """A table [V, D], not padded yet, with its last dim padded to ``columns``."""
+    return table.padded((None, PaddedDim.of(table.shape[1], (1, columns))))
 
 
 def _padded_rows(table: Parameter, rows: int) -> Parameter:

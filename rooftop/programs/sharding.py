@@ -73,6 +73,14 @@ class Specs:
         return self.rules.activations.get("embed", ())
 
     @property
+    def table(self) -> str:
+        """The dim of parameters whose axes split D of tables: devices along them look up the same tokens.
+
+        Servers also split the vocabulary over the axes of experts, along which devices have their own tokens.
+        """
+        return "mlp" if set(self.rules.parameters["vocab"]) & set(self.rules.activations["seq"]) else "vocab"
+
+    @property
     def residual(self) -> P:
         """The residual stream [B, T, D] between matmuls."""
         return self.activation("batch", "residual_seq", "embed" if self.width else None)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,9 @@ from rooftop.models import load_model
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.workload import ServingWorkload
+from rooftop.programs.serving.decode import Decoder
 from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.serve.engine import loading
 from rooftop.serve.engine.configuration import Shapes
 from rooftop.serve.engine.loading import load
 from tests.support.engines import CONFIGURATION, engine, greedy
@@ -125,3 +128,35 @@ def _bytes(rows: Iterable[Row], scope: str) -> dict[tuple[str, tuple[str, ...]],
             if row.scope == scope and float(one.bytes) > 1000:
                 moved[one.kind, tuple(one.axes)] += float(row.count * one.bytes)  # type: ignore[assignment]
     return dict(moved)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gpt_oss", ()),
+        ("gpt2", ()),
+        ("deepseek_v2", ()),
+        pytest.param("gpt_oss", (("tensor", 2), ("expert", 2)), marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", (("context", 2), ("expert", 2)), marks=pytest.mark.slow),
+        pytest.param("deepseek_v2", (("fsdp", 2), ("expert", 2)), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("reader", ["gather", "blocked"])
+def test_rows_of_whole_lanes_answer_as_transformers_do(
+    name: str, mesh: tuple[tuple[str, int], ...], reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the cache and of the embedding table are padded, and keys and values of narrow heads share a row."""
+    original = loading._decoder
+
+    def padded(*arguments: Any) -> Decoder:
+        decoder = replace(original(*arguments), lanes=24, reader=reader)
+        assert decoder.page_shape[-1] % 24 == 0 and decoder.page_shape[0] == 1
+        assert "fsdp" in dict(mesh) or decoder.described.embed.padding
+        return decoder
+
+    monkeypatch.setattr(loading, "_decoder", padded)
+    policy = Policy(max_batch=8, chunk_tokens=16)
+    how = replace(CONFIGURATION, mesh=mesh, shapes=SHAPES, policy=policy, pages=64)
+    tokens, expected = greedy(name, engine(saved(name, tmp_path), how))
+    assert tokens == expected

@@ -11,6 +11,7 @@ import jax
 from jax import P
 from jax.sharding import Mesh, NamedSharding
 
+from rooftop.capabilities import LANES
 from rooftop.models import ModelConfig, load_model
 from rooftop.programs.parameters import Parameter
 from rooftop.programs.serving.decode import Decoder, by_layer
@@ -57,6 +58,7 @@ def _step(
         dtype="bfloat16",
         reader=best_reader(config, "tpu", quantised=False) if whole_pages else "gather",
         expert_matmul="grouped",
+        lanes=LANES,
         stages=stages,
         stage=stage,
     )

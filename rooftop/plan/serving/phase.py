@@ -25,10 +25,11 @@ from rooftop.arrays.rules import (
     STAGE_AXES,
     Rules,
 )
-from rooftop.capabilities import SUBLANES, expert_rows
+from rooftop.capabilities import LANES, SUBLANES, cache_row, expert_rows
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
+from rooftop.hardware import Chip
 from rooftop.models import ModelConfig
 from rooftop.models.attention import AttentionKind, AttentionMatmuls, MatmulShape, attention_kind
 from rooftop.models.counting import kv_cache_bytes
@@ -271,7 +272,7 @@ class Phase:
 
     def cached_bytes(self, context: Number, *, stored: bool) -> Number:
         """Bytes of KV of a sequence of ``context`` tokens: see ``cached_bytes``."""
-        return cached_bytes(self.model, self.numerics, context, stored=stored)
+        return cached_bytes(self.model, self.numerics, context, self.rates.chip, stored=stored)
 
     def sequences(self, batch: Number) -> Number:
         """Sequences of a flight's ``batch`` whose KV the busiest device has a part of; one split counts as its part."""
@@ -314,15 +315,36 @@ class Phase:
             if moe.shared_d_ff:
                 up, down = self.mlp(moe.shared_d_ff)
                 parts.append((mixtures, self.weight_bytes(up + down)))
-        # The first stage has the embedding, the last one the unembedding, tied or not.
-        tables = np.where(np.asarray(self.stages) > 1, 1, 1 if model.tied_embeddings else 2)
-        parts.append((tables, self.weight_bytes([self.table], self.numerics.embeddings)))
+        # The first stage looks rows up; the last one computes logits, and has a tied table too.
+        logits = np.where((np.asarray(self.stages) > 1) & (not model.tied_embeddings), 0.0, 1.0)
+        parts.append((logits, self.weight_bytes([self.table], self.numerics.embeddings)))
+        parts.append((1.0, self.weight_bytes([self.lookup], self.numerics.embeddings)))
         return sum(count * plain for count, (plain, _) in parts), sum(count * more for count, (_, more) in parts)
 
     @_of_placement
     def table(self) -> MatmulShape:
-        """The unembedding on one device: V split as hidden columns are."""
-        return MatmulShape(np.float64(self.model.d_model), np.float64(self.widths.vocab))  # type: ignore[arg-type]
+        """The unembedding on one device: V split as hidden columns are, and over ``expert``."""
+        return MatmulShape(np.float64(self.model.d_model), np.float64(self.vocab))  # type: ignore[arg-type]
+
+    @_of_placement
+    def vocab(self) -> Number:
+        """Rows of the vocabulary whose logits a device computes; ``fsdp`` splits them further."""
+        return np.ceil(self.model.vocab / (self.split * self.ways(*EXPERT_AXES)))
+
+    @_of_placement
+    def lookup(self) -> MatmulShape:
+        """The embedding table on one device, without rows where it is the unembedding, on a server of one device."""
+        model, own = self.model, self.ways(*GATHER_AXES)
+        columns = np.ceil(model.d_model / self.split)
+        columns = np.where(np.asarray(own) > 1, columns, next_multiple(columns, self.lanes))
+        alone = np.asarray(self.split * own * self.ways(*EXPERT_AXES)) == 1
+        rows = model.vocab * np.where(alone & model.tied_embeddings, 0.0, 1.0)
+        return MatmulShape(columns, rows)
+
+    @property
+    def lanes(self) -> int:
+        """Elements of which rows of the cache and of the embedding table are multiples."""
+        return _lanes(self.rates.chip)
 
     @_of_placement
     def router(self) -> MatmulShape:
@@ -344,19 +366,25 @@ class Phase:
         own = self.ways(*GATHER_AXES)
         # The stream is whole before the unembedding.
         width = np.maximum(4 / own, 1) * model.d_model + projected + 3 * hidden / self.split
-        logits = 4.0 * (tokens if self.generating else 1) * self.widths.vocab / own
+        logits = 4.0 * (tokens if self.generating else 1) * self.ways(*EXPERT_AXES) * self.vocab / own
         return tokens * width * ACTIVATION_BYTES + logits
 
 
-def cached_bytes(model: ModelConfig, numerics: ServingNumerics, context: Number, *, stored: bool) -> Number:
-    """Bytes of KV of a sequence of ``context`` tokens, scales included, over all heads and layers.
+def cached_bytes(model: ModelConfig, numerics: ServingNumerics, context: Number, chip: Chip, *, stored: bool) -> Number:
+    """Bytes of KV of a sequence of ``context`` tokens, scales and padding included, over all heads and layers.
 
     As read in a step; as ``stored``, layers that share a cache have it once, and recurrent mixers their states.
     """
-    states = state_bytes(model)
-    plain = kv_cache_bytes(model, numerics.kv, context) - states
+    states, kind = state_bytes(model), attention_kind(model)
+    rows, size = cache_row(model, _lanes(chip), quantised=numerics.kv_bytes < ACTIVATION_BYTES)
+    padding = rows * size / (kind.cached_together * (1 if kind.cached_heads is None else 2))
+    plain = (kv_cache_bytes(model, numerics.kv, context) - states) * padding
     scales = 1.0 + numerics.kv_scale_bytes(model) / numerics.kv_bytes
     return plain * scales / numerics.kv_sharing + states if stored else plain * scales
+
+
+def _lanes(chip: Chip) -> int:
+    return LANES if chip.kind == "tpu" else 1
 
 
 def _columns(*, ring: bool) -> tuple[str, ...]:
@@ -369,7 +397,7 @@ def serving_rules(*, generating: bool, ring: bool = False) -> Rules:
     ``context`` splits columns, or the sequence of a prefill in a ``ring``.
     """
     columns = _columns(ring=ring)
-    split = dict.fromkeys(("heads", "mlp", "expert_mlp", "vocab"), columns)
+    split = dict.fromkeys(("heads", "mlp", "expert_mlp"), columns) | {"vocab": (*EXPERT_AXES, *columns)}
     split |= {"kv_heads": COLUMN_AXES, "expert": EXPERT_AXES}
     sequence = () if generating else (*EXPERT_AXES, *(SEQUENCE_AXES if ring else ()))
     return Rules(

@@ -238,7 +238,8 @@ class ServingProblem:
     def prompt_kv_bytes(self) -> float:
         """Bytes of one prompt's KV, the draft model's included."""
         models = [self.model] if self.draft is None else [self.model, self.draft.model]
-        return sum(float(cached_bytes(model, self.numerics, self.workload.prompt, stored=True)) for model in models)
+        prompt, chip = self.workload.prompt, self.slice.chip
+        return sum(float(cached_bytes(model, self.numerics, prompt, chip, stored=True)) for model in models)
 
     def prefix_read_s(self, placement: Placed) -> Number:
         """Seconds in which the part of a prompt's KV that the prefix cache has comes from host memory over PCIe."""

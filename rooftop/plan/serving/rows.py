@@ -21,6 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES, STAGE_AXES
+from rooftop.capabilities import scattered_rows
 from rooftop.core.ledger import CollectiveKind, Number
 from rooftop.models import ModelConfig
 from rooftop.models.attention import MatmulShape
@@ -222,8 +223,8 @@ def _blocks(phase: Phase) -> list[Work]:
         for size in (row, 8.0 * moe.active)
     ]
     back = (
-        Transfer("reduce_scatter", EXPERT_AXES, everyone * row, "critical"),
-        Transfer("reduce_scatter", phase.columns, tokens * row, "critical"),
+        *_scatter(phase, EXPERT_AXES, everyone * row, tokens),
+        *_scatter(phase, phase.columns, tokens * row, np.ceil(tokens / phase.split)),
     )
     # With an expert axis a matmul adds rows up, elsewhere each choice of a token is gathered.
     adds = 2.0 * everyone * rows * model.d_model / own if phase.splits(*EXPERT_AXES) else 0.0
@@ -255,6 +256,18 @@ def _blocks(phase: Phase) -> list[Work]:
     return work
 
 
+def _scatter(phase: Phase, axes: tuple[str, ...], payload: Number, own: Number) -> list[Transfer]:
+    """Experts' sums, scattered over ``axes`` so that a device has ``own`` rows: see ``scattered_rows``."""
+    if phase.lanes == 1:
+        return [Transfer("reduce_scatter", axes, payload, "critical")]
+    padded = scattered_rows(own)
+    scattered = np.where(padded > 0, 1.0, 0.0)
+    return [
+        Transfer("reduce_scatter", axes, payload * np.where(padded > 0, padded / own, 1.0), "critical", when=scattered),
+        Transfer("all_reduce", axes, payload, "critical", when=1.0 - scattered),
+    ]
+
+
 def _hidden_sums(matmuls: Sequence[MatmulShape], rows: Number) -> Transfer:
     """Partial sums over D of hidden columns, scattered over ``fsdp`` by rows."""
     outputs = rows * sum((m.n for m in matmuls), 0.0) * ACTIVATION_BYTES
@@ -282,10 +295,10 @@ def _head(phase: Phase, tokens: Number) -> list[Work]:
         )
         work.append(_work(phase, "unembed", 1, collectives=gathers, formula="the stream normalised and gathered"))
     chosen = tuple(
-        Transfer("all_gather", axes, 8.0 * rows * phase.ways(*GATHER_AXES, *axes), "critical")
-        for axes in (GATHER_AXES, phase.columns)
+        Transfer("all_gather", axes, 8.0 * rows * phase.ways(*axes), "critical")
+        for axes in (GATHER_AXES, phase.columns, EXPERT_AXES)
     )
-    logits = 4.0 * rows * phase.widths.vocab / phase.ways(*GATHER_AXES)
+    logits = 4.0 * rows * phase.vocab / phase.ways(*GATHER_AXES)
     return [
         *(replace(item, part="last") for item in work),
         _work(

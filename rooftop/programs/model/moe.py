@@ -35,7 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from rooftop.capabilities import expert_rows
+from rooftop.capabilities import expert_rows, scattered_rows
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import field_values
 from rooftop.core.rounding import ceil_div, next_multiple
@@ -471,7 +471,12 @@ class _Axes:
     def scatter_all(self, sums: Float[Array, "all D"]) -> Float[Array, "n D"]:
         """Partial sums of all devices, added up on the device of each row."""
         for axis in (*self.expert, *self.columns):
-            sums = lax.psum_scatter(sums, axis, tiled=True)
+            ways = lax.axis_size(axis)
+            own, size = len(sums) // ways, sums.shape[1]
+            if scattered := int(scattered_rows(own)):
+                apart = jnp.pad(sums.reshape(ways, own, size), ((0, 0), (0, scattered - own), (0, 0)))
+                sums = apart.reshape(ways * scattered, size)
+            sums = lax.psum_scatter(sums, axis, tiled=True)[:own]
         return sums
 
     def added_rows(self, total: Float[Array, "all D"], rows: Float[Array, "group D"]) -> Float[Array, "all D"]:

@@ -212,11 +212,11 @@ def embed(weights: Transformer[jax.Array], batch: Batch[jax.Array], how: Computa
     array.
     """
     model, specs = how.model, how.specs
-    fsdp, tensor = specs.rules.parameters["embed"], specs.rules.parameters["vocab"]
+    fsdp, tensor = specs.rules.parameters["embed"], specs.rules.parameters[specs.table]
     copies = tuple(axis for axis in specs.rules.activations["batch"] if axis not in fsdp)
     (residual_seq,) = specs.activation("residual_seq")
     inner = model.tied_embeddings or bool(specs.width)
-    (columns,) = specs.parameter(("embed", "vocab") if inner else ("vocab", "embed"))
+    (columns,) = specs.parameter(("embed", specs.table) if inner else (specs.table, "embed"))
     seq = specs.inputs().partitions[1]
     x = weights.embed.at[reshard(batch.tokens, P(copies, seq))].get(out_sharding=P(copies, seq, columns))
     # The minor axis of the columns is exchanged first: its data is contiguous.

@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from rooftop.arrays.rules import Rules, ways
+from rooftop.capabilities import cache_row
 from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.segments import LayerKind, segments, stage_layers
@@ -78,7 +79,8 @@ class Decoder:
     The KV cache is split over tensor by heads, over expert and fsdp by sequences, and over context by ``kv_split``:
     'batch', also by sequences, or 'seq', by the tokens of each page. Key/value heads that devices have in common are
     stored on each of them, weights and cache (``HeadSplit``). Latents are replicated along tensor. ``reader`` is one of
-    ``rooftop.programs.serving.paged.READERS``, ``alternatives`` the limit of ``log_probabilities``. With
+    ``rooftop.programs.serving.paged.READERS``, ``alternatives`` the limit of ``log_probabilities``. Rows of the cache
+    and of the embedding table are of whole ``lanes``. With
     ``weights_left``, on one device, weights of attention and MLPs are left operands of their matmuls, all of them
     ``Turned``.
 
@@ -95,6 +97,7 @@ class Decoder:
     reader: str = "gather"
     expert_matmul: str = "batched"
     alternatives: int = 20
+    lanes: int = 1
     weights_left: bool = False
     stages: int = 1
     stage: int = 0
@@ -126,10 +129,11 @@ class Decoder:
         parameters, activations = dict(rules.parameters), dict(rules.activations)
         # Neighbours along context have query heads of the same key/value head.
         columns = tuple(axis for axis in ("tensor", "context") if axis in dict(self.sizes))
-        for table in (parameters, activations):
-            table |= dict.fromkeys(("heads", "mlp", "expert_mlp", "vocab"), columns)
-        # Devices along expert have their own sequences, in attention too.
+        # Devices along expert have their own sequences, in attention too, and their own part of the logits of all.
         expert, width = activations["expert"] if self.model.moe is not None else (), parameters["embed"]
+        for table in (parameters, activations):
+            table |= dict.fromkeys(("heads", "mlp", "expert_mlp"), columns)
+            table["vocab"] = (*expert, *columns)
         spread = bool(width) or self.model.moe is not None
         activations |= {"batch": (), "embed": width, "seq": (*expert, *width)}
         activations["residual_seq"] = (*expert, *columns) if spread else ()
@@ -143,7 +147,7 @@ class Decoder:
     @cached_property
     def described(self) -> Transformer[Parameter]:
         """The weights as this decoder stores them."""
-        whole = describe(self.model, self.specs.ways(dict(self.sizes)), stationary=True)
+        whole = describe(self.model, self.specs.ways(dict(self.sizes)), stationary=True, lanes=self.lanes)
         return whole if self.stages == 1 else of_layers(whole, self.model, self.layers)
 
     @cached_property
@@ -204,13 +208,11 @@ class Decoder:
     @property
     def page_shape(self) -> tuple[int, ...]:
         """Shape of a page of a layer's pool, over all devices; see ``rooftop.programs.serving.paged``."""
-        mla = self.model.mla
-        if mla is not None:
-            return (1, 1, self.page_tokens, mla.kv_rank + mla.d_rope)
-        heads = len(self.heads.cached)
+        heads = 1 if self.model.mla is not None else len(self.heads.cached)
         if self.reader == "ragged":
             return (self.page_tokens, 2 * heads, self.model.d_head)
-        return (2, heads, self.page_tokens, self.model.d_head)
+        rows, size = cache_row(self.model, self.lanes, quantised=self.quantised_cache)
+        return (rows, heads, self.page_tokens, size)
 
     @property
     def page_bytes(self) -> int:
@@ -444,7 +446,7 @@ def _logits(
         picked = reshard(reshard(x, P(None, None, *how.specs.residual.partitions[2:])), P(None, None, None))
         picked = picked if which is None else picked[:, which]
         tied = weights.unembed is None
-        matrix = weights.embed.T if tied else in_full(weights.unembed, x.dtype)
+        matrix = weights.embed[:, : how.model.d_model].T if tied else in_full(weights.unembed, x.dtype)
     vocab = how.model.vocab
     logits = losses.logits(picked, matrix, how.model.final_softcap, vocab=vocab, left=how.weights_left)
     return logits[0]

@@ -5,7 +5,10 @@ pages of a row's block table, p tokens of a page; n and k the query and key/valu
 size.
 
 A layer's pool is [pages + 1, 2, k, p, H]: in each page the keys of all heads, then the values. Latent attention caches
-one row of kv_rank + d_rope elements for all heads: [pages + 1, 1, 1, p, ...]. The last page receives writes of padding.
+one row of kv_rank + d_rope elements for all heads: [pages + 1, 1, 1, p, W]. The last page receives writes of padding.
+A TPU has rows W of whole ``LANES``: it stores an array whose last dim is no multiple of them with another dim last, and
+would copy the pool in each step to read and to write rows. Elements behind a row's are zeros. Keys and values of heads
+that are no such multiple share a row: [pages + 1, 1, k, p, W], W at least 2 H.
 There are three readers:
 
 - ``gather``: gathers pages by the block table, at most ``BLOCK`` tokens of a sequence at a time, with a running softmax
@@ -120,17 +123,26 @@ class Pages:
     scales: jax.Array | None = None
 
     def write(
-        self, page: Int[Array, "*tokens"], offset: Int[Array, "*tokens"], tokens: Float[Array, "*tokens kv k H"]
+        self,
+        page: Int[Array, " tokens"],
+        offset: Int[Array, " tokens"],
+        tokens: Float[Array, "tokens parts k H"],
+        *,
+        by_rows: bool = False,
     ) -> Pages:
-        """Write tokens at ``offset`` of ``page``."""
+        """Write tokens at ``offset`` of ``page``, and zeros behind their elements.
+
+        ``by_rows`` is for TPUs: XLA:TPU writes rows of a matrix in place, and would copy a pool of more dims to another
+        layout.
+        """
         page, offset, tokens = _many(page, offset, tokens)
+        tokens = _widened(tokens, self.values.shape[-1])
         if self.scales is None:
-            values, (_, *heads, page_tokens, size) = self.values, self.values.shape
-            if heads == [1, 1]:
-                # XLA:TPU writes rows of a matrix in place; of more dims it would copy the pool to another layout.
-                rows = values.reshape(-1, size).at[page * page_tokens + offset]
-                written = rows.set(tokens.reshape(*page.shape, size).astype(values.dtype))
-                return Pages(values=written.reshape(values.shape))
+            values, (_, parts, heads, page_tokens, size) = self.values, self.values.shape
+            if by_rows:
+                first = (page[:, None] * (parts * heads) + jnp.arange(parts * heads, dtype=jnp.int32)) * page_tokens
+                rows = values.reshape(-1, size).at[(first + offset[:, None]).reshape(-1)]
+                return Pages(values=rows.set(tokens.reshape(-1, size).astype(values.dtype)).reshape(values.shape))
             return Pages(values=values.at[page, :, :, offset].set(tokens.astype(values.dtype)))
         wide = tokens.astype(jnp.float32)
         scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1), 1e-30) / 127
@@ -174,6 +186,13 @@ def _taken(
 
     rows = lax.cond(table[0, 0] >= 0, copied, zeros) if by_rows else copied()
     return rows.reshape(table.shape[0], heads, table.shape[1] * page_tokens, *rest)
+
+
+def _widened(array: Shaped[Array, "*dims H"], size: int) -> Shaped[Array, "*dims size"]:
+    """The array with zeros behind its last dim."""
+    if array.shape[-1] == size:
+        return array
+    return jnp.pad(array, (*((0, 0) for _ in array.shape[:-1]), (0, size - array.shape[-1])))
 
 
 def _many(page: jax.Array, offset: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -275,14 +294,18 @@ def attend_heads(
         page, offset, both = _many(*_places(rows, part, pages - 1), both)
         pool = Pages(values=pool.values.at[page, offset].set(both.astype(pool.values.dtype)))
         return _by_rows(lambda q, rows: _ragged(scores, q, pool, rows), q, rows), pool
-    part = PagePart.of(parts, pool.values.shape[3])
-    pool = pool.write(*_places(rows, part, pages - 1), jnp.stack([k, v], axis=1))
+    part, size = PagePart.of(parts, pool.values.shape[3]), q.shape[-1]
+    together = pool.values.shape[1] == 1
+    new = jnp.concatenate([k, v], axis=-1)[:, None] if together else jnp.stack([k, v], axis=1)
+    pool = pool.write(*_places(rows, part, pages - 1), new, by_rows=reader == "gather")
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        k, v = (pool.read(part, table, q.dtype, by_rows=reader == "blocked") for part in (0, 1))
-        return k, v
+        k, *v = (pool.read(part, table, q.dtype, by_rows=reader == "blocked") for part in range(1 if together else 2))
+        return k, v[0] if v else k
 
-    return _by_rows(lambda q, rows: _attended(reader, scores, q, sinks, rows, read, part), q, rows), pool
+    q = _widened(q, pool.values.shape[-1])
+    o = _by_rows(lambda q, rows: _attended(reader, scores, q, sinks, rows, read, part), q, rows)
+    return o[..., size : 2 * size] if together else o, pool
 
 
 def attend_latents(
@@ -302,12 +325,13 @@ def attend_latents(
     pages, part = pool.values.shape[0], PagePart.of(parts, pool.values.shape[3])
     rank = latent.shape[-1]
     both = jnp.concatenate([latent, shared], axis=-1)[:, None, None]
-    pool = pool.write(*_places(rows, part, pages - 1), both)
+    pool = pool.write(*_places(rows, part, pages - 1), both, by_rows=reader == "gather")
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
         both = pool.read(0, table, q.dtype, by_rows=reader == "blocked")
         return both, both[..., :rank]
 
+    q = _widened(q, pool.values.shape[-1])
     return _by_rows(lambda q, rows: _attended(reader, scores, q, None, rows, read, part), q, rows), pool
 
 

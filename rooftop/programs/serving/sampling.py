@@ -103,13 +103,13 @@ def largest_of_parts(x: Float32[Array, "R V"]) -> Int32[Array, " R"]:
     def local(x: jax.Array) -> jax.Array:
         first = lax.axis_index(axes) * x.shape[1]
         best = jnp.stack([lax.bitcast_convert_type(jnp.max(x, axis=1), jnp.int32), first + largest(x)])
-        every = best[None]
         for axis in reversed(axes):
             # One axis after the other: XLA:TPU would sum where it gathers over several at once.
-            every = lax.all_gather(every, axis, tiled=True)
-        # Parts are in the order of V: of equal elements the first wins.
-        part = largest(lax.bitcast_convert_type(every[:, 0], jnp.float32).T)
-        return jnp.take_along_axis(every[:, 1], part[None], axis=0)[0]
+            every = lax.all_gather(best, axis)
+            # Parts are in the order of V: of equal elements the first wins.
+            part = largest(lax.bitcast_convert_type(every[:, 0], jnp.float32).T)
+            best = jnp.take_along_axis(every, part[None, None], axis=0)[0]
+        return best[1]
 
     # All devices have the same result, which the type of a gathered array does not say.
     tokens: jax.Array = on_shards(local, in_specs=(spec,), out_specs=P(None), check_vma=False)(x)

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from rooftop.arrays.rules import COLUMN_AXES, SEQUENCE_AXES, ways
-from rooftop.capabilities import PROGRAM_AXES, SUBLANES, engine_mesh_errors
+from rooftop.capabilities import LANES, PROGRAM_AXES, SUBLANES, engine_mesh_errors
 from rooftop.checkpoints.huggingface import ScaledDim, load_weights
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
@@ -229,6 +229,7 @@ def _decoder(model: ModelConfig, configuration: Configuration, platform: str) ->
         if platform == "tpu" and ways(sizes, *SEQUENCE_AXES) > 1 and configuration.kv_split == "seq"
         else best_reader(model, platform, quantised=quantised),
         expert_matmul="grouped" if platform == "tpu" else "batched",
+        lanes=LANES if platform == "tpu" else 1,
         weights_left=platform == "cpu" and dtype == "float32" and plain,
     )
     for error in engine_mesh_errors(model, sizes):
