@@ -18,7 +18,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 # Tests start hundreds of processes: each would compile rooftop's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-durations test-all test-newest lint bench docs lock clean
+.PHONY: help demo test test-durations test-all test-gpu test-newest lint bench docs lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo 'make test            the quick tests'
 	@echo 'make test-durations  the same, and the 50 slowest'
 	@echo 'make test-all        all tests'
+	@echo 'make test-gpu        the tests of programs for GPUs, with the compiler for GPUs; no GPU is needed'
 	@echo 'make test-newest     make test, on the newest Python found here, with the newest JAX'
 	@echo 'make lint            ruff, mypy, import-linter'
 	@echo 'make bench           how long a plan, and an hour of serving simulated, take on this machine'
@@ -52,6 +53,14 @@ test-durations:
 
 test-all: $(VENV)/dev.installed
 	$(PYTEST)
+	@$(MAKE) --no-print-directory test-gpu
+
+# In an environment of its own: wherever JAX's plugin for GPUs is installed, JAX looks for some. No package of the lock
+# is missing in it, but cuDNN's dependencies, which compiling does not need, are left out.
+test-gpu:
+	@[ "$$(uname -s)" = Linux ] || { echo 'make test-gpu: SKIPPED: the compiler for GPUs exists for Linux only'; exit 0; } && \
+	    $(MAKE) --no-print-directory VENV=.venv-gpu INSTALL_FLAGS=--no-deps .venv-gpu/gpu.installed && \
+	    .venv-gpu/bin/python -m pytest tests/compiler/test_targets.py
 
 test-newest:
 	@for version in $(NEWER_PYTHONS); do \
@@ -85,10 +94,12 @@ COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-ver
 lock: $(VENV)/dev.installed
 	$(COMPILE) --group dev --extra jax --extra compile --extra train --extra serve --extra parquet --extra tensorboard --extra embed --extra ui --output-file requirements/dev.txt
 	$(COMPILE) --group build --extra compile --constraints requirements/dev.txt --output-file requirements/demo.txt
+	$(COMPILE) --group build --group dev --extra gpu-compile --constraints requirements/dev.txt \
+	    --no-emit-package nvidia-cublas-cu12 --no-emit-package nvidia-cuda-nvrtc-cu12 --output-file requirements/gpu.txt
 	@! grep -n '://' requirements/*.txt
 
 clean:
-	rm -rf .venv .venv-newest .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-gpu .venv-newest .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find rooftop tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -98,6 +109,6 @@ $(VENV)/bin/python:
 	"$(PYTHON)" -m venv $(VENV)
 
 $(VENV)/%.installed: requirements/%.txt pyproject.toml | $(VENV)/bin/python
-	$(PIP_INSTALL) --require-hashes -r $<
+	$(PIP_INSTALL) $(INSTALL_FLAGS) --require-hashes -r $<
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@

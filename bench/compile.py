@@ -88,20 +88,21 @@ class Case:
         return plan_training(problem, alternatives=0).plan
 
 
-def _case(name: str, model: str, slice_: str, mesh: str, remat: str, sequences: int, **more: Any) -> Case:
+def case(name: str, model: str, slice_: str, mesh: str, remat: str, sequences: int, **more: Any) -> Case:
+    """A plan to be compiled."""
     return Case(name=name, model=model, slice=slice_, mesh=mesh, remat=remat, sequences=sequences, **more)
 
 
 CASES = (
-    _case("v5e-fsdp", "llama3-8b", "v5e:4x4", "fsdp=16", "block", 16),
-    _case("v5e-fsdp-tensor", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 16),
-    _case("v5e-muon", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 16, optimizer="muon"),
-    _case("v5p-muon", "llama3-8b", "v5p:4x4x4", "fsdp=16,tensor=4", "block", 128, optimizer="muon"),
-    _case("v5e-tensor", "llama3-8b", "v5e:4x4", "data=2,tensor=8", "block", 4, layers=8),
-    _case("v5e-matmuls", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "matmuls", 8),
-    _case("v5e-two-slices", "llama3-8b", "v5e:4x4@2", "data=2,fsdp=4,tensor=4", "block", 32),
-    _case("v5e-fsdp-two-slices", "llama3-8b", "v5e:4x4@2", "fsdp=32", "block", 32),
-    _case(
+    case("v5e-fsdp", "llama3-8b", "v5e:4x4", "fsdp=16", "block", 16),
+    case("v5e-fsdp-tensor", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 16),
+    case("v5e-muon", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 16, optimizer="muon"),
+    case("v5p-muon", "llama3-8b", "v5p:4x4x4", "fsdp=16,tensor=4", "block", 128, optimizer="muon"),
+    case("v5e-tensor", "llama3-8b", "v5e:4x4", "data=2,tensor=8", "block", 4, layers=8),
+    case("v5e-matmuls", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "matmuls", 8),
+    case("v5e-two-slices", "llama3-8b", "v5e:4x4@2", "data=2,fsdp=4,tensor=4", "block", 32),
+    case("v5e-fsdp-two-slices", "llama3-8b", "v5e:4x4@2", "fsdp=32", "block", 32),
+    case(
         "v6e-two-slices",
         "llama3.1-405b",
         "v6e:16x16@2",
@@ -111,26 +112,26 @@ CASES = (
         seq_len=8192,
         microbatches=4,
     ),
-    _case("v5e-microbatches", "llama3-8b", "v5e:8x8", "fsdp=16,tensor=4", "block", 64, microbatches=2),
-    _case("v5e-padded", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 13, seq_len=4000, layers=8, microbatches=2),
-    _case("v5e-padded-context", "llama3-8b", "v5e:4x4", "fsdp=4,context=4", "block", 3, seq_len=30000, layers=4),
-    _case("v6e-fsdp", "llama3-8b", "v6e:4x4", "fsdp=16", "minimal", 16),
-    _case("v6e-fsdp-block", "llama3-8b", "v6e:4x4", "fsdp=16", "block", 32),
-    _case("v6e-fsdp-tensor", "llama3-8b", "v6e:4x4", "fsdp=4,tensor=4", "matmuls", 16),
-    _case("v5p-fsdp", "llama3-8b", "v5p:4x4x4", "fsdp=64", "matmuls", 128),
-    _case("v5p-fsdp-tensor", "llama3-70b", "v5p:4x4x4", "fsdp=16,tensor=4", "block", 128),
-    _case("v5p-rings", "llama3-70b", "v5p:4x4x4", "fsdp=16,tensor=4", "none", 16, layers=8, collective_matmuls=True),
-    _case("v5p-rings-block", "llama3-8b", "v5p:4x4x4", "fsdp=16,tensor=4", "block", 32, collective_matmuls=True),
-    _case("v5p-none", "llama3-8b", "v5p:4x4x4", "fsdp=16,tensor=4", "none", 32),
-    _case("v5p-tensor", "llama3-8b", "v5p:4x4x4", "data=8,tensor=8", "matmuls", 64),
-    _case("v5p-two-slices", "llama3-8b", "v5p:4x4x4@2", "data=2,fsdp=64", "block", 256),
-    _case("v5p-context", "llama3-8b", "v5p:4x4x4", "fsdp=16,context=4", "block", 16, seq_len=32768),
-    _case("v5e-gemma", "gemma2-9b", "v5e:8x8", "fsdp=16,tensor=4", "block", 64),
-    _case("v5p-mla", "deepseek-v2-lite", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64),
-    _case("tpu7x-fsdp-tensor", "llama3-8b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16),
-    _case("v5p-moe", "mixtral-8x7b", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64),
-    _case("v6e-moe", "mixtral-8x7b", "v6e:8x8", "fsdp=8,expert=8", "block", 64),
-    _case(
+    case("v5e-microbatches", "llama3-8b", "v5e:8x8", "fsdp=16,tensor=4", "block", 64, microbatches=2),
+    case("v5e-padded", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 13, seq_len=4000, layers=8, microbatches=2),
+    case("v5e-padded-context", "llama3-8b", "v5e:4x4", "fsdp=4,context=4", "block", 3, seq_len=30000, layers=4),
+    case("v6e-fsdp", "llama3-8b", "v6e:4x4", "fsdp=16", "minimal", 16),
+    case("v6e-fsdp-block", "llama3-8b", "v6e:4x4", "fsdp=16", "block", 32),
+    case("v6e-fsdp-tensor", "llama3-8b", "v6e:4x4", "fsdp=4,tensor=4", "matmuls", 16),
+    case("v5p-fsdp", "llama3-8b", "v5p:4x4x4", "fsdp=64", "matmuls", 128),
+    case("v5p-fsdp-tensor", "llama3-70b", "v5p:4x4x4", "fsdp=16,tensor=4", "block", 128),
+    case("v5p-rings", "llama3-70b", "v5p:4x4x4", "fsdp=16,tensor=4", "none", 16, layers=8, collective_matmuls=True),
+    case("v5p-rings-block", "llama3-8b", "v5p:4x4x4", "fsdp=16,tensor=4", "block", 32, collective_matmuls=True),
+    case("v5p-none", "llama3-8b", "v5p:4x4x4", "fsdp=16,tensor=4", "none", 32),
+    case("v5p-tensor", "llama3-8b", "v5p:4x4x4", "data=8,tensor=8", "matmuls", 64),
+    case("v5p-two-slices", "llama3-8b", "v5p:4x4x4@2", "data=2,fsdp=64", "block", 256),
+    case("v5p-context", "llama3-8b", "v5p:4x4x4", "fsdp=16,context=4", "block", 16, seq_len=32768),
+    case("v5e-gemma", "gemma2-9b", "v5e:8x8", "fsdp=16,tensor=4", "block", 64),
+    case("v5p-mla", "deepseek-v2-lite", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64),
+    case("tpu7x-fsdp-tensor", "llama3-8b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16),
+    case("v5p-moe", "mixtral-8x7b", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64),
+    case("v6e-moe", "mixtral-8x7b", "v6e:8x8", "fsdp=8,expert=8", "block", 64),
+    case(
         "v5e-experts-tensor",
         "qwen3-30b-a3b",
         "v5e:4x4",
@@ -140,7 +141,7 @@ CASES = (
         layers=8,
         experts_over_tensor=True,
     ),
-    _case(
+    case(
         "v5p-experts-tensor",
         "qwen3-30b-a3b",
         "v5p:4x4x4",
@@ -149,12 +150,12 @@ CASES = (
         64,
         experts_over_tensor=True,
     ),
-    _case("v5p-experts-kept", "qwen3-30b-a3b", "v5p:4x4x4", "fsdp=8,expert=8", "block,mlp_normed=save", 64),
-    _case("v5e-heads", "llama2-13b", "v5e:4x4", "tensor=16", "block", 4, layers=8),
-    _case("v5e-shared-keys", "llama3-8b", "v5e:4x8", "fsdp=2,tensor=16", "block", 8, layers=8),
-    _case("v5p-uneven-d", "llama3-8b", "v5p:4x4x12", "fsdp=96,tensor=2", "block", 96, layers=8),
-    _case("v5p-stages-uneven", "llama3.1-405b", "v5p:2x2x4", "stage=4,tensor=4", "block", 16, microbatches=8, layers=6),
-    _case(
+    case("v5p-experts-kept", "qwen3-30b-a3b", "v5p:4x4x4", "fsdp=8,expert=8", "block,mlp_normed=save", 64),
+    case("v5e-heads", "llama2-13b", "v5e:4x4", "tensor=16", "block", 4, layers=8),
+    case("v5e-shared-keys", "llama3-8b", "v5e:4x8", "fsdp=2,tensor=16", "block", 8, layers=8),
+    case("v5p-uneven-d", "llama3-8b", "v5p:4x4x12", "fsdp=96,tensor=2", "block", 96, layers=8),
+    case("v5p-stages-uneven", "llama3.1-405b", "v5p:2x2x4", "stage=4,tensor=4", "block", 16, microbatches=8, layers=6),
+    case(
         "v5p-stages-experts",
         "deepseek-v2-lite",
         "v5p:2x2x1",
@@ -165,8 +166,8 @@ CASES = (
         microbatches=8,
         layers=5,
     ),
-    _case("v5e-stages-uneven", "llama3.2-1b", "v5e:4x4", "stage=4,fsdp=4", "block", 32, microbatches=8, layers=14),
-    _case(
+    case("v5e-stages-uneven", "llama3.2-1b", "v5e:4x4", "stage=4,fsdp=4", "block", 32, microbatches=8, layers=14),
+    case(
         "v5e-stages-offload",
         "llama3.2-3b",
         "v5e:4x4",
@@ -175,20 +176,20 @@ CASES = (
         32,
         microbatches=8,
     ),
-    _case("v5e-int8", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 16, matmul="int8"),
-    _case("v6e-int8", "llama3-8b", "v6e:4x4", "fsdp=16", "block", 32, matmul="int8"),
-    _case("v6e-moe-int8", "mixtral-8x7b", "v6e:8x8", "fsdp=8,expert=8", "block", 64, matmul="int8"),
-    _case("v5p-mla-int8", "deepseek-v2-lite", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64, matmul="int8"),
-    _case("tpu7x-f8", "llama3-8b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16, matmul="f8_e4m3"),
-    _case("v5p-fsdp-two-slices", "llama3-8b", "v5p:2x2x2@2", "fsdp=16", "block", 32),
-    _case("v6e-tied", "llama3.2-3b", "v6e:4x4", "fsdp=4,tensor=4", "block", 32),
-    _case("v6e-small-experts", "qwen3-30b-a3b", "v6e:8x8", "fsdp=8,expert=8", "block", 128),
-    _case("v5p-gpt-oss", "gpt-oss-20b", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64, seq_len=8192),
-    _case("v5p-windows-context", "gemma3-4b", "v5p:2x2x4", "fsdp=4,context=4", "block", 8, seq_len=16384),
-    _case("tpu7x-muon", "llama3.2-3b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16, optimizer="muon"),
-    _case("tpu7x-rings", "llama3-8b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16, layers=4, collective_matmuls=True),
-    _case("v6e-tensor-int8", "qwen3-8b", "v6e:4x4", "fsdp=4,tensor=4", "block", 32, matmul="int8"),
-    _case("pod", "llama3-70b", "v5p:16x16x16", "fsdp=1024,tensor=4", "block", 1024),
+    case("v5e-int8", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 16, matmul="int8"),
+    case("v6e-int8", "llama3-8b", "v6e:4x4", "fsdp=16", "block", 32, matmul="int8"),
+    case("v6e-moe-int8", "mixtral-8x7b", "v6e:8x8", "fsdp=8,expert=8", "block", 64, matmul="int8"),
+    case("v5p-mla-int8", "deepseek-v2-lite", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64, matmul="int8"),
+    case("tpu7x-f8", "llama3-8b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16, matmul="f8_e4m3"),
+    case("v5p-fsdp-two-slices", "llama3-8b", "v5p:2x2x2@2", "fsdp=16", "block", 32),
+    case("v6e-tied", "llama3.2-3b", "v6e:4x4", "fsdp=4,tensor=4", "block", 32),
+    case("v6e-small-experts", "qwen3-30b-a3b", "v6e:8x8", "fsdp=8,expert=8", "block", 128),
+    case("v5p-gpt-oss", "gpt-oss-20b", "v5p:4x4x4", "fsdp=8,expert=8", "block", 64, seq_len=8192),
+    case("v5p-windows-context", "gemma3-4b", "v5p:2x2x4", "fsdp=4,context=4", "block", 8, seq_len=16384),
+    case("tpu7x-muon", "llama3.2-3b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16, optimizer="muon"),
+    case("tpu7x-rings", "llama3-8b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16, layers=4, collective_matmuls=True),
+    case("v6e-tensor-int8", "qwen3-8b", "v6e:4x4", "fsdp=4,tensor=4", "block", 32, matmul="int8"),
+    case("pod", "llama3-70b", "v5p:16x16x16", "fsdp=1024,tensor=4", "block", 1024),
 )
 
 
@@ -265,7 +266,7 @@ def _compared(report: CompiledReport) -> dict[str, Any]:
         "differs": "; ".join(str(check) for check in report.checks if not check.holds),
         "compile_s": data["compile_s"],
         "jax": data["versions"]["jax"],
-        "libtpu": data["versions"]["libtpu"],
+        "libtpu": data["versions"].get("libtpu", ""),
     }
 
 
@@ -329,19 +330,19 @@ def _parsed(text: str) -> dict[str, float]:
     return {axes: float(nbytes) for axes, _, nbytes in (entry.partition(":") for entry in text.split())}
 
 
-def main(names: list[str]) -> None:
+def main(names: list[str], cases: Sequence[Case], results: Path) -> None:
     """Compile the cases, one after another, and write the table."""
-    known = {case.name: case for case in CASES}
+    known = {case.name: case for case in cases}
     for name in names:
         if name not in known:
             sys.exit(f"{name}: one of {', '.join(known)}")
-    rows = read_rows(RESULTS)
+    rows = read_rows(results)
     for name in names or known:
         rows[name] = {column: "" for column in COLUMNS} | row(known[name])
         print(f"{name}: {rows[name]['note'] or rows[name]['differs'] or 'as planned'}", file=sys.stderr, flush=True)
-        write_rows(RESULTS, COLUMNS, (rows[name] for name in known if name in rows))
+        write_rows(results, COLUMNS, (rows[name] for name in known if name in rows))
     print(table(rows[name] for name in known if name in rows))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], CASES, RESULTS)

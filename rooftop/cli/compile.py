@@ -1,4 +1,4 @@
-"""``rooftop compile``: the program of a plan, or any JAX function, compiled by XLA:TPU without a TPU."""
+"""``rooftop compile``: the program of a plan, or any JAX function, compiled by XLA:TPU or XLA:GPU without a device."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def command(
     output: Path | None,
     as_json: bool,
 ) -> int:
-    """Compile ahead of time with XLA:TPU, no TPU needed, and read the compiler's result.
+    """Compile ahead of time with XLA:TPU or XLA:GPU, without a TPU or a GPU, and read the compiler's result.
 
     For a PLAN.json of 'rooftop plan train', compare plan and program: FLOPs, memory, collectives and time by scope and
     phase, and what only one of them has. For a plan of 'rooftop plan embed', report the memory that SparseCores need

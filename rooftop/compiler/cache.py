@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rooftop.compiler.targets import XLA_GPU
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import cache_folder, write_text
 
 #: Packages that determine an answer; packages that are not installed count as absent.
-_PACKAGES = ("jax", "jaxlib", "libtpu", "optax", "numpy")
+_PACKAGES = ("jax", "jaxlib", "libtpu", XLA_GPU, "nvidia-cudnn-cu12", "optax", "numpy")
 _VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_")
 _FORMAT = 2
 

@@ -1,7 +1,7 @@
-"""Compile a program ahead of time with XLA:TPU, in a separate process.
+"""Compile a program ahead of time with XLA:TPU or XLA:GPU, in a separate process.
 
-libtpu needs its environment before JAX is imported, and restricts a process to one use. So a worker process loads it:
-it reads a request from a file and writes the result to another file, atomically.
+libtpu needs its environment before JAX is imported, and restricts a process to one use. So a worker process loads the
+compiler: it reads a request from a file and writes the result to another file, atomically.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from rooftop.arrays import Mesh
 from rooftop.compiler.cache import Cache
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.memory import MemoryShortage, OutOfMemory, PeakMemory
+from rooftop.compiler.targets import PLUGIN
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice
 
-#: Environment of libtpu for compilation without a TPU: no machine metadata, and several processes at a time.
+#: Environment for compilation without TPUs and GPUs: no search for devices; for libtpu also no machine metadata, and
+#: several processes at a time.
 ENVIRONMENT: Mapping[str, str] = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-#: Phases of a worker, in order: import JAX, let libtpu describe the slice, trace and lower the program, compile it, and
-#: read the compiler's reports.
+#: Phases of a worker, in order: import JAX, let the compiler describe the slice, trace and lower the program, compile
+#: it, and read the compiler's reports.
 PHASES: tuple[str, ...] = ("starting", "describing", "lowering", "compiling", "reading")
 #: Interval between calls of the progress callback.
 _TICK_S = 0.25
@@ -82,8 +84,8 @@ class CompiledProgram:
     """The compiler's result for a program. Bytes are those of one device.
 
     ``peak_bytes`` is XLA's own figure, and ``memory`` has its parts; ``at_peak`` lists the buffers that are alive at
-    the peak (None if the compiler left no report). ``versions`` are those of jax, jaxlib and libtpu. ``executable`` is
-    set if the request asked for it, see ``rooftop.compiler.worker``.
+    the peak (None if the compiler left no report). ``versions`` are those of jax, jaxlib and the compiler.
+    ``executable`` is set if the request asked for it, see ``rooftop.compiler.worker``.
     """
 
     hlo_text: str
@@ -160,11 +162,12 @@ class WorkerAnswer:
     error: RequestError | None = None
 
 
-def require_compiler() -> None:
-    """Raise RooftopError if JAX, jaxtyping, libtpu or optax is not installed."""
-    for package in ("jax", "jaxtyping", "libtpu", "optax"):
+def require_compiler(kind: str = "tpu") -> None:
+    """Raise RooftopError if JAX, jaxtyping, optax or the compiler for a ``kind`` of chip is not installed."""
+    name, extra, plugin = ("XLA:GPU", "gpu-compile", PLUGIN) if kind == "gpu" else ("XLA:TPU", "compile", "libtpu")
+    for package in ("jax", "jaxtyping", plugin, "optax"):
         if find_spec(package) is None:
-            accepted = "a Python that has it, for XLA:TPU without a TPU: pip install 'rooftop[compile]' (Linux)"
+            accepted = f"a Python that has it, for {name} without a {name[-3:]}: pip install 'rooftop[{extra}]' (Linux)"
             raise RooftopError(package, "not installed", accepted)
 
 
@@ -177,7 +180,7 @@ def compile_ahead_of_time(
     HBM, and RooftopError if the request is wrong, the compiler rejects the program, or it takes longer than
     ``timeout_s``. The worker ends with this call, even if the call raises, and with this process.
     """
-    require_compiler()
+    require_compiler(request.mesh.slice.chip.kind)
     question = request.to_json()
     store = Cache.of_user()
     known = store.find(question) if cache else None

@@ -16,6 +16,7 @@ from jax.sharding import Mesh as DeviceMesh
 
 from rooftop.arrays import AXES, Mesh
 from rooftop.capabilities import AttentionKernel
+from rooftop.compiler.targets import gpus_by_coordinates, target_text, topology_text
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Chip, Slice, catalogue
 
@@ -93,17 +94,18 @@ def topology_mesh(mesh: Mesh) -> DeviceMesh:
     """The mesh over described devices, in explicit mode, with each device at its coordinates in the layout.
 
     JAX must have been imported under ``rooftop.compiler.compiling.ENVIRONMENT``. Raises RooftopError for a slice that
-    libtpu cannot describe.
+    the compiler cannot describe.
     """
-    slice_, described = mesh.slice, _describe(mesh.slice)
+    slice_ = mesh.slice
+    described = _describe(slice_) if slice_.chip.kind == "tpu" else _describe_gpus(slice_)
     if (count := len(_by_coordinates(described, slice_))) != slice_.devices:
-        raise RooftopError("slice", slice_.name, f"a slice that libtpu knows; it lists {count} devices here")
+        raise RooftopError("slice", slice_.name, f"a slice that the compiler knows; it lists {count} devices here")
     names = tuple(mesh.shape)
     return DeviceMesh(device_grid(described, mesh), names, axis_types=(AxisType.Explicit,) * len(names))
 
 
 def device_grid(devices: Sequence[Any], mesh: Mesh) -> npt.NDArray[np.object_]:
-    """The devices of a TPU slice, described or real, each at its coordinates in the layout of ``mesh``."""
+    """The devices of a slice, described or real, each at its coordinates in the layout of ``mesh``."""
     by_coordinates, coordinates = _by_coordinates(devices, mesh.slice), mesh.device_coordinates()
     grid = np.empty(coordinates.shape[:-1], dtype=object)
     for index in np.ndindex(grid.shape):
@@ -112,9 +114,7 @@ def device_grid(devices: Sequence[Any], mesh: Mesh) -> npt.NDArray[np.object_]:
 
 
 def _describe(slice_: Slice) -> list[Any]:
-    """libtpu's devices for a slice."""
-    if slice_.chip.kind != "tpu":
-        raise RooftopError("slice", slice_.name, "a TPU slice, such as v5e:4x4; nothing else is compiled for here")
+    """libtpu's devices for a slice of TPUs."""
     name = f"{slice_.chip.name}:{'x'.join(map(str, slice_.shape))}"
     # A slice smaller than a host has fewer chips than the 2x2 that libtpu expects.
     options: dict[str, Any] = {"chips_per_host_bounds": (min(2, slice_.shape[0]), min(2, slice_.shape[1]), 1)}
@@ -132,8 +132,20 @@ def _describe(slice_: Slice) -> list[Any]:
     return list(devices)
 
 
+def _describe_gpus(slice_: Slice) -> list[Any]:
+    """The devices of XLA:GPU for a slice of GPUs."""
+    topology = {"target_config": target_text(slice_.chip), "topology": topology_text(slice_)}
+    try:
+        return list(topologies.get_topology_desc(platform="cuda", **topology).devices)
+    except NotImplementedError:
+        accepted = "a TPU slice, or a Python with the compiler for GPUs: pip install 'rooftop[gpu-compile]' (Linux)"
+        raise RooftopError("slice", slice_.name, accepted) from None
+
+
 def _by_coordinates(devices: Sequence[Any], slice_: Slice) -> dict[tuple[int, ...], Any]:
     """Devices by their coordinates along the physical axes of the slice."""
+    if slice_.chip.kind == "gpu":
+        return gpus_by_coordinates(devices)
     by_coordinates = {}
     for device in devices:
         x, y, z = device.coords

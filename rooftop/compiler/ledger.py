@@ -1,6 +1,6 @@
 """The compiled ledger: rows by scope and phase, read from XLA's optimised HLO, and their times from its schedule.
 
-Matmul FLOPs are those of ``dot`` and ``convolution`` (XLA:TPU writes every matmul as a convolution); collectives are
+Matmul FLOPs are those of ``dot``, ``convolution`` (XLA:TPU writes every matmul so) and calls of cuBLAS; collectives are
 the logical ones. Hand-written kernels count with the FLOPs that they declare. ``compiled_ledger`` adds elementwise
 work, HBM traffic, and times that add up to the timeline: the sum of counts times expected seconds is its ``total_s``.
 """
@@ -14,10 +14,10 @@ from rooftop.arrays import Mesh
 from rooftop.compiler.collectives.logical import logical_collectives
 from rooftop.compiler.compiling import Compiled
 from rooftop.compiler.hlo.costs import (
-    MATMULS,
     InstructionWork,
     declared_flops,
     is_host_copy,
+    is_matmul,
     matmul_dtype,
     matmul_flops,
     work,
@@ -73,11 +73,11 @@ def matmul_rows(module: Module) -> dict[Key, RowDraft]:
         count = module.executions[computation.name]
         for instruction in computation if count else ():
             declared = declared_flops(instruction)
-            if declared is None and instruction.opcode not in MATMULS:
+            if declared is None and not is_matmul(instruction):
                 continue
             draft = rows.setdefault((*place_of(module, computation, instruction), count), RowDraft())
             draft.kernel_flops += declared or 0.0
-            if instruction.opcode in MATMULS:
+            if is_matmul(instruction):
                 dtype = matmul_dtype(computation, instruction)
                 draft.flops[dtype] = draft.flops.get(dtype, 0.0) + matmul_flops(computation, instruction)
     return rows

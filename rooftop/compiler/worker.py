@@ -31,6 +31,7 @@ from rooftop.compiler.compiling import CompiledProgram, CompileRequest, RequestE
 from rooftop.compiler.devices import topology_mesh
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.memory import OutOfMemory, PeakMemory, read_exceeded, read_memory
+from rooftop.compiler.targets import OPTIONS, XLA_GPU
 from rooftop.core.errors import Infeasible, RooftopError
 
 
@@ -55,6 +56,7 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
 
     Raises OutOfMemory if the program does not fit in HBM, RooftopError if the compiler rejects it.
     """
+    for_gpus = request.mesh.slice.chip.kind == "gpu"
     start = time.perf_counter()
     on_phase("describing")
     mesh, lower = topology_mesh(request.mesh), _program(request.program)
@@ -71,7 +73,7 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
     with tempfile.TemporaryDirectory(prefix="rooftop-dump-") as folder:
         reports = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         try:
-            compiled = lowered.compile({**reports, **request.options})
+            compiled = lowered.compile({**reports, **(OPTIONS if for_gpus else {}), **request.options})
         except jax.errors.JaxRuntimeError as error:
             on_phase("reading")
             raise _refusal(request, error, Path(folder)) from None
@@ -79,7 +81,11 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
         on_phase("reading")
         at_peak = _peak_memory(Path(folder))
     memory = compiled.memory_analysis()
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
+    if for_gpus and memory.peak_memory_in_bytes > (usable := request.mesh.slice.device_hbm_usable_bytes):
+        # XLA:GPU compiles programs of any size; they end when they run.
+        raise _exceeded(request, memory.peak_memory_in_bytes, usable, at_peak)
+    compiler = XLA_GPU if for_gpus else "libtpu"
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", compiler)}
     return CompiledProgram(
         hlo_text=compiled.as_text(),
         peak_bytes=memory.peak_memory_in_bytes,
@@ -107,7 +113,7 @@ def _program(name: str) -> Callable[..., Any]:
 def _peak_memory(folder: Path) -> PeakMemory | None:
     """Peak memory from the compiler's reports; None without reports (compiler options may redirect them)."""
     endings = ("-buffer-assignment.txt", "-live-range.txt", ".txt")
-    names = [next(folder.glob(f"*.after_optimizations{ending}"), None) for ending in endings]
+    names = [next(folder.glob(f"*after_optimizations{ending}"), None) for ending in endings]
     texts = [path.read_text(encoding="utf-8") for path in names if path is not None]
     if len(texts) < len(endings):
         return None
@@ -122,12 +128,14 @@ def _refusal(request: CompileRequest, error: Exception, folder: Path) -> OutOfMe
         # The answer has the first line only; the log has all of them.
         print(error, file=sys.stderr)
         return RooftopError("program", request.program, f"one that XLA compiles ({_line(error)})")
-    return OutOfMemory(
-        f"{request.program} on {request.mesh.slice.name}",
-        needed_bytes=exceeded[0],
-        available_bytes=exceeded[1],
-        at_peak=_peak_memory(folder),
-    )
+    return _exceeded(request, *exceeded, _peak_memory(folder))
+
+
+def _exceeded(
+    request: CompileRequest, needed_bytes: float, available_bytes: float, at_peak: PeakMemory | None
+) -> OutOfMemory:
+    what = f"{request.program} on {request.mesh.slice.name}"
+    return OutOfMemory(what, needed_bytes=needed_bytes, available_bytes=available_bytes, at_peak=at_peak)
 
 
 def _sources() -> Mapping[str, str]:
@@ -168,7 +176,7 @@ def pack(compiled: jax.stages.Compiled, request: CompileRequest, versions: Mappi
 
 
 def header(data: bytes) -> dict[str, Any]:
-    """The first line: ``versions`` of jax, jaxlib and libtpu, the ``request``. Raises RooftopError for other files."""
+    """The first line: ``versions`` of jax and the compiler, the ``request``. Raises RooftopError for other files."""
     try:
         first_line: dict[str, Any] = json.loads(data.partition(b"\n")[0])
         if first_line["kind"] == _KIND:

@@ -1,4 +1,4 @@
-"""Plans and JAX functions through XLA:TPU, without a TPU."""
+"""Plans and JAX functions through XLA:TPU or XLA:GPU, without a TPU or a GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CompileResult(Result):
-    """A program compiled by XLA:TPU, next to its plan if it has one, or the refusal of one that does not fit in HBM."""
+    """A program compiled ahead of time, next to its plan if it has one, or the refusal of one that does not fit."""
 
     report: CompiledReport | Refusal
 
@@ -165,7 +165,7 @@ def compile(
     save: bool = False,
     on_progress: _Progress | None = None,
 ) -> CompileResult | EmbedCompileResult:
-    """Compile the program of a plan ahead of time with XLA:TPU, and set it next to the plan.
+    """Compile the program of a plan ahead of time with XLA:TPU or XLA:GPU, and set it next to the plan.
 
     Args:
         plan: A plan, the result that has it, the content of a plan.json, or its path.
@@ -185,7 +185,7 @@ def compile(
         return _compile_embeddings(to_compile, check, timeout_s, cache, on_progress)
     if check is not None:
         raise RooftopError("check", check, "nothing but with a plan of embeddings: its programs run on SparseCores")
-    require_compiler()
+    require_compiler(to_compile.problem.slice.chip.kind)
     with uninterrupted():
         from rooftop.explain.compiled.training import compile_plan
 
@@ -206,7 +206,7 @@ def inspect(
     save: bool = False,
     on_progress: _Progress | None = None,
 ) -> CompileResult:
-    """Compile any JAX function ahead of time with XLA:TPU: its compiled ledger, and a roofline of every operation.
+    """Compile any JAX function ahead of time with XLA:TPU or XLA:GPU: its ledger, and a roofline of every operation.
 
     Args:
         function: A callable, compiled in this process, or 'module:function', compiled in a process of its own.
@@ -224,7 +224,7 @@ def inspect(
     Raises OutOfMemory, an Infeasible, for a program that does not fit in HBM, and RooftopError for a wrong argument.
     """
     where = slice_of(on)
-    require_compiler()
+    require_compiler(where.chip.kind)
     with uninterrupted():
         from rooftop.explain.compiled import function as functions
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from rooftop.arrays import AXES, Mesh
 from rooftop.compiler.compiling import Compiled, CompileRequest, compile_ahead_of_time
 from rooftop.compiler.devices import topology_mesh
 from rooftop.compiler.hlo import text as hlo
-from rooftop.compiler.hlo.costs import MATMULS, declared_flops, matmul_batch, matmul_flops
+from rooftop.compiler.hlo.costs import declared_flops, is_matmul, matmul_batch, matmul_flops
 from rooftop.compiler.hlo.groups import replica_groups, varying_axes
 from rooftop.compiler.ledger import read_ledger
+from rooftop.compiler.targets import PLUGIN
 from rooftop.compiler.worker import compile_here
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Ledger
@@ -474,7 +476,7 @@ def test_matmul_flops_on_tpu() -> None:
         (scope, matmul_batch(computation, instruction))
         for computation in program.module.computations.values()
         for instruction in computation
-        if instruction.opcode in MATMULS
+        if is_matmul(instruction)
         for scope in EINSUMS
         if scope in instruction.op_name
     }
@@ -577,10 +579,11 @@ def test_devices_stand_where_the_layout_says(slice_: str, layout: str) -> None:
         assert [actual[name] for name in names] == place.tolist()
 
 
-def test_only_tpus_are_described() -> None:
+@pytest.mark.skipif(find_spec(PLUGIN) is not None, reason="the compiler for GPUs is here")
+def test_gpus_are_described_by_their_own_compiler() -> None:
     slice_ = Slice.parse("h100:8x2")
     whole = Mesh.from_layout(slice_, "fsdp=node,data=network")
-    with pytest.raises(RooftopError, match="a TPU slice"):
+    with pytest.raises(RooftopError, match="a TPU slice, or a Python with the compiler for GPUs"):
         topology_mesh(whole)
 
 

@@ -62,6 +62,9 @@ class CompiledTransfer:
 
 def within_slice(mesh: Mesh) -> dict[str, int]:
     """Sizes of the axes within one slice, in mesh order; collectives within a slice number their partitions by them."""
+    if mesh.slice.num_slices == 1:
+        # Nodes of GPUs too: XLA:GPU numbers all devices.
+        return dict(mesh.shape)
     between = {axis.name for axis in mesh.slice.physical_axes if axis.kind == "dcn"}
     return {
         name: prod(piece.size for piece in pieces if piece.axis not in between) for name, pieces in mesh.axes.items()

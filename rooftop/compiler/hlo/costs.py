@@ -1,6 +1,6 @@
 """Work of one scheduled instruction on its device, and its time.
 
-- *Matmuls*: ``dot`` and ``convolution``, which XLA:TPU uses for every matmul.
+- *Matmuls*: ``dot``, ``convolution``, which XLA:TPU uses for every matmul, and calls of cuBLAS.
 - *Hand-written kernels*: the compiler counts no FLOPs in them, so their program declares those of one execution on one
   device in a named scope around each, such as ``kernel_flops[fwd=4000000,dq=6000000]``, keyed by a word of the kernel's
   name; ``each`` matches any (see ``programs.attention.attend``).
@@ -21,7 +21,8 @@ from rooftop.compiler.hlo.text import HloComputation, HloTensor, Instruction, Mo
 from rooftop.roofline.achievable import MEASURED_DIMS, kernel_flops, matmul_fraction
 from rooftop.roofline.rates import Rates
 
-MATMULS = ("dot", "convolution")
+_MATMULS = ("dot", "convolution")
+_CUBLAS, _CUDNN = "__cublas$", "__cudnn$"
 
 #: M, K and N, the dtype, and the batch: so many matmuls of [M / batch, K] x [K, N].
 Matmul: TypeAlias = tuple[float, float, float, str, int]
@@ -29,18 +30,21 @@ Matmul: TypeAlias = tuple[float, float, float, str, int]
 _DTYPES = {"bf16": "bf16", "f16": "f16", "f32": "f32", "s8": "int8", "u8": "int8", "s4": "int4", "u4": "int4"}
 
 
+def is_matmul(instruction: Instruction) -> bool:
+    """True for a ``dot``, a ``convolution`` or a matmul of cuBLAS."""
+    return instruction.opcode in _MATMULS or _target(instruction).startswith(_CUBLAS)
+
+
 def matmul_flops(computation: HloComputation, instruction: Instruction) -> float:
-    """FLOPs of one ``dot`` or ``convolution``: two per multiply-add that reads no padding.
+    """FLOPs of one matmul: two per multiply-add that reads no padding.
 
     XLA:TPU turns batch and contracted dims of a matmul into windows with padding and dilation. Positions where the
     window is outside of its input do not count, so the result is exactly 2 * B * M * N * K of the matmul.
     """
     left, right = (operand.shape[0] for operand in computation.operands(instruction)[:2])
     out = instruction.shape[0]
-    if instruction.opcode == "dot":
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-        dims = [int(dim) for dim in contracted.group(1).split(",") if dim] if contracted else []
-        return 2.0 * out.elements * math.prod(left.dims[dim] for dim in dims)
+    if instruction.opcode != "convolution":
+        return 2.0 * out.elements * math.prod(left.dims[dim] for dim in _left_dims(instruction, "contracting"))
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     if labels is None:
         return 0.0
@@ -62,6 +66,13 @@ def matmul_flops(computation: HloComputation, instruction: Instruction) -> float
     batch = left.dims[left_labels.index("b")] // batch_groups
     inputs, outputs = right.dims[right_labels.index("i")], right.dims[right_labels.index("o")]
     return 2.0 * terms * batch * inputs * outputs
+
+
+def _left_dims(instruction: Instruction, role: str) -> list[int]:
+    """The dims of the left operand of a ``dot``, or of a call of cuBLAS, that are "contracting" or "batch"."""
+    written = rf"lhs_{role}_dims=\{{([\d,]*)\}}|\"lhs_{role}_dimensions\":\[([\"\d,]*)\]"
+    match = re.search(written, instruction.attributes)
+    return [int(dim) for dim in re.findall(r"\d+", match.group(1) or match.group(2) or "")] if match else []
 
 
 def _window(attributes: str, axes: int) -> list[tuple[int, int, int, int]]:
@@ -91,7 +102,7 @@ def _valid_positions(
 
 
 def matmul_sizes(computation: HloComputation, instruction: Instruction) -> tuple[float, float, float]:
-    """M, K and N of one ``dot`` or ``convolution`` as [M, K] x [K, N]; batch dims and windows count into M and K."""
+    """M, K and N of one matmul as [M, K] x [K, N]; batch dims and windows count into M and K."""
     out = instruction.shape[0]
     labels = re.search(r"dim_labels=\w+->(\w+)", instruction.attributes)
     n = out.dims[labels.group(1).index("f") if labels else -1] if out.dims else 1
@@ -100,14 +111,13 @@ def matmul_sizes(computation: HloComputation, instruction: Instruction) -> tuple
 
 
 def matmul_batch(computation: HloComputation, instruction: Instruction) -> int:
-    """Matmuls that one ``dot`` or ``convolution`` does at once: 1 without dims that both operands and the result have.
+    """Matmuls that one instruction does at once: 1 without dims that both operands and the result have.
 
     In a convolution such a dim is a spatial one whose window reads one element of the input for each of the result.
     """
     left, right = (operand.shape[0] for operand in computation.operands(instruction)[:2])
-    if instruction.opcode == "dot":
-        dims = re.search(r"lhs_batch_dims=\{([\d,]*)\}", instruction.attributes)
-        return math.prod(left.dims[int(dim)] for dim in dims.group(1).split(",") if dim) if dims else 1
+    if instruction.opcode != "convolution":
+        return math.prod(left.dims[dim] for dim in _left_dims(instruction, "batch"))
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     if labels is None:
         return 1
@@ -184,7 +194,7 @@ def declared_flops(instruction: Instruction) -> float | None:
 
 def _is_kernel(instruction: Instruction) -> bool:
     target = _target(instruction)
-    return target == "tpu_custom_call" or target.startswith("__cudnn$")
+    return target == "tpu_custom_call" or target.startswith(_CUDNN)
 
 
 def _declaration(instruction: Instruction) -> tuple[str, float] | None:
@@ -226,7 +236,7 @@ FREE = (
 _COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 #: Opcodes that compute no elements one by one.
 _MOVES = (
-    *FREE, *MATMULS, *_COLLECTIVES, "copy", "reshape", "transpose", "broadcast", "slice", "dynamic-slice",
+    *FREE, *_MATMULS, *_COLLECTIVES, "copy", "reshape", "transpose", "broadcast", "slice", "dynamic-slice",
     "dynamic-update-slice", "pad", "concatenate", "gather", "scatter", "reverse", "fusion", "custom-call",
 )  # fmt: skip
 #: Custom calls of the compiler that move no data.
@@ -330,7 +340,7 @@ def moved_bytes(start: Instruction) -> float:
 
 
 def _matmuls(module: Module, computation: HloComputation, instruction: Instruction) -> list[Matmul]:
-    if instruction.opcode in MATMULS:
+    if is_matmul(instruction):
         sizes, dtype = matmul_sizes(computation, instruction), matmul_dtype(computation, instruction)
         return [(*sizes, dtype, matmul_batch(computation, instruction))]
     if instruction.opcode != "fusion":
@@ -357,7 +367,9 @@ def _traffic(
         results = inner.operands(root) if root.opcode == "tuple" else (root,)
         return reads, [(_written(inner, result), result.shape[0].space) for result in results if result.shape]
     operands = computation.operands(instruction)
-    out = [(tensor.nbytes, tensor.space) for tensor in instruction.shape]
+    # The last result of a call of cuBLAS or cuDNN is its workspace.
+    arrays = instruction.shape[:-1] if _has_workspace(instruction) else instruction.shape
+    out = [(tensor.nbytes, tensor.space) for tensor in arrays]
     if instruction.opcode in ("slice", "dynamic-slice", "gather"):
         return [(out[0][0], operands[0].shape[0].space)], out
     if instruction.opcode == "dynamic-update-slice":
@@ -374,6 +386,10 @@ def _traffic(
 def _scatters_one(instruction: Instruction) -> bool:
     """True for a scatter of one array, which is in place: where XLA needs the array again, it copies it first."""
     return instruction.opcode == "scatter" and len(instruction.operands) == 3
+
+
+def _has_workspace(instruction: Instruction) -> bool:
+    return len(instruction.shape) > 1 and _target(instruction).startswith((_CUBLAS, _CUDNN))
 
 
 def _read(module: Module, inner: HloComputation, source: Instruction) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from rooftop.compiler.hlo.costs import MATMULS
+from rooftop.compiler.hlo.costs import is_matmul
 from rooftop.compiler.hlo.dataflow import rendezvous
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.core.scopes import UNSCOPED, scope_and_phase
@@ -32,7 +32,7 @@ def place_of(module: Module, computation: HloComputation, instruction: Instructi
 def _fused_names(module: Module, instruction: Instruction) -> Iterator[str]:
     """op_names of the matmuls in a fusion."""
     for fused in module.computations[instruction.called[0]] if instruction.opcode == "fusion" else ():
-        if fused.opcode in MATMULS:
+        if is_matmul(fused):
             yield fused.op_name
         yield from _fused_names(module, fused)
 

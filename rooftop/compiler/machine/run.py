@@ -393,9 +393,10 @@ class Network:
         """The route of a permute by shortest paths, whose busiest link determines its time, and its links."""
         sent = sum(tensor.nbytes for operand in computation.operands(instruction) for tensor in operand.shape)
         physical = self.mesh.slice.physical_axes
-        # Devices of one slice: the text has no permutes between slices.
         places = self.mesh.device_coordinates().reshape(-1, len(physical))
-        places = places[(places[:, [axis.kind == "dcn" for axis in physical]] == 0).all(axis=1)]
+        if self.mesh.slice.num_slices > 1:
+            # Devices of one slice: the text has no permutes between slices.
+            places = places[(places[:, [axis.kind == "dcn" for axis in physical]] == 0).all(axis=1)]
         pairs = np.array(replica_groups(instruction.attributes, len(places)))
         source, target = places[pairs[:, 0]], places[pairs[:, 1]]
         links = tuple(

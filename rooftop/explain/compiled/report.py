@@ -27,7 +27,7 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.roofline.rates import Rates
 
 SCHEMA: Literal[1] = 1
-Versions = Annotated[Mapping[str, str], Meta(extra_json_schema={"required": ["jax", "jaxlib", "libtpu"]})]
+Versions = Annotated[Mapping[str, str], Meta(extra_json_schema={"required": ["jax", "jaxlib"]})]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A training plan compiled by XLA:TPU for its slice, next to the plan."""
+"""A training plan compiled for its slice, next to the plan."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxlib import _hlo  # type: ignore[attr-defined]
 
 from rooftop.compiler.collectives.logical import LogicalCollective, logical_collectives
-from rooftop.compiler.hlo.costs import MATMULS, matmul_dtype, work
+from rooftop.compiler.hlo.costs import is_matmul, matmul_dtype, work
 from rooftop.compiler.hlo.places import holders, purpose, users
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module, parse
 from rooftop.core.errors import RooftopError
@@ -200,7 +200,7 @@ class TracedProgram:
         if instruction.opcode == "fusion":
             inner = self.module.computations[instruction.called[0]]
             names = [
-                *(instruction.op_name for instruction in inner if instruction.opcode in MATMULS),
+                *(instruction.op_name for instruction in inner if is_matmul(instruction)),
                 *names,
                 *(instruction.op_name for instruction in inner),
             ]

@@ -67,7 +67,8 @@ def _versions(data: Mapping[str, Any], cached: bool | None) -> tuple[str, ...]:
         return ()
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     took = f", {'once ' if cached else ''}compiled in {data['compile_s']:.0f} s" if cached is not None else ""
-    return (f"XLA:TPU ({versions}){took}",)
+    compiler = "XLA:TPU" if "libtpu" in data["versions"] else "XLA:GPU"
+    return (f"{compiler} ({versions}){took}",)
 
 
 def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:

@@ -12,10 +12,11 @@ g. The kernels:
 
 All support windows and the segments of packed sequences. All but ``cudnn`` support soft caps, sinks, and value heads of
 another size than key heads. No kernel skips a block because of its segments; ``cudnn`` gets them as a mask of T*S
-elements. ``cudnn`` is untested: no GPU was available.
+elements. ``cudnn`` was compiled for GPUs and has not run on one: none was available.
 
 A kernel saves its output and the log-sum-exp of its scores for the backward pass. Both are named ``attn_core`` here,
-for the remat policies of ``rooftop.models.activations``. Do not name the output again outside: it would be saved twice.
+for the remat policies of ``rooftop.models.activations``; policies recognise cuDNN's by its primitive. Do not name the
+output again outside: it would be saved twice.
 
 XLA counts no FLOPs in a hand-written kernel, so ``op_name`` declares them. Every kernel is called under a named scope
 such as ``kernel_flops[fwd=137438953472,dq=206158430208,dkv=274877906944]``: FLOPs of one execution on one device, keyed
@@ -158,8 +159,12 @@ def _cudnn(
             local_window_size=window,
             implementation="cudnn",
         )
-    return checkpoint_name(o, "attn_core")
+    return o
 
+
+#: JAX's primitive of cuDNN's forward kernel. Its log-sum-exp can have no name, so remat policies take the primitive for
+#: ``attn_core``; a name for its output would save that twice.
+CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 
 _Attend = Callable[
     [Scores, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, Segments | None], jax.Array

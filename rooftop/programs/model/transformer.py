@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.core.errors import RooftopError
 from rooftop.models.activations import parse_policy
 from rooftop.models.segments import LayerKind, Segment, segments
+from rooftop.programs.attention.attend import CUDNN_FORWARD
 from rooftop.programs.model import loss as losses
 from rooftop.programs.model.layer import Computation, causal, transform
 from rooftop.programs.model.moe import balance
@@ -168,12 +170,19 @@ def period(segment: Segment, how: Computation) -> Period:
     """
     actions = parse_policy(how.remat)
     # Positive lists only: "all but the weights" would save a gathered weight as the output of its reshard.
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+    named = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[name for name, action in actions.items() if action == "save"],
         names_which_can_be_offloaded=[name for name, action in actions.items() if action == "offload"],
         offload_src="device",
         offload_dst="pinned_host",
     )
+
+    (naming,) = jax.make_jaxpr(partial(checkpoint_name, name="attn_core"))(0.0).eqns
+
+    def policy(primitive: Any, *arrays: Any, **parameters: Any) -> Any:
+        if primitive.name == CUDNN_FORWARD:
+            return named(naming.primitive, *arrays, **naming.params)
+        return named(primitive, *arrays, **parameters)
 
     def layer(
         kind: LayerKind, x: jax.Array, weights: Layer[jax.Array], at: Places
