@@ -103,6 +103,10 @@ def expert_rows(tokens: Number, moe: MoE, shards: Number, here: Number, width: N
     return np.where(np.asarray(shards) > 1, np.minimum(most, often), most)
 
 
+#: Bytes of a cache that a TPU gathers at a time: they and the scores stay in VMEM.
+GATHERED_BYTES = 48 * 2**20
+
+
 def cache_row(model: ModelConfig, lanes: int, *, quantised: bool) -> tuple[int, int]:
     """Rows of a server's cache for a token and key/value head, and their elements, padding to ``lanes`` included.
 
@@ -112,6 +116,16 @@ def cache_row(model: ModelConfig, lanes: int, *, quantised: bool) -> tuple[int, 
     if mla is not None:
         return 1, next_multiple(mla.kv_rank + mla.d_rope, lanes)
     return (1, next_multiple(2 * size, lanes)) if size % lanes and not quantised else (2, size)
+
+
+def gathered_blocks(pages: Number, page_bytes: Number) -> Any:
+    """Blocks in which a step that generates reads ``pages`` of every row, with ``page_bytes`` of all rows together."""
+    return np.ceil(pages / np.maximum(1.0, np.floor(GATHERED_BYTES / page_bytes)))
+
+
+def window_pages(window: int, width: int, page_tokens: int) -> int:
+    """Most pages in which tokens are that ``width`` new tokens see through a ``window``."""
+    return ceil_div(window + width - 2, page_tokens) + 1
 
 
 def scattered_rows(own: Number) -> Any:

@@ -198,6 +198,20 @@ def test_loops_run_trip_by_trip() -> None:
     assert line.total_s == pytest.approx(1000 * (gather_s() + 2 * DOT_S))
 
 
+def test_a_loop_that_data_ends_lasts_as_many_trips_as_its_program_says() -> None:
+    """Two and a half trips in the mean; without a declaration, one."""
+    for scope, trips in (("trips[2.5]/", 2.5), ("", 1.0)):
+        named = f"d = {ARRAY} dot(%y, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, "
+        named += f'metadata={{op_name="step/while/body/{scope}layers/mlp/up/dot_general"}}, '
+        named += 'backend_config={"window_config":{"estimated_cycles":"3000"}}'
+        body, condition = loop("scan", 4, [f"g = {GATHERED} all-gather(%y), {groups('Y')}", named], "d")
+        # The counter is compared with itself: no constant ends the loop.
+        line = run(call("scan", "x"), body, condition.replace("%end = s32[] constant(4)", "%end = s32[] negate(%i)"))
+        assert line.total_s == pytest.approx(trips * (gather_s() + DOT_S))
+        (one,) = line.collectives
+        assert (one.collective.executions, one.exposed_s) == (trips, pytest.approx(gather_s()))
+
+
 def test_a_branch_lasts_as_long_as_its_program_says() -> None:
     """Of four trips one takes the branch, and in two the device waits for others that take it."""
     scope = 'metadata={op_name="step/while/body/taken[1:4:2]/layers/mlp/up/dot_general"}'

@@ -136,9 +136,24 @@ class Machine:
         ]
 
     def _loop(self, computation: HloComputation, loop: Instruction) -> None:
-        """Execute trip after trip. Once all sums of a trip equal those of the trip before, multiply instead."""
+        """Execute trip after trip. Once all sums of a trip equal those of the trip before, multiply instead.
+
+        Of a loop whose mean trips its program declares, one trip is executed and multiplied.
+        """
         body = self.module.computations[loop.called_as("body")]
-        trips = self.module.trip_count(computation, loop) or 1
+        counted, declared = self.module.trip_count(computation, loop), self.module.declared_trips(loop)
+        if counted is None and declared is not None:
+            start = self.sums.copy()
+            self.run(body)
+            rest, end = float(declared - 1) * (self.sums - start), self.now
+            self.sums += rest
+            self.free = {link: until + float(rest[0]) for link, until in self.free.items()}
+            if declared > 1:
+                whole = computation.name, loop.name
+                more = max(1, round(declared - 1))
+                self._record(Event(track=COMPUTE, place=whole, start_s=end, end_s=self.now, trips=more))
+            return
+        trips = counted or 1
         detailed, before, left = self.detailed, None, (0.0, 0)
         for trip in range(trips):
             start = self.sums.copy()

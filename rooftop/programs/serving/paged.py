@@ -23,7 +23,7 @@ There are three readers:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import jax
@@ -32,7 +32,7 @@ from jax import lax, named_scope
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from rooftop.capabilities import LANES
+from rooftop.capabilities import LANES, gathered_blocks, window_pages
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.rounding import ceil_div
 from rooftop.models import ModelConfig
@@ -370,8 +370,9 @@ def _attended(
     """Softmax attention over the tokens of the tables, as far as each query may see."""
     count, width = q.shape[:2]
     q = part.parts.gathered(q)
+    rows = _in_window(rows, scores.window, part.page_tokens)
     if reader == "gather":
-        return _gathered(scores, q, sinks, rows, read, part, BLOCK)
+        return _gathered(scores, q, sinks, rows, read, part, BLOCK if width > 1 else _fitting(q, rows, read, part))
     block = min(max(SMALL_BLOCK, width), BLOCK)
     most = min(GROUP, count, max(1, QUERIES // width))
     size = max(size for size in range(1, most + 1) if count % size == 0)
@@ -380,6 +381,24 @@ def _attended(
     groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (q, rows))
     outputs = lax.map(lambda group: _gathered(scores, group[0], sinks, group[1], read, part, block), groups)
     return outputs.reshape(count, width, *outputs.shape[3:])
+
+
+def _in_window(rows: Rows, window: int | None, page_tokens: int) -> Rows:
+    """The rows with tables of the pages that their new tokens see, positions relative to the first of these pages."""
+    pages = rows.tables.shape[1]
+    if window is None or (seen := window_pages(window, rows.width, page_tokens)) >= pages:
+        return rows
+    first = jnp.clip((rows.start - window + 1) // page_tokens, 0, pages - seen)
+    tables = jnp.take_along_axis(rows.tables, first[:, None] + jnp.arange(seen, dtype=jnp.int32), axis=1)
+    return replace(rows, tables=tables, start=rows.start - first * page_tokens)
+
+
+def _fitting(q: Float[Array, "R 1 n H"], rows: Rows, read: _Read, part: PagePart) -> int:
+    """Tokens of a block of rows that generate: see ``gathered_blocks``."""
+    pages, (keys, _) = rows.tables.shape[1], jax.eval_shape(read, rows.tables)
+    scores = 4 * q.shape[0] * q.shape[2] * pages * part.own_tokens
+    blocks = int(gathered_blocks(pages, (keys.size * keys.dtype.itemsize + scores) / pages))
+    return ceil_div(pages, blocks) * part.own_tokens
 
 
 def _gathered(
