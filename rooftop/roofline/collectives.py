@@ -85,7 +85,7 @@ class Price:
         return self.together(list(self.bound_s(payload_bytes).values()))
 
     def together(self, parts: Sequence[Number]) -> Number:
-        """What parts on different networks take together."""
+        """Seconds of parts on different networks together."""
         total: Number = 0.0
         for part in parts:
             total = np.maximum(total, part) if self.pipelined else total + part
