@@ -237,7 +237,7 @@ def test_a_server_that_is_told_to_stop_ends_with_status_0(folder: Path, served: 
         (["{folder}", "--draft", "/nowhere"], "draft: got '/nowhere'; accepted: the folder of a checkpoint"),
         (["{folder}", "--processes", "2"], "processes: got 2; accepted: this with --coordinator"),
         (["{folder}", "--process", "0"], "process: got 0; accepted: this with --coordinator"),
-        (["{folder}", "--mesh", "stage=2"], "mesh axis of an engine: got 'stage'"),
+        (["{folder}", "--mesh", "rows=2"], "mesh axis: got 'rows'"),
         (["{folder}", "--on", "v5e:2x2"], "option: got '--on'"),
         (["{folder}", "--pages", "1"], "pages: got 1; accepted: 32 or more: a page for each of the 32 sequences"),
         (["{folder}", "--draft", "{folder}"], "draft-length: got 0; accepted: 1 or more with a draft model"),
@@ -294,10 +294,9 @@ def test_a_plan_says_where_and_how_much(rooftop: Callable[..., Any], folder: Pat
     for (weights, kv, group), engines in kinds.items():
         document["dtypes"] |= {"weights": weights, "kv": kv, "weight_group": group}
         assert (configuration_of(document).weights_dtype, configuration_of(document).kv_dtype) == engines
-    document["mesh"]["axes"]["stage"] = 2
+    document["mesh"]["axes"]["rows"] = 2
     with pytest.raises(
-        RooftopError,
-        match=r"plan mesh axis stage: got 2; accepted: 1: an engine's axes are data, fsdp, expert, tensor, context",
+        RooftopError, match=r"plan mesh axis rows: got 2; accepted: 1: an engine's axes are data, stage"
     ):
         configuration_of(document)
 
@@ -348,7 +347,7 @@ def test_options_and_the_port_are_checked_before_jax_is_imported(folder: Path) -
         "from rooftop.runs import environment\nenvironment.require_packages = lambda *_: None\n"
         "from rooftop.cli.main import main\n"
         "taken = socket.create_server(('127.0.0.1', 0)).getsockname()[1]\n"
-        f"for words in (['--port', str(taken)], ['--pages', '1'], ['--mesh', 'stage=2'], ['--chunk-tokens', '8']):\n"
+        f"for words in (['--port', str(taken)], ['--pages', '1'], ['--mesh', 'rows=2'], ['--chunk-tokens', '8']):\n"
         f"    try: main(['serve', {str(folder)!r}, *words])\n    except SystemExit as end: print(end.code)\n"
     )
     code = code.replace(
@@ -358,7 +357,7 @@ def test_options_and_the_port_are_checked_before_jax_is_imported(folder: Path) -
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2"] * 4, done.stderr
     assert [line.partition(": got")[0] for line in done.stderr.splitlines()] == [
-        "rooftop: port", "rooftop: pages", "rooftop: mesh axis of an engine", "rooftop: chunk-tokens",
+        "rooftop: port", "rooftop: pages", "rooftop: mesh axis", "rooftop: chunk-tokens",
     ]  # fmt: skip
 
 
