@@ -112,7 +112,7 @@ def test_layers_that_share_a_cache_have_no_keys_of_their_own() -> None:
     assert kv_cache_bytes(model, "bf16", 10**5) == (16 * 512 + 4 * 10**5) * 2 * 2 * 256 * 2
 
 
-@pytest.mark.parametrize("kind", ["llama4_text", pytest.param("falcon", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["llama4_text", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 def test_a_model_that_no_program_runs_is_planned_and_says_so(kind: str) -> None:
     model = _model(kind, "default")
     plan = rooftop.plan_training(model, on="v5p:4x4x4", batch_seqs=256, seq=2048).to_json()
