@@ -119,8 +119,7 @@ class Prices:
         group = self._groups[key]
         busy = {name: float(seconds) for name, seconds in group.bound_s(payload).items() if seconds > 0}
         if self.kind == "expected":
-            efficiency = self.rates.network_efficiency(kind)
-            seconds = float(group.expected_s(payload, efficiency, self.rates.collective_start_s))
+            seconds = float(group.expected_s(payload, self.rates.network(kind)))
         else:
             seconds = float(group.least_s(payload))
         latency_s = float(sum(group.latency_s.values()))
@@ -137,9 +136,9 @@ class Prices:
         routed = _route(self.mesh.slice, self._laid, *sorted((before, after)))
         busy = {name: payload * seconds for name, seconds in routed.seconds.items() if seconds > 0}
         if self.kind == "expected":
-            efficiency = self.rates.network_efficiency("permute")
-            start_s = self.rates.collective_start_s if busy else 0.0
-            seconds = start_s + routed.latency_s + self._together(busy[name] / efficiency[name] for name in busy)
+            start_s, share = self.rates.network("permute").at(None)
+            busy_s = self._together(busy[name] / float(share[name]) for name in busy)
+            seconds = float(start_s) * bool(busy) + routed.latency_s + busy_s
         else:
             seconds = max(self._together(busy.values()), routed.latency_s)
         return Cost(bytes=payload, resources=busy, latency_s=routed.latency_s, time_s=seconds)
@@ -221,7 +220,7 @@ class Prices:
             group = replace(group, ring=np.zeros_like(group.ring))
         priced = price("all_gather", group)
         if self.kind == "expected":
-            return float(priced.expected_s(payload, self.rates.network_efficiency("permute"), 0.0))
+            return float(priced.expected_s(payload, self.rates.network("permute").started))
         return float(priced.least_s(payload))
 
     def _matmul_dtype(self, step: Step) -> str:

@@ -2,17 +2,18 @@
 
 The figures are in ``achievable.toml``, each with its evidence; docs/achievable.md says how they were found. They
 come from microbenchmarks and from the compiler, never from the runs that predictions are held against. A chip without
-evidence gets 1: its expectation is then its bound.
+evidence gets 1: its expectation is then its bound. A chip that is ``like`` another has what that one has.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -77,25 +78,66 @@ class AttentionFit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionCurve:
+    """Attention kernels of a GPU with blocks of ``block``, measured with heads of several ``sizes``, [H].
+
+    A kernel takes its FLOPs at ``share`` of the peak, and ``query_s`` for each query of a head. A backward kernel runs
+    at ``backward_share`` of that share, with ``backward_query_s`` a query. Sizes between are interpolated, others are
+    priced as the nearest.
+    """
+
+    block: int
+    sizes: Sequence[float]
+    share: Sequence[float]
+    query_s: Sequence[float]
+    backward_share: float
+    backward_query_s: float
+
+    def at(self, size: float, *, backward: bool) -> tuple[float, float]:
+        """The share of the peak, and seconds a query, of heads of one size."""
+        share = float(np.interp(size, self.sizes, self.share))
+        if backward:
+            return share * self.backward_share, self.backward_query_s
+        return share, float(np.interp(size, self.sizes, self.query_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFit:
+    """A collective within a slice: ``start_s``, then its bytes at ``share`` of the link rate.
+
+    GPUs have both by ``ranks``, the devices of a group in one NVLink domain, [R]: between them they are interpolated,
+    outside they are those of the nearest. TPUs have one figure for all groups.
+    """
+
+    ranks: Sequence[float] = (1,)
+    start_s: Sequence[float] = (0.0,)
+    share: Sequence[float] = (1.0,)
+
+    def at(self, ranks: Number | None) -> tuple[Number, Number]:
+        """Start and share of groups of ``ranks`` devices; the least start and the largest share if None."""
+        if len(self.ranks) == 1 or ranks is None:
+            return min(self.start_s), max(self.share)
+        return np.interp(ranks, self.ranks, self.start_s), np.interp(ranks, self.ranks, self.share)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fractions:
     """The named achievable fractions of a chip.
 
-    ``matmul`` maps a width ('16-bit', '8-bit') to a fit, ``ici`` a collective kind to the share of the link rate.
+    ``matmul`` maps a width ('16-bit', '8-bit') to a fit, ``ici`` a collective kind to one.
     ``batch`` is of 16-bit matmuls, None where none was compiled.
-    ``hbm`` and ``dcn`` are shares of the catalogue's rates; ``collective_start_s`` passes before a collective's first
-    byte. ``convert_s`` are seconds in which a weight in groups is read and converted for a matmul, by dtype; 0 where
-    nothing was compiled. ``attention`` is None where no kernel was counted. ``sources`` has the evidence, under 'hbm',
-    'ici.all_gather', 'matmul.16-bit' and so on.
+    ``hbm`` and ``dcn`` are shares of the catalogue's rates. ``convert_s`` are seconds in which a weight in groups is
+    read and converted for a matmul, by dtype; 0 where nothing was compiled. ``attention`` is None where no kernel was
+    counted or measured. ``sources`` has the evidence, under 'hbm', 'ici.all_gather', 'matmul.16-bit' and so on.
     """
 
     chip: str
     matmul: Mapping[str, MatmulFit] = field(hash=False)
     batch: BatchFit | None
-    attention: AttentionFit | None
+    attention: AttentionFit | AttentionCurve | None
     hbm: float
-    ici: Mapping[str, float] = field(hash=False)
+    ici: Mapping[str, CollectiveFit] = field(hash=False)
     dcn: float
-    collective_start_s: float
     convert_s: Mapping[str, float] = field(hash=False)
     sources: Mapping[str, str] = field(hash=False)
 
@@ -104,7 +146,10 @@ class Fractions:
 def fractions(chip_name: str) -> Fractions:
     """The fractions of a chip of the catalogue, or of its alias. Raises RooftopError on an unknown name."""
     name = find_chip(chip_name).name
-    entry = tomllib.loads(Path(__file__).with_name("achievable.toml").read_text(encoding="utf-8")).get(name, {})
+    table = tomllib.loads(Path(__file__).with_name("achievable.toml").read_text(encoding="utf-8"))
+    entry = table.get(name, {})
+    # The entries of chips that are alike have no figures of their own.
+    entry = table[entry["like"]] if "like" in entry else entry
     sources: dict[str, str] = {}
 
     def figure(path: str, default: float) -> float:
@@ -115,30 +160,39 @@ def fractions(chip_name: str) -> Fractions:
         sources[path] = source
         return float(value)
 
-    matmul = {width: MatmulFit() for width in ("16-bit", "8-bit")}
-    for width in matmul:
-        fit = entry.get("matmul", {}).get(width)
-        sources[f"matmul.{width}"] = fit["source"] if fit else NO_MEASUREMENT
-        if fit:
-            matmul[width] = MatmulFit(**{name: value for name, value in fit.items() if name != "source"})
-    batch = entry.get("matmul", {}).get("batch")
-    sources["matmul.batch"] = batch["source"] if batch else NO_MEASUREMENT
-    kernels = entry.get("attention")
-    sources["attention"] = kernels["source"] if kernels else NO_MEASUREMENT
+    def fit(path: str) -> dict[str, Any] | None:
+        """The figures of a fit, if there is one."""
+        result = entry
+        for part in path.split("."):
+            result = result.get(part, {})
+        sources[path] = result["source"] if result else NO_MEASUREMENT
+        return {name: value for name, value in result.items() if name != "source"} or None
+
+    matmul = {width: MatmulFit(**fit(f"matmul.{width}") or {}) for width in ("16-bit", "8-bit")}
+    batch, kernels, curves = fit("matmul.batch"), fit("attention"), fit("collectives")
+    if curves:
+        ici: dict[str, CollectiveFit] = {kind: CollectiveFit(**curves[kind]) for kind in COLLECTIVES}
+    else:
+        start_s = figure("collective_start_s", 0.0)
+        ici = {kind: CollectiveFit(start_s=(start_s,), share=(figure(f"ici.{kind}", 1.0),)) for kind in COLLECTIVES}
+        del sources["collectives"]
     return Fractions(
         chip=name,
         matmul=MappingProxyType(matmul),
-        batch=BatchFit(**{name: value for name, value in batch.items() if name != "source"}) if batch else None,
-        attention=AttentionFit(block=kernels["block"], vector_cycles=MappingProxyType(kernels["vector_cycles"]))
-        if kernels
-        else None,
+        batch=BatchFit(**batch) if batch else None,
+        attention=_kernels(kernels) if kernels else None,
         hbm=figure("hbm", 1.0),
-        ici=MappingProxyType({kind: figure(f"ici.{kind}", 1.0) for kind in COLLECTIVES}),
+        ici=MappingProxyType(ici),
         dcn=figure("dcn", 1.0),
-        collective_start_s=figure("collective_start_s", 0.0),
         convert_s=MappingProxyType({dtype: figure(f"convert_s.{dtype}", 0.0) for dtype in GROUPED_DTYPES}),
         sources=MappingProxyType(sources),
     )
+
+
+def _kernels(figures: Mapping[str, Any]) -> AttentionFit | AttentionCurve:
+    if "sizes" in figures:
+        return AttentionCurve(**figures)
+    return AttentionFit(block=figures["block"], vector_cycles=MappingProxyType(figures["vector_cycles"]))
 
 
 def matmul_fraction(chip_name: str, m: Number, k: Number, n: Number, dtype: str = "bf16") -> Number:
@@ -183,15 +237,19 @@ def kernel_flops(chip: Chip, d_qk: int, d_v: int, *, backward: bool = False) -> 
 
 
 def attention_seconds(
-    chip: Chip, scores: Number, d_qk: int, d_v: int, *, backward: bool = False
+    chip: Chip, scores: Number, d_qk: int, d_v: int, *, backward: bool = False, queries: Number = 0.0
 ) -> tuple[Number, Number]:
     """Expected seconds of an attention kernel on one device: the matrix unit's, and those in which it waits.
 
     Their sum is how long the kernel takes. ``scores`` is the (query, key, head) triples that it executes: whole blocks
-    of ``AttentionFit.block``, masked ones skipped. Heads fill the matrix unit in whole multiples of its side.
-    ``backward`` prices the kernels of the backward pass, which compute the scores again.
+    of its side, masked ones skipped; ``queries`` the (query, head) pairs. Heads fill a TPU's matrix unit in whole
+    multiples of its side. ``backward`` prices the kernels of the backward pass, which compute the scores again.
     """
     fit = fractions(chip.name).attention
+    if isinstance(fit, AttentionCurve):
+        matrix_s = scores * kernel_flops(chip, d_qk, d_v, backward=backward) * chip.devices / chip.flops_per_s["bf16"]
+        share, query_s = fit.at((d_qk + d_v) / 2, backward=backward)
+        return matrix_s, matrix_s * (1 / share - 1) + queries * query_s
     side = chip.mxu_tile if fit else 1
     matrix, waits = 0.0, 0.0
     for kernel in _BACKWARD[chip.kind] if backward else ("fwd",):

@@ -30,9 +30,28 @@ from rooftop.arrays.rings import closes
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import COLLECTIVES, Number
 from rooftop.hardware import PhysicalAxis
+from rooftop.roofline.achievable import CollectiveFit
 
 RESOURCES = ("ici", "dcn")
 FORMS = ("exact", "book")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The networks as one kind of collective can use them: ``within`` slices, and the share of DCN's rate."""
+
+    within: CollectiveFit
+    dcn: float
+
+    def at(self, ranks: Number | None) -> tuple[Number, dict[str, Number]]:
+        """The start of a collective, and its share of each network's rate, for groups of ``ranks`` in a slice."""
+        start_s, share = self.within.at(ranks)
+        return start_s, {"ici": share, "dcn": self.dcn}
+
+    @property
+    def started(self) -> Network:
+        """The network of collectives that have started."""
+        return replace(self, within=replace(self.within, start_s=(0.0,) * len(self.within.ranks)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +62,8 @@ class Price:
     ``latency_s`` is the fewest hops by which every device can have heard of every other (for a permute, its
     neighbour) times the hop latency; ``wire_per_byte`` is what one device sends per byte of payload. ``in_switch`` is
     the least that a byte can take where switches sum: bounds allow for it, expectations do not. ``pipelined``: the
-    networks work at once, on parts of the payload.
+    networks work at once, on parts of the payload. ``ranks`` are the devices of a group within a slice; None where
+    groups are mixed.
     """
 
     kind: str
@@ -52,6 +72,7 @@ class Price:
     wire_per_byte: Floats
     in_switch: dict[str, Floats] = field(default_factory=dict)
     pipelined: bool = False
+    ranks: Floats | None = None
 
     def map(self, change: Callable[[Floats], Floats]) -> Price:
         """The price with every array changed in the same way (indexed, reshaped, reduced)."""
@@ -62,6 +83,7 @@ class Price:
             wire_per_byte=change(self.wire_per_byte),
             in_switch={name: change(value) for name, value in self.in_switch.items()},
             pipelined=self.pipelined,
+            ranks=None if self.ranks is None else change(self.ranks),
         )
 
     def over(self, resources: Collection[str]) -> Price:
@@ -91,20 +113,21 @@ class Price:
             total = np.maximum(total, part) if self.pipelined else total + part
         return total
 
-    def expected_s(self, payload_bytes: Number, efficiency: dict[str, float], start_s: float) -> Number:
-        """Expected duration: start, hops and bytes at the named efficiency, one after another."""
-        fixed_s, seconds_per_byte = self.expected_line(efficiency, start_s)
+    def expected_s(self, payload_bytes: Number, network: Network) -> Number:
+        """Expected duration: start, hops and bytes, one after another."""
+        fixed_s, seconds_per_byte = self.expected_line(network)
         return fixed_s + payload_bytes * seconds_per_byte
 
-    def expected_line(self, efficiency: dict[str, float], start_s: float) -> tuple[Number, Number]:
+    def expected_line(self, network: Network) -> tuple[Number, Number]:
         """Expected seconds of start and hops, and expected seconds per byte of payload."""
         # An AllReduce of few hops gathers every operand whole. One of few bytes, which is expected, first reduces and
         # then gathers.
         passes = 2 if self.kind == "all_reduce" else 1
+        start_s, share = network.at(self.ranks)
         fixed_s: Number = 0.0
         for resource, rate in self.seconds_per_byte.items():
             fixed_s = fixed_s + np.where(rate > 0, start_s + passes * self.latency_s[resource], 0.0)
-        return fixed_s, self.together([rate / efficiency[name] for name, rate in self.seconds_per_byte.items()])
+        return fixed_s, self.together([rate / share[name] for name, rate in self.seconds_per_byte.items()])
 
 
 def joined_price(prices: Sequence[Price]) -> Price:
@@ -129,6 +152,7 @@ def joined_price(prices: Sequence[Price]) -> Price:
         wire_per_byte=np.concatenate([price.wire_per_byte for price in prices]),
         in_switch=joined([price.in_switch for price in prices]),
         pipelined=any(price.pipelined for price in prices),
+        ranks=np.concatenate([price.ranks for price in prices if price.ranks is not None]),
     )
 
 
@@ -180,6 +204,7 @@ def price(kind: str, group: AxisSpan, form: str = "exact") -> Price:
         wire_per_byte=_wire_per_byte(kind, group.devices),
         in_switch=in_switch,
         pipelined=levels_overlap(group.physical),
+        ranks=devices["ici"].astype(np.float64),
     )
 
 

@@ -18,6 +18,7 @@ from rooftop.roofline.achievable import (
     fractions,
     matmul_fraction,
 )
+from rooftop.roofline.collectives import Network
 from rooftop.roofline.overlap import Overlap, overlap
 
 
@@ -55,19 +56,14 @@ class Rates:
         return self.chip.pcie_bytes_per_s / self.chip.devices
 
     @property
-    def collective_start_s(self) -> float:
-        """Time before the first byte of a collective moves."""
-        return self.fractions.collective_start_s
-
-    @property
     def attention_block(self) -> int:
         """Side of the blocks that the attention kernel works in, as it was priced; 128 where none was."""
         kernel = self.fractions.attention
         return 128 if kernel is None else kernel.block
 
-    def network_efficiency(self, kind: str) -> dict[str, float]:
-        """Achievable share of the link rate by resource, for one kind of collective."""
-        return {"ici": self.fractions.ici[kind], "dcn": self.fractions.dcn}
+    def network(self, kind: str) -> Network:
+        """The network as one kind of collective can use it."""
+        return Network(within=self.fractions.ici[kind], dcn=self.fractions.dcn)
 
     def hbm_s(self, moved: Number) -> Number:
         """Expected seconds to move bytes through HBM."""
@@ -91,12 +87,13 @@ class Rates:
         """Expected seconds to read and convert weights in groups for a matmul; 0 where no program was compiled."""
         return weights * self.fractions.convert_s.get(dtype, 0.0)
 
-    def attention_s(self, scores: Number, d_qk: int, d_v: int, *, backward: bool) -> Number:
+    def attention_s(self, scores: Number, d_qk: int, d_v: int, *, backward: bool, queries: Number = 0.0) -> Number:
         """Expected seconds of an attention kernel: its matrix unit's, and those in which that waits.
 
-        ``scores`` is the (query, key, head) triples that the kernel executes on a device.
+        ``scores`` is the (query, key, head) triples that the kernel executes on a device, ``queries`` its (query, head)
+        pairs.
         """
-        matrix_s, waiting_s = attention_seconds(self.chip, scores, d_qk, d_v, backward=backward)
+        matrix_s, waiting_s = attention_seconds(self.chip, scores, d_qk, d_v, backward=backward, queries=queries)
         return matrix_s + waiting_s
 
 

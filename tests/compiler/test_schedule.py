@@ -70,8 +70,7 @@ def gather_done(name: str) -> str:
 
 def gather_s() -> float:
     gather = price("all_gather", MESH.span("Y"))
-    seconds = gather.expected_s(4 * NBYTES, RATES.network_efficiency("all_gather"), RATES.collective_start_s)
-    return float(seconds)
+    return float(gather.expected_s(4 * NBYTES, RATES.network("all_gather")))
 
 
 def hop_s() -> float:
@@ -79,8 +78,8 @@ def hop_s() -> float:
     places = MESH.device_coordinates()
     source, target = places.reshape(-1, 2), places[:, [1, 2, 3, 0]].reshape(-1, 2)
     routed = route(MESH.slice.physical_axes, source, target, NBYTES)
-    efficiency = RATES.network_efficiency("permute")["ici"]
-    return RATES.collective_start_s + routed.latency_s + routed.seconds["ici"] / efficiency
+    start_s, share = RATES.network("permute").at(1)
+    return float(start_s + routed.latency_s + routed.seconds["ici"] / share["ici"])
 
 
 def check(line: ScheduleTimeline) -> None:

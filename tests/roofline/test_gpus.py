@@ -15,11 +15,13 @@ from rooftop.arrays import Mesh
 from rooftop.core.ledger import COLLECTIVES
 from rooftop.hardware import Slice, chip
 from rooftop.roofline import matmul, rules
-from rooftop.roofline.collectives import Price, joined_price, price
+from rooftop.roofline.achievable import CollectiveFit
+from rooftop.roofline.collectives import Network, Price, joined_price, price
 
 #: bf16[4096, 65536], in bytes.
 ARRAY = 2 * 4096 * 65536
-IDEAL = {"ici": 1.0, "dcn": 1.0}
+#: Links at their peak rates, and no start.
+IDEAL = Network(within=CollectiveFit(), dcn=1.0)
 
 
 def priced(kind: str, on: str, layout: str = "fsdp=network+node", axis: str = "fsdp", form: str = "exact") -> Price:
@@ -118,22 +120,22 @@ def test_switches_may_sum_in_bounds_but_not_in_expectations() -> None:
     """Exactly B / W with SHARP, 2 (N-1)/N B / W without: NCCL was measured between the two."""
     reduced = priced("all_reduce", "h100:8", "fsdp=node")
     assert float(reduced.least_s(ARRAY)) == pytest.approx(ARRAY / 450e9)
-    assert float(reduced.expected_s(ARRAY, IDEAL, 0.0)) == pytest.approx(2 * 7 / 8 * ARRAY / 450e9, rel=1e-3)
+    assert float(reduced.expected_s(ARRAY, IDEAL)) == pytest.approx(2 * 7 / 8 * ARRAY / 450e9, rel=1e-3)
     # nccl-tests, 8 H100, beyond 8 GiB: 479 GB/s of bus bandwidth (github.com/NVIDIA/nccl-tests/issues/347).
-    assert float(reduced.least_s(2**33)) < 2 * 7 / 8 * 2**33 / 479e9 < float(reduced.expected_s(2**33, IDEAL, 0.0))
+    assert float(reduced.least_s(2**33)) < 2 * 7 / 8 * 2**33 / 479e9 < float(reduced.expected_s(2**33, IDEAL))
     # The book's form has no SHARP, and A100's switches do not sum.
     for other in (
         priced("all_reduce", "h100:8", "fsdp=node", form="book"),
         priced("all_reduce", "a100:8", "fsdp=node"),
     ):
-        assert float(other.least_s(ARRAY)) == pytest.approx(float(other.expected_s(ARRAY, IDEAL, 0.0)), rel=2e-3)
+        assert float(other.least_s(ARRAY)) == pytest.approx(float(other.expected_s(ARRAY, IDEAL)), rel=2e-3)
     assert chip("h100").sharp_gain == 1.3 < 2 * 7 / 8
 
 
 def test_two_gpus_gain_nothing_by_a_switch_that_sums() -> None:
     pair = priced("all_reduce", "h100:2", "fsdp=node")
     assert float(pair.least_s(ARRAY)) == pytest.approx(ARRAY / 450e9)
-    assert float(pair.expected_s(ARRAY, IDEAL, 0.0)) == pytest.approx(ARRAY / 450e9, rel=2e-3)
+    assert float(pair.expected_s(ARRAY, IDEAL)) == pytest.approx(ARRAY / 450e9, rel=2e-3)
 
 
 # ---- what must hold for any group -----------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def test_no_expectation_is_below_its_bound(group: tuple[str, int, int, str], kin
         layout = "fsdp=node"
     whole = price(kind, Mesh.from_layout(on, layout).span("fsdp"))
     for some in (whole, whole.over(("ici",)), whole.over(("dcn",))):
-        assert float(some.expected_s(nbytes, IDEAL, 0.0)) >= float(some.least_s(nbytes)) * (1 - 1e-12)
+        assert float(some.expected_s(nbytes, IDEAL)) >= float(some.least_s(nbytes)) * (1 - 1e-12)
     assert float(whole.least_s(nbytes)) == max(map(float, whole.bound_s(nbytes).values()))
     # A price of many layouts is that of each, also where groups of several slices stand next to each other.
     many = joined_price([whole.map(np.atleast_1d), whole.map(np.atleast_1d)])

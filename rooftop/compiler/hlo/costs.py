@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -151,12 +151,14 @@ _ATTENTION = {"fwd": False, "dq": True, "dkv": True, "bwd": True}
 class Kernel:
     """One execution of a kernel on one device: ``flops`` as declared (None: not declared) under ``word``.
 
-    ``head_sizes`` are those of a query and of a value head, if it is an attention kernel.
+    ``head_sizes`` are those of a query and of a value head, ``queries`` the (query, head) pairs, if it is an attention
+    kernel.
     """
 
     flops: float | None = None
     word: str = ""
     head_sizes: tuple[int, int] = (0, 0)
+    queries: int = 0
 
     def expected_s(self, rates: Rates) -> float:
         """Expected seconds on the matrix unit; 0 if no FLOPs are declared.
@@ -170,7 +172,8 @@ class Kernel:
         if self.word in _ATTENTION:
             backward = _ATTENTION[self.word]
             per_score = kernel_flops(chip, *self.head_sizes, backward=backward)
-            return self.flops / per_score * float(rates.attention_s(1.0, *self.head_sizes, backward=backward))
+            scores = self.flops / per_score
+            return float(rates.attention_s(scores, *self.head_sizes, backward=backward, queries=self.queries))
         large = MEASURED_DIMS[1]
         return self.flops / (rates.flops_per_s["bf16"] * float(matmul_fraction(chip.name, large, large, large)))
 
@@ -183,7 +186,7 @@ def kernel(computation: HloComputation, instruction: Instruction) -> Kernel | No
     if declaration is None:
         return Kernel()
     word, flops = declaration
-    return Kernel(flops=flops, word=word, head_sizes=_head_sizes(computation, instruction))
+    return Kernel(flops=flops, word=word, **_heads(computation, instruction))
 
 
 def declared_flops(instruction: Instruction) -> float | None:
@@ -214,12 +217,14 @@ def _words(instruction: Instruction) -> set[str]:
     return {*name.split("_"), "each"}
 
 
-def _head_sizes(computation: HloComputation, instruction: Instruction) -> tuple[int, int]:
-    """Sizes of a query and of a value head: the minor dims of the first and of the third array of heads (q, k, v)."""
+def _heads(computation: HloComputation, instruction: Instruction) -> dict[str, Any]:
+    """Sizes of a query and of a value head, minor dims of the first and third array of heads (q, k, v); queries."""
     operands = computation.operands(instruction)
     arrays = [tensor for operand in operands for tensor in operand.shape if len(tensor.dims) >= 3]
-    sizes = [tensor.dims[-1] for tensor in arrays if tensor.dtype in ("bf16", "f16", "f32")]
-    return (sizes[0], sizes[2]) if len(sizes) > 2 else (0, 0)
+    heads = [tensor.dims for tensor in arrays if tensor.dtype in ("bf16", "f16", "f32")]
+    if len(heads) < 3:
+        return {}
+    return {"head_sizes": (heads[0][-1], heads[2][-1]), "queries": math.prod(heads[0][:-1])}
 
 
 def _target(instruction: Instruction) -> str:

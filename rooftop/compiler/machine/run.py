@@ -386,9 +386,7 @@ class Network:
             physical = tuple(axis for axis in physical if (axis.kind == "dcn") == (within is None))
         payload = sum(collective.bytes for collective in logical.values())
         seconds = (
-            price(kind, group)
-            .over({axis.resource for axis in physical})
-            .expected_s(payload, self.rates.network_efficiency(kind), self.rates.collective_start_s)
+            price(kind, group).over({axis.resource for axis in physical}).expected_s(payload, self.rates.network(kind))
         )
         used = [axis.name for axis, size in zip(group.physical, group.size, strict=True) if size > 1]
         return Transmission(
@@ -399,9 +397,9 @@ class Network:
 
     def _permute(self, computation: HloComputation, instruction: Instruction, logical: tuple[int, ...]) -> Transmission:
         routed, links = self._route(computation, instruction)
-        efficiency = self.rates.network_efficiency("permute")
-        busy = sum(seconds / efficiency[resource] for resource, seconds in routed.seconds.items())
-        seconds = self.rates.collective_start_s + routed.latency_s + busy if links else 0.0
+        start_s, share = self.rates.network("permute").at(None)
+        busy = sum(seconds / float(share[resource]) for resource, seconds in routed.seconds.items())
+        seconds = float(start_s) + routed.latency_s + busy if links else 0.0
         return Transmission(links=links, seconds=seconds, shares=dict.fromkeys(logical, 1.0 / max(1, len(logical))))
 
     def _route(self, computation: HloComputation, instruction: Instruction) -> tuple[Route, tuple[str, ...]]:

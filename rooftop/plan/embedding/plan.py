@@ -118,7 +118,7 @@ def _row(
 
 def _all_to_all(problem: EmbedProblem, payload: float) -> Collective:
     rates, price = problem.rates, problem.all_to_all
-    expected = float(price.expected_s(payload, rates.network_efficiency("all_to_all"), rates.collective_start_s))
+    expected = float(price.expected_s(payload, rates.network("all_to_all")))
     return Collective(
         kind="all_to_all",
         axes=("data",),

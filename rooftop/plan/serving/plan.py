@@ -327,7 +327,7 @@ class ServingPlan:
             server.chips / server.num_slices / (1 if chip.kind == "gpu" else max(server.shape)) for server in servers
         )
         return {
-            "ici": face * chip.ici_bytes_per_s * fractions.ici["permute"],
+            "ici": face * chip.ici_bytes_per_s * max(fractions.ici["permute"].share),
             "dcn": chips * chip.dcn_bytes_per_s * fractions.dcn,
         }
 

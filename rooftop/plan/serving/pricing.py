@@ -199,7 +199,6 @@ def _duration(
     """``lines`` are the latency and the seconds per byte of collectives that are known."""
     key = transfer.priced_as, transfer.axes
     if key not in lines:
-        efficiency = rates.network_efficiency(transfer.priced_as)
-        lines[key] = placement.price(*key).expected_line(efficiency, rates.collective_start_s)
+        lines[key] = placement.price(*key).expected_line(rates.network(transfer.priced_as))
     latency_s, seconds_per_byte = lines[key]
     return _Duration(latency_s=transfer.when * latency_s, bytes_s=transfer.when * transfer.payload * seconds_per_byte)

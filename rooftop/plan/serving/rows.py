@@ -163,7 +163,7 @@ def _attention_prefill(phase: Phase, before: float, sequences: int) -> list[Work
         _work(phase, "kv_cache", layers, hbm_bytes=written, formula="the KV of every token written"),
         _work(
             phase, "layers/attn/core", layers, hbm_bytes=queries + keys_values, kernel_flops=flops,
-            matmul_s=phase.rates.attention_s(scores, d_qk, d_v, backward=False),
+            matmul_s=phase.rates.attention_s(scores, d_qk, d_v, backward=False, queries=tokens * heads),
             collectives=moved,
             formula="2 FLOPs per pair, head and head size in both matmuls, masked blocks skipped",
         ),

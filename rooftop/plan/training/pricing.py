@@ -131,9 +131,8 @@ class _Durations:
         return np.where(ring.on, ring.exposed_s(self._hop_s(transfer, ring), closed), self.transfer_s(transfer))
 
     def _hop_s(self, transfer: Transfer, ring: RingSteps) -> Number:
-        efficiency, start_s = self.rates.network_efficiency("permute"), self.rates.collective_start_s
         price = self.strategies.price(RING_HOP, transfer.axes)
-        return price.expected_s(transfer.payload / ring.members, efficiency, start_s)
+        return price.expected_s(transfer.payload / ring.members, self.rates.network("permute"))
 
     def _line(self, kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[Number, Number]:
         """Fixed seconds, and seconds per byte, of a collective over axes together, [C, 1]."""
@@ -157,8 +156,7 @@ class _Durations:
 
     def _part(self, kind: CollectiveKind, axes: tuple[str, ...], resources: Collection[str]) -> tuple[Number, Number]:
         """The line of that part of a collective which some network resources do."""
-        efficiency, start_s = self.rates.network_efficiency(kind), self.rates.collective_start_s
-        return self.strategies.price(kind, axes).over(resources).expected_line(efficiency, start_s)
+        return self.strategies.price(kind, axes).over(resources).expected_line(self.rates.network(kind))
 
 
 def _sum(*lines: tuple[Number, Number]) -> tuple[Number, Number]:

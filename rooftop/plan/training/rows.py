@@ -186,7 +186,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             kernel_flops=0.0 if reference else per_pair * scores,
             hbm_bytes=(executed / 2) * (queries_keys + values + per_score * scores),
             elementwise_bytes=merging + (unstacked if phase == "backward" else 0.0),
-            matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward"),
+            matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward", queries=tokens * heads),
             collectives=(moves if np.any(step.staged) else moves[:1]) + (() if phase == "recompute" else window),
             formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
         )

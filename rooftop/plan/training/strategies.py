@@ -324,7 +324,8 @@ class _Groups:
         if (kind, axes) not in self.prices:
             ways = self.strategies._ways_of(axes)
             columns, begin = self._ways_of_groups(axes, ways.ways)
-            self.prices[kind, axes] = ways.price(kind).map(lambda value: np.minimum.reduceat(value[columns], begin))
+            least = ways.price(kind).map(lambda value: np.minimum.reduceat(value[columns], begin))
+            self.prices[kind, axes] = replace(least, ranks=None)
         return self.prices[kind, axes]
 
     @cached_property
