@@ -24,6 +24,8 @@ CHIPS = ("a100", "h100", "h200", "b200", "b300", "gb200", "gb300")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 #: Largest block of scores that a kernel skips as a whole.
 BLOCK = 128
+#: NCCL uses other protocols for fewer bytes.
+FEW = 2**22
 
 Floats = npt.NDArray[np.float64]
 
@@ -122,22 +124,33 @@ def attention(table: Sequence[dict[str, str]], chip: str, what: str, matmuls: in
 
 
 def collective(table: Sequence[dict[str, str]], chip: str, kind: str) -> str:
-    """A collective by ranks: its start, and the share of a GPU's NVLink rate."""
-    measured = select(table, chip, kind)
-    starts, shares, residuals, ranks = [], [], [], sorted(set(measured[:, 1]))
-    for count in ranks:
-        _, _, nbytes, _, us = measured[measured[:, 1] == count].T
-        sent = nbytes * (count - 1) / count * (2 if kind == "all_reduce" else 1) / find_chip(chip).ici_bytes_per_s
-        (start, share), mean, _ = fit(
-            us * 1e-6, lambda x, sent=sent: x[0] * 1e-6 + sent / x[1], (10, 0.7), (500, 1)  # type: ignore[misc]
-        )  # fmt: skip
-        starts.append(f"{start:.1f}e-6")
-        shares.append(f"{share:.2f}")
-        residuals.append(mean)
+    """A collective by ranks: its start, and the share of a GPU's NVLink rate; the same for few bytes."""
+    every = select(table, chip, kind)
+    ranks = sorted(set(every[:, 1]))
+    large = [_line(chip, kind, every[(every[:, 1] == count) & (every[:, 2] >= FEW)]) for count in ranks]
+    # A protocol for few bytes that were faster for many, too, would be used for them.
+    small = [
+        _line(chip, kind, every[(every[:, 1] == count) & (every[:, 2] < FEW)], most=share)
+        for count, (_, share, _) in zip(ranks, large, strict=True)
+    ]
+    figures, residuals = [], []
+    for lines in (large, small):
+        starts, shares, errors = zip(*lines, strict=True)
+        starts = ", ".join(f"{start:.1f}e-6" for start in starts)
+        figures.append(f"start_s = [{starts}], share = [{', '.join(f'{share:.2f}' for share in shares)}]")
+        residuals.append(f"{min(errors):.0%} to {max(errors):.0%}")
     return (
-        f"{kind} = {{ ranks = {[int(count) for count in ranks]}, start_s = [{', '.join(starts)}], "
-        f"share = [{', '.join(shares)}] }} # residual {min(residuals):.0%} to {max(residuals):.0%}"
+        f"{kind} = {{ ranks = {[int(count) for count in ranks]}, {figures[0]}, small = {{ {figures[1]} }} }} "
+        f"# residual {', '.join(residuals)}"
     )
+
+
+def _line(chip: str, kind: str, measured: Floats, most: float = 1.0) -> tuple[float, float, float]:
+    """Start in us, the share of the rate, ``most`` at most, and the residual, for groups of one size."""
+    _, ranks, nbytes, _, us = measured.T
+    sent = nbytes * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1) / find_chip(chip).ici_bytes_per_s
+    (start, share), mean, _ = fit(us * 1e-6, lambda x: x[0] * 1e-6 + sent / x[1], (10, most / 2), (500, most))
+    return float(start), float(share), mean
 
 
 def main() -> None:

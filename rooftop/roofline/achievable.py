@@ -106,12 +106,14 @@ class CollectiveFit:
     """A collective within a slice: ``start_s``, then its bytes at ``share`` of the link rate.
 
     GPUs have both by ``ranks``, the devices of a group in one NVLink domain, [R]: between them they are interpolated,
-    outside they are those of the nearest. TPUs have one figure for all groups.
+    outside they are those of the nearest. NCCL's protocols for few bytes start sooner and are slower: ``small``. TPUs
+    have one figure for all groups and sizes.
     """
 
     ranks: Sequence[float] = (1,)
     start_s: Sequence[float] = (0.0,)
     share: Sequence[float] = (1.0,)
+    small: CollectiveFit | None = None
 
     def at(self, ranks: Number | None) -> tuple[Number, Number]:
         """Start and share of groups of ``ranks`` devices; the least start and the largest share if None."""
@@ -171,7 +173,7 @@ def fractions(chip_name: str) -> Fractions:
     matmul = {width: MatmulFit(**fit(f"matmul.{width}") or {}) for width in ("16-bit", "8-bit")}
     batch, kernels, curves = fit("matmul.batch"), fit("attention"), fit("collectives")
     if curves:
-        ici: dict[str, CollectiveFit] = {kind: CollectiveFit(**curves[kind]) for kind in COLLECTIVES}
+        ici: dict[str, CollectiveFit] = {kind: _by_ranks(**curves[kind]) for kind in COLLECTIVES}
     else:
         start_s = figure("collective_start_s", 0.0)
         ici = {kind: CollectiveFit(start_s=(start_s,), share=(figure(f"ici.{kind}", 1.0),)) for kind in COLLECTIVES}
@@ -187,6 +189,10 @@ def fractions(chip_name: str) -> Fractions:
         convert_s=MappingProxyType({dtype: figure(f"convert_s.{dtype}", 0.0) for dtype in GROUPED_DTYPES}),
         sources=MappingProxyType(sources),
     )
+
+
+def _by_ranks(small: Mapping[str, Any], ranks: Sequence[float], **large: Any) -> CollectiveFit:
+    return CollectiveFit(ranks=ranks, small=CollectiveFit(ranks=ranks, **small), **large)
 
 
 def _kernels(figures: Mapping[str, Any]) -> AttentionFit | AttentionCurve:

@@ -10,8 +10,9 @@ largest of these bounds (the loads form a base polytope). So AllGather = max ove
 (N-1)/N V/(w ports) on a single ring. ``rooftop.simulate`` reaches these bounds link by link.
 
 On GPUs the node (an NVLink domain) and the network between nodes are levels of a tree. A collective is pipelined
-through them and takes as long as the slower one: with M nodes of n GPUs, V max((n-1)/n / W_GPU, (M-1)/M / W_node),
-W_node = n times the network's rate of a GPU. Between TPU slices XLA's programs do one level after the other.
+through them and takes at least as long as the slower one: with M nodes of n GPUs, V max((n-1)/n / W_GPU, (M-1)/M /
+W_node), W_node = n times the network's rate of a GPU. NCCL gathers and scatters in rings through all GPUs, which send
+(M n - 1)/(M n) V over the network: that is expected. Between TPU slices XLA's programs do one level after the other.
 
 The book (chapter 3) counts whole shards on even rings, V/W for W the bytes/s both ways: ``form="book"``.
 """
@@ -51,7 +52,13 @@ class Network:
     @property
     def started(self) -> Network:
         """The network of collectives that have started."""
-        return replace(self, within=replace(self.within, start_s=(0.0,) * len(self.within.ranks)))
+        return replace(self, within=replace(self.within, start_s=(0.0,) * len(self.within.ranks), small=None))
+
+    @property
+    def protocols(self) -> tuple[Network, ...]:
+        """The network as each protocol uses it: that for many bytes, and that for few if there is one."""
+        small = self.within.small
+        return (self,) if small is None else (self, replace(self, within=small))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +68,8 @@ class Price:
     ``seconds_per_byte`` multiplies the collective's logical payload (see ``rooftop.core.ledger.Collective``);
     ``latency_s`` is the fewest hops by which every device can have heard of every other (for a permute, its
     neighbour) times the hop latency; ``wire_per_byte`` is what one device sends per byte of payload. ``in_switch`` is
-    the least that a byte can take where switches sum: bounds allow for it, expectations do not. ``pipelined``: the
+    the least that a byte can take where switches sum: bounds allow for it, expectations do not. ``in_rings``: what a
+    byte takes in rings through all GPUs of several nodes: expectations have it, bounds do not. ``pipelined``: the
     networks work at once, on parts of the payload. ``ranks`` are the devices of a group within a slice; None where
     groups are mixed.
     """
@@ -71,6 +79,7 @@ class Price:
     latency_s: dict[str, Floats]
     wire_per_byte: Floats
     in_switch: dict[str, Floats] = field(default_factory=dict)
+    in_rings: dict[str, Floats] = field(default_factory=dict)
     pipelined: bool = False
     ranks: Floats | None = None
 
@@ -82,6 +91,7 @@ class Price:
             latency_s={name: change(value) for name, value in self.latency_s.items()},
             wire_per_byte=change(self.wire_per_byte),
             in_switch={name: change(value) for name, value in self.in_switch.items()},
+            in_rings={name: change(value) for name, value in self.in_rings.items()},
             pipelined=self.pipelined,
             ranks=None if self.ranks is None else change(self.ranks),
         )
@@ -93,6 +103,7 @@ class Price:
             seconds_per_byte={name: rate for name, rate in self.seconds_per_byte.items() if name in resources},
             latency_s={name: seconds for name, seconds in self.latency_s.items() if name in resources},
             in_switch={name: rate for name, rate in self.in_switch.items() if name in resources},
+            in_rings={name: rate for name, rate in self.in_rings.items() if name in resources},
         )
 
     def bound_s(self, payload_bytes: Number) -> dict[str, Number]:
@@ -114,20 +125,26 @@ class Price:
         return total
 
     def expected_s(self, payload_bytes: Number, network: Network) -> Number:
-        """Expected duration: start, hops and bytes, one after another."""
-        fixed_s, seconds_per_byte = self.expected_line(network)
-        return fixed_s + payload_bytes * seconds_per_byte
+        """Expected duration: start, hops and bytes, one after another, by the faster protocol."""
+        fastest: Number | None = None
+        for protocol in network.protocols:
+            fixed_s, seconds_per_byte = self.expected_line(protocol)
+            seconds = fixed_s + payload_bytes * seconds_per_byte
+            fastest = seconds if fastest is None else np.minimum(fastest, seconds)
+        assert fastest is not None
+        return fastest
 
     def expected_line(self, network: Network) -> tuple[Number, Number]:
-        """Expected seconds of start and hops, and expected seconds per byte of payload."""
+        """Expected seconds of start and hops, and seconds per byte of payload, by the protocol for many bytes."""
         # An AllReduce of few hops gathers every operand whole. One of few bytes, which is expected, first reduces and
         # then gathers.
         passes = 2 if self.kind == "all_reduce" else 1
         start_s, share = network.at(self.ranks)
         fixed_s: Number = 0.0
-        for resource, rate in self.seconds_per_byte.items():
+        rates = self.seconds_per_byte | self.in_rings
+        for resource, rate in rates.items():
             fixed_s = fixed_s + np.where(rate > 0, start_s + passes * self.latency_s[resource], 0.0)
-        return fixed_s, self.together([rate / share[name] for name, rate in self.seconds_per_byte.items()])
+        return fixed_s, self.together([rate / share[name] for name, rate in rates.items()])
 
 
 def joined_price(prices: Sequence[Price]) -> Price:
@@ -151,6 +168,7 @@ def joined_price(prices: Sequence[Price]) -> Price:
         latency_s=joined([price.latency_s for price in prices]),
         wire_per_byte=np.concatenate([price.wire_per_byte for price in prices]),
         in_switch=joined([price.in_switch for price in prices]),
+        in_rings=joined([price.in_rings for price in prices]),
         pipelined=any(price.pipelined for price in prices),
         ranks=np.concatenate([price.ranks for price in prices if price.ranks is not None]),
     )
@@ -188,6 +206,12 @@ def price(kind: str, group: AxisSpan, form: str = "exact") -> Price:
     in_switch = {}
     if kind == "all_reduce" and form == "exact" and any(axis.reduces for axis in group.physical):
         in_switch["ici"] = np.minimum(seconds["ici"], _in_switch(group))
+    in_rings = {}
+    ringed = kind in ("all_gather", "reduce_scatter") and form == "exact" and levels_overlap(group.physical)
+    if ringed and "dcn" in seconds:
+        nodes = np.maximum(devices["dcn"], 2)
+        longer = (1 - 1 / group.devices) / (1 - 1 / nodes)
+        in_rings["dcn"] = seconds["dcn"] * np.where(devices["dcn"] > 1, longer, 1.0)
     if kind in ("all_to_all", "permute"):
         # XLA:TPU hands all of one that crosses slices to the hosts, what stays in a slice too.
         crosses = np.prod(group.size, axis=-1, where=np.array([axis.name == "dcn" for axis in group.physical])) > 1
@@ -203,6 +227,7 @@ def price(kind: str, group: AxisSpan, form: str = "exact") -> Price:
         latency_s=latency_s,
         wire_per_byte=_wire_per_byte(kind, group.devices),
         in_switch=in_switch,
+        in_rings=in_rings,
         pipelined=levels_overlap(group.physical),
         ranks=devices["ici"].astype(np.float64),
     )

@@ -52,7 +52,7 @@ class _Steps:
         share = {name: assumptions.share(name, rates.chip) for name in names}
         rate = rates.hbm_bytes_per_s * share["hbm_read"]
         streams = [item.hbm_bytes / rate for item in work]
-        lines: dict[tuple[str, tuple[str, ...]], tuple[Number, Number]] = {}
+        lines: dict[tuple[str, tuple[str, ...]], list[tuple[Number, Number]]] = {}
         durations = [[_duration(part, placement, rates, lines) for part in item.collectives] for item in work]
         streaming = sum((item.count * stream_s for item, stream_s in zip(work, streams, strict=True)), 0.0)
         waits = sum(
@@ -194,11 +194,17 @@ def _duration(
     transfer: Transfer,
     placement: Placed,
     rates: Rates,
-    lines: dict[tuple[str, tuple[str, ...]], tuple[Number, Number]],
+    lines: dict[tuple[str, tuple[str, ...]], list[tuple[Number, Number]]],
 ) -> _Duration:
-    """``lines`` are the latency and the seconds per byte of collectives that are known."""
+    """``lines`` are the latency and the seconds per byte of collectives that are known, by protocol."""
     key = transfer.priced_as, transfer.axes
     if key not in lines:
-        lines[key] = placement.price(*key).expected_line(rates.network(transfer.priced_as))
-    latency_s, seconds_per_byte = lines[key]
+        price = placement.price(*key)
+        lines[key] = [price.expected_line(protocol) for protocol in rates.network(transfer.priced_as).protocols]
+    latency_s, seconds_per_byte = lines[key][0]
+    for other_s, other_per_byte in lines[key][1:]:
+        faster = other_s + transfer.payload * other_per_byte < latency_s + transfer.payload * seconds_per_byte
+        latency_s, seconds_per_byte = (
+            np.where(faster, other, one) for other, one in ((other_s, latency_s), (other_per_byte, seconds_per_byte))
+        )
     return _Duration(latency_s=transfer.when * latency_s, bytes_s=transfer.when * transfer.payload * seconds_per_byte)
