@@ -38,7 +38,7 @@ FORMS = ("exact", "book")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class NetworkRates:
     """The networks as one kind of collective can use them: ``within`` slices, and the share of DCN's rate."""
 
     within: CollectiveFit
@@ -50,12 +50,12 @@ class Network:
         return start_s, {"ici": share, "dcn": self.dcn}
 
     @property
-    def started(self) -> Network:
+    def started(self) -> NetworkRates:
         """The network of collectives that have started."""
         return replace(self, within=replace(self.within, start_s=(0.0,) * len(self.within.ranks), small=None))
 
     @property
-    def protocols(self) -> tuple[Network, ...]:
+    def protocols(self) -> tuple[NetworkRates, ...]:
         """The network as each protocol uses it: that for many bytes, and that for few if there is one."""
         small = self.within.small
         return (self,) if small is None else (self, replace(self, within=small))
@@ -124,7 +124,7 @@ class Price:
             total = np.maximum(total, part) if self.pipelined else total + part
         return total
 
-    def expected_s(self, payload_bytes: Number, network: Network) -> Number:
+    def expected_s(self, payload_bytes: Number, network: NetworkRates) -> Number:
         """Expected duration: start, hops and bytes, one after another, by the faster protocol."""
         fastest: Number | None = None
         for protocol in network.protocols:
@@ -134,7 +134,7 @@ class Price:
         assert fastest is not None
         return fastest
 
-    def expected_line(self, network: Network) -> tuple[Number, Number]:
+    def expected_line(self, network: NetworkRates) -> tuple[Number, Number]:
         """Expected seconds of start and hops, and seconds per byte of payload, by the protocol for many bytes."""
         # An AllReduce of few hops gathers every operand whole. One of few bytes, which is expected, first reduces and
         # then gathers.

@@ -18,7 +18,7 @@ from rooftop.roofline.achievable import (
     fractions,
     matmul_fraction,
 )
-from rooftop.roofline.collectives import Network
+from rooftop.roofline.collectives import NetworkRates
 from rooftop.roofline.overlap import Overlap, overlap
 
 
@@ -61,9 +61,9 @@ class Rates:
         kernel = self.fractions.attention
         return 128 if kernel is None else kernel.block
 
-    def network(self, kind: str) -> Network:
+    def network(self, kind: str) -> NetworkRates:
         """The network as one kind of collective can use it."""
-        return Network(within=self.fractions.ici[kind], dcn=self.fractions.dcn)
+        return NetworkRates(within=self.fractions.ici[kind], dcn=self.fractions.dcn)
 
     def hbm_s(self, moved: Number) -> Number:
         """Expected seconds to move bytes through HBM."""

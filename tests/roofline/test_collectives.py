@@ -13,7 +13,7 @@ from rooftop.arrays import AxisPiece, AxisSpan, Mesh, span
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import PhysicalAxis, Slice
 from rooftop.roofline.achievable import CollectiveFit
-from rooftop.roofline.collectives import FORMS, Network, price
+from rooftop.roofline.collectives import FORMS, NetworkRates, price
 
 LINK = 4.5e10
 
@@ -107,7 +107,7 @@ def test_an_all_reduce_may_take_as_few_hops_as_a_gather_but_is_expected_to_take_
     ring = group((16, 1, True))
     reduce, gather = price("all_reduce", ring), price("all_gather", ring)
     assert float(reduce.bound_s(0.0)["ici"]) == float(gather.bound_s(0.0)["ici"]) == pytest.approx(8e-6)
-    ideal = Network(within=CollectiveFit(), dcn=1.0)
+    ideal = NetworkRates(within=CollectiveFit(), dcn=1.0)
     assert float(reduce.expected_s(0.0, ideal)) == pytest.approx(2 * float(gather.expected_s(0.0, ideal)))
 
 

@@ -16,12 +16,12 @@ from rooftop.core.ledger import COLLECTIVES
 from rooftop.hardware import Slice, chip
 from rooftop.roofline import matmul, rules
 from rooftop.roofline.achievable import CollectiveFit
-from rooftop.roofline.collectives import Network, Price, joined_price, price
+from rooftop.roofline.collectives import NetworkRates, Price, joined_price, price
 
 #: bf16[4096, 65536], in bytes.
 ARRAY = 2 * 4096 * 65536
 #: Links at their peak rates, and no start.
-IDEAL = Network(within=CollectiveFit(), dcn=1.0)
+IDEAL = NetworkRates(within=CollectiveFit(), dcn=1.0)
 
 
 def priced(kind: str, on: str, layout: str = "fsdp=network+node", axis: str = "fsdp", form: str = "exact") -> Price:
