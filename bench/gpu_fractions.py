@@ -24,6 +24,8 @@ CHIPS = ("a100", "h100", "h200", "b200", "b300", "gb200", "gb300")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 #: Largest block of scores that a kernel skips as a whole.
 BLOCK = 128
+#: The share of HBM's rate that a copy reaches (achievable.toml).
+HBM = 0.9
 #: NCCL uses other protocols for fewer bytes.
 FEW = 2**22
 
@@ -58,15 +60,22 @@ def fit(
 
 def matmul(table: Sequence[dict[str, str]], chip: str, dtype: str) -> str | None:
     """Matmuls with 1,024 rows and more."""
-    measured = select(table, chip, "matmul", dtype)
-    measured = measured[measured[:, 0] == 1]
+    measured = select(table, chip, "matmul of 8 bits", dtype)
+    quantises = dtype == "f8" and not len(measured)
+    if not len(measured):
+        measured = select(table, chip, "matmul", dtype)
+        measured = measured[measured[:, 0] == 1]
     if not len(measured):
         return None
-    _, m, k, n, rate = measured.T
-    flops = 2 * m * k * n
-    peak = find_chip(chip).flops_per_s["bf16" if dtype == "bf16" else "f8_e4m3"]
+    count, m, k, n, rate = measured.T
+    flops, result_size = 2 * count * m * k * n, count * m * n
+    spec = find_chip(chip)
+    peak = spec.flops_per_s["bf16" if dtype == "bf16" else "f8_e4m3"]
+    # TensorRT-LLM quantises the left operand: two bytes read, one written.
+    before = 3 * m * k / (HBM * spec.hbm_bytes_per_s) * quantises
     (share, start, result), mean, largest = fit(
-        flops / rate / 1e12, lambda x: flops / peak / x[0] + x[1] * 1e-6 + m * n * x[2] * 1e-12,
+        flops / rate / 1e12,
+        lambda x: flops / peak / x[0] + x[1] * 1e-6 + result_size * x[2] * 1e-12 + before,
         (0.8, 5, 0.1), (1, 100, 10),
     )  # fmt: skip
     return (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 from math import prod
 from typing import Any
 
@@ -24,6 +24,8 @@ from rooftop.hardware import PhysicalAxis, Slice
 
 #: The most logical axes that share one physical axis: pieces of a third would be too short for a torus axis.
 MAX_SHARING = 2
+#: Those that share a switch, where every piece has the whole rate.
+MAX_SHARING_SWITCH = 3
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ def enumerate_layouts(
     An axis has at most ``most[name]`` devices (if given). ``accepts`` (if given) says of ``shapes_alone`` which are
     wanted, [S]: there are far fewer of them than of layouts.
 
-    Every physical axis is divided among at most ``MAX_SHARING`` logical axes, in either order. Physical axes that are
+    Every physical axis is divided among at most ``MAX_SHARING`` logical axes in either order, a switch among at most
+    ``MAX_SHARING_SWITCH``. Physical axes that are
     alike (same length and links) are interchangeable: one of the permutations stands for all.
     """
     physical = slice_.physical_axes
@@ -247,13 +250,13 @@ def _alike(one: PhysicalAxis, other: PhysicalAxis) -> bool:
 
 @lru_cache(maxsize=256)
 def _division(axis: PhysicalAxis, names: tuple[str, ...]) -> Division:
-    """Every division of one physical axis among up to MAX_SHARING of ``names``."""
+    """Every division of one physical axis among a few of ``names``; of three the order is that of ``names``."""
     divisions: list[dict[str, tuple[int, int]]] = []
-    for sharing in range(1, MAX_SHARING + 1):
+    for sharing in range(1, (MAX_SHARING_SWITCH if axis.kind == "switch" else MAX_SHARING) + 1):
         if axis.size == 1:
             divisions.append({})
             break
-        for chosen in permutations(names, sharing):
+        for chosen in permutations(names, sharing) if sharing <= MAX_SHARING else combinations(names, sharing):
             for sizes in _ordered_factors(axis.size, sharing):
                 strides = np.cumprod([1, *sizes[:-1]])
                 divisions.append({name: (n, int(s)) for name, n, s in zip(chosen, sizes, strides, strict=True)})

@@ -220,14 +220,20 @@ def matmul_fraction(chip_name: str, m: Number, k: Number, n: Number, dtype: str 
     return matmul_fraction
 
 
-def batched_matmul_seconds(chip: Chip, batch: Number, m: Number, k: Number, n: Number) -> Number | None:
-    """Expected seconds of a batch of bf16 matmuls [m, k] x [k, n] on one device, inside a layer; None without a fit."""
+def batched_matmul_seconds(
+    chip: Chip, batch: Number, m: Number, k: Number, n: Number, dtype: str = "bf16"
+) -> Number | None:
+    """Expected seconds of a batch of matmuls [m, k] x [k, n] on one device, inside a layer; None without a fit.
+
+    Results are bf16. Batches of other dtypes were measured on GPUs alone.
+    """
     known = fractions(chip.name)
-    fit, alone = known.batch, known.matmul["16-bit"]
-    if fit is None:
+    wide = chip.flops_per_s[dtype] <= chip.flops_per_s["bf16"]
+    fit, alone = known.batch, known.matmul["16-bit" if wide else "8-bit"]
+    if fit is None or not (dtype == "bf16" or chip.kind == "gpu"):
         return None
-    multiplied_s = 2.0 * m * k * n * chip.devices / (alone.peak * chip.flops_per_s["bf16"])
-    moved = 2.0 * ((m * k + k * n) / fit.inputs + m * n / fit.results)
+    multiplied_s = 2.0 * m * k * n * chip.devices / (alone.peak * chip.flops_per_s[dtype])
+    moved = (2.0 if wide else 1.0) * (m * k + k * n) / fit.inputs + 2.0 * m * n / fit.results
     seconds: Number = fit.start_s + batch * np.maximum(multiplied_s, moved * chip.devices / chip.hbm_bytes_per_s)
     return seconds / alone.layer
 

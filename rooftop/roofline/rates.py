@@ -80,7 +80,7 @@ class Rates:
         alone = 2.0 * m * k * n / (self.flops_per_s[dtype] * matmul_fraction(self.chip.name, m, k, n, dtype))
         if not (batch > 1 if isinstance(batch, float) else np.any(np.asarray(batch) > 1)):
             return alone
-        together = batched_matmul_seconds(self.chip, batch, m, k, n) if dtype == "bf16" else None
+        together = batched_matmul_seconds(self.chip, batch, m, k, n, dtype)
         return batch * alone if together is None else np.where(np.asarray(batch) > 1, together, alone)
 
     def convert_s(self, weights: Number, dtype: str) -> Number:

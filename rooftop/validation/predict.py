@@ -75,6 +75,8 @@ def _remat(run: PublishedRun) -> str:
         return ",".join(["block", *(f"{_CHECKPOINTS[name]}=offload" for name in run.remat.offloaded)])
     if run.source.startswith("torchtitan") and run.remat.policy == "selective":
         return _TORCHTITAN_SELECTIVE
+    if run.remat.policy is not None and "=" in run.remat.policy:
+        return run.remat.policy
     if run.remat.policy not in _POLICIES:
         raise RooftopError("recompute", run.remat.published, ", ".join(_POLICIES))
     return _POLICIES[run.remat.policy]

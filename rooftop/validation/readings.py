@@ -52,8 +52,9 @@ def readings() -> Mapping[str, Any]:
 
 def source_facts(name: str) -> Mapping[str, Any]:
     """Facts about a source: 'flops', 'dp', 'gigabyte', 'dtype', 'recompute', 'assumed'; {} if it is not listed."""
-    facts: Mapping[str, Any] = readings()["source"].get(name, {})
-    return facts
+    sources: Mapping[str, Mapping[str, Any]] = readings()["source"]
+    # Releases of one source differ in their last word.
+    return sources.get(name) or sources.get(name.rsplit(" ", 1)[0], {})
 
 
 def identity(row: TableRow, words: Sequence[str], taken: set[str]) -> str:
@@ -95,8 +96,9 @@ def read_slice(row: TableRow) -> tuple[Slice, tuple[str, ...]]:
             raise row.error("slice", f"a slice of {chips} {known.name} chips")
         return Slice(known, stated.shape, stated.num_slices), assumed
     if known.kind == "gpu":
-        per_node = min(chips, math.prod(known.pod_shape))
-        if chips % per_node or (per_node,) not in known.slice_shapes:
+        fits = [math.prod(shape) for shape in known.slice_shapes if chips % math.prod(shape) == 0]
+        per_node = max(fits, default=0)
+        if not per_node or (chips > per_node and 2 * per_node < math.prod(known.pod_shape)):
             raise Gap(f"{chips} GPUs are not whole nodes of {math.prod(known.pod_shape)}, nor a part of one")
         return Slice(known, (per_node, chips // per_node)), (*assumed, f"{per_node} GPUs in a node")
     shapes = {math.prod(shape): shape for shape in _standard_shapes(known)}
@@ -135,7 +137,10 @@ def read_model(row: TableRow, seq_len: int) -> tuple[ModelConfig, tuple[str, ...
         except RooftopError:
             raise Gap(f"no preset {preset!r}, and {', '.join(empty)} not stated") from None
         for column in _ARCHITECTURE:
-            if row.count(column) not in (None, getattr(config, column)):
+            accepted = [None, getattr(config, column)]
+            if column == "d_ff" and config.moe is not None:
+                accepted.append(config.moe.d_ff)
+            if row.count(column) not in accepted:
                 raise row.error(column, f"{getattr(config, column)}, as in the preset {preset}, or every size stated")
         return config, (f"architecture of the preset {preset}",)
     assumed = []
@@ -174,19 +179,30 @@ def _model_facts(name: str) -> Mapping[str, Any]:
 def read_mesh(row: TableRow, devices: int) -> tuple[Mapping[str, int] | None, tuple[str, ...]]:
     """The stated mesh axes greater than 1, outermost first (stage, data, fsdp, context, tensor); None: not stated.
 
-    Context parallelism is read from 'cp=N' in where_found. Raises RooftopError if all axes are stated and do not
-    multiply to ``devices``.
+    Context and expert parallelism are read from 'cp=N' and 'EP=N' in where_found; experts are split over devices that
+    hold copies otherwise. Raises RooftopError if all axes are stated and do not multiply to ``devices``.
     """
     stated = {axis: row.count(column) for column, axis in _MESH_COLUMNS.items()}
-    context = re.search(r"\bcp=(\d+)", row.cells["where_found"])
+    context, expert = (re.search(rf"\b{word}=(\d+)", row.cells["where_found"], re.I) for word in ("cp", "ep"))
     sizes = {axis: size or 1 for axis, size in stated.items()} | {"context": int(context[1]) if context else 1}
     if math.prod(sizes.values()) == devices and any(stated.values()):
-        order = ("stage", "data", "fsdp", "context", "tensor")
-        return {axis: sizes[axis] for axis in order if sizes[axis] > 1}, ()
+        sizes["expert"] = math.gcd(int(expert[1]), sizes["data"]) if expert else 1
+        sizes["data"] //= sizes["expert"]
+        order = ("stage", "data", "fsdp", "expert", "context", "tensor")
+        notes: tuple[str, ...] = ()
+        if expert and int(expert[1]) != sizes["expert"]:
+            notes = (f"experts split {sizes['expert']} ways, not {expert[1]}: over the axis data alone",)
+        return {axis: sizes[axis] for axis in order if sizes[axis] > 1}, notes
     if all(size is not None for size in stated.values()):
         published = " x ".join(f"{column} {row.cells[column]}" for column in _MESH_COLUMNS)
         raise RooftopError(f"{row.table} line {row.number} mesh", published, f"axes that multiply to {devices} devices")
     return None, ("mesh not stated: it is searched",)
+
+
+def read_microbatch(row: TableRow) -> int | None:
+    """Sequences per microbatch and replica: a number, or 'N per device'; None: not stated."""
+    per_device = re.fullmatch(r"(\d+) per device", row.cells["microbatch"])
+    return row.count("microbatch") if per_device is None else int(per_device[1])
 
 
 def read_dtype(row: TableRow) -> str:
@@ -209,8 +225,8 @@ def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
     if word in _REMAT_WORDS:
         return Remat(published=word, policy=word), ()
     if word in readings()["remat"]:
-        offloaded = tuple(readings()["remat"][word]["offloaded"])
-        return Remat(published=word, policy="custom", offloaded=offloaded), ()
+        facts = readings()["remat"][word]
+        return Remat(published=word, policy=facts.get("policy", "custom"), offloaded=tuple(facts["offloaded"])), ()
     custom = re.fullmatch(r"custom\((.*?)\s*offload\)", word)
     if custom is None:
         raise row.error("recompute", f"{', '.join(_REMAT_WORDS)}, custom(a+b offload), or nothing")

@@ -26,7 +26,7 @@ class UnusableTraining(Record):
     source: str
     model: str
     chip: str
-    num_chips: int
+    num_chips: int | None
     why: str
     measured_memory_bytes: Mapping[str, float]
     lines: tuple[int, ...]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.hardware import Slice
@@ -82,16 +83,40 @@ class PublishedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Unusable:
-    """A published run that cannot be predicted, and ``why`` in words. Its measurements are kept."""
+    """A published run that cannot be predicted, and ``why`` in words. Its measurements are kept.
+
+    ``num_chips`` is None where the table has no number.
+    """
 
     source: str
     model: str
     chip: str
-    num_chips: int
+    num_chips: int | None
     why: str
     measured: Mapping[str, float]
     measured_memory_bytes: Mapping[str, float]
     lines: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[TableRow],
+        why: Exception,
+        measured: Mapping[str, float],
+        memory: Mapping[str, float] = MappingProxyType({}),
+    ) -> Unusable:
+        """The run that ``rows`` are of."""
+        cells = rows[0].cells
+        return cls(
+            source=cells["source"],
+            model=cells["model"],
+            chip=cells["chip"],
+            num_chips=int(cells["num_chips"]) if cells["num_chips"].isdecimal() else None,
+            why=str(why),
+            measured=measured,
+            measured_memory_bytes=memory,
+            lines=tuple(row.number for row in rows),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,41 +131,32 @@ class PublishedRuns:
 def load_published(path: Path | None = None, *, training: bool = True) -> PublishedRuns:
     """Merge the rows of a table (columns: ``table.COLUMNS``, and optionally 'slice') into runs, in the table's order.
 
-    Rows belong to one run when all but the measurement columns agree. Raises RooftopError, with file, line and
-    column, on a bad table, and on a table without a training run unless told that there may be none.
+    Rows belong to one run when all but the measurement columns agree. A row that cannot be read is unusable, with
+    file, line and column of the bad cell. Raises RooftopError on a file that is no such table, and on a table without
+    a row of training unless told that there may be none.
     """
     rows = read_table(path)
     groups: dict[tuple[str, ...], list[TableRow]] = {}
+    unusable: list[Unusable] = []
     for row in rows:
         if row.cells["phase"] not in _PHASES:
-            raise row.error("phase", ", ".join(_PHASES))
-        if row.cells["phase"] == "train":
+            unusable.append(Unusable.of([row], row.error("phase", ", ".join(_PHASES)), {}))
+        elif row.cells["phase"] == "train":
             key = (*(row.cells[column] for column in RUN_COLUMNS), row.cells.get("slice", ""))
             groups.setdefault(key, []).append(row)
-    if training and not groups:
+    if training and not groups and not unusable:
         raise RooftopError("table of runs", str(path), "a table with at least one row whose phase is train")
     runs: list[PublishedRun] = []
-    unusable: list[Unusable] = []
     for group in groups.values():
-        first = group[0]
-        measured, memory = _metrics(group)
-        lines = tuple(row.number for row in group)
+        measured: dict[str, float] = {}
+        memory: dict[str, float] = {}
         try:
-            runs.append(_run(first, measured, memory, lines, taken={run.id for run in runs}))
-        except Gap as gap:
-            unusable.append(
-                Unusable(
-                    source=first.required("source"),
-                    model=first.required("model"),
-                    chip=first.required("chip"),
-                    num_chips=first.required_count("num_chips"),
-                    why=str(gap),
-                    measured=measured,
-                    measured_memory_bytes=memory,
-                    lines=lines,
-                )
-            )
-    serving = sum(row.cells["phase"] != "train" for row in rows)
+            measured, memory = _metrics(group)
+            lines = tuple(row.number for row in group)
+            runs.append(_run(group[0], measured, memory, lines, taken={run.id for run in runs}))
+        except (Gap, RooftopError) as why:
+            unusable.append(Unusable.of(group, why, measured, memory))
+    serving = sum(row.cells["phase"] in _PHASES[1:] for row in rows)
     return PublishedRuns(runs=tuple(runs), unusable=tuple(unusable), serving_rows=serving)
 
 
@@ -203,7 +219,7 @@ def _run(
         mesh=mesh,
         seq_len=seq_len,
         batch_seqs=batch_seqs,
-        microbatch_seqs=row.count("microbatch"),
+        microbatch_seqs=readings.read_microbatch(row),
         interleave=row.count("interleave"),
         sequence_parallel=row.choice("sp", {"yes": True, "no": False}),
         dtype=dtype,

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rooftop.core.errors import unknown
+from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import DTYPE_BYTES
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
@@ -61,18 +61,13 @@ def load_serving(path: Path | None = None) -> tuple[list[ServingRun], list[Unusa
     runs: list[ServingRun] = []
     unusable: list[Unusable] = []
     for group in groups.values():
-        first, measured = group[0], _metrics(group)
-        lines = tuple(row.number for row in group)
+        measured: dict[str, float] = {}
         try:
-            runs.append(_run(first, measured, lines, {run.id for run in runs}))
-        except Gap as gap:
-            unusable.append(
-                Unusable(
-                    source=first.required("source"), model=first.required("model"), chip=first.required("chip"),
-                    num_chips=first.required_count("num_chips"), why=str(gap), measured=measured,
-                    measured_memory_bytes={}, lines=lines,
-                )
-            )  # fmt: skip
+            measured = _metrics(group)
+            lines = tuple(row.number for row in group)
+            runs.append(_run(group[0], measured, lines, {run.id for run in runs}))
+        except (Gap, RooftopError) as why:
+            unusable.append(Unusable.of(group, why, measured))
     return runs, unusable
 
 
