@@ -1,9 +1,9 @@
 """Errors of predictions against published step times, at three levels and next to a null model.
 
 Levels (never mixed): *bound*, the least time the hardware allows; *uncalibrated*, from achievable fractions that no
-whole run was used for; *calibrated*, times one factor per chip, the median of measured / uncalibrated over the runs
-of *other* models on that chip. The *null* model takes the median FLOP/s per chip of other models' runs on that chip,
-and needs no theory at all. Factors and nulls are learnt from dense models only; an error is predicted / measured - 1.
+whole run was used for; *calibrated*, times one factor per chip and framework, the median of measured / uncalibrated
+over the runs of *other* models with both. The *null* model takes the median FLOP/s per chip of those runs, and needs
+no theory at all. Factors and nulls are learnt from dense models only; an error is predicted / measured - 1.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ComparisonRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Compared):
-    """One run next to its predictions, in seconds per step; None where no other dense model ran on the chip."""
+    """One run next to its predictions, in seconds per step; None where no other dense model ran so on the chip."""
 
     run: PublishedRun
     uncalibrated_s: float
@@ -177,13 +177,13 @@ class AccuracyReport:
 
 
 def leave_one_model_out(values: npt.ArrayLike, runs: Sequence[PublishedRun]) -> _Floats:
-    """For each run the median of ``values`` (one per run) over the dense runs of other models on its chip.
+    """For each run the median of ``values`` (one per run) over dense runs of other models with its chip and framework.
 
     A model is its sizes, not its name: one architecture published under two names is not another model. NaN where
     there is no other model.
     """
     array = np.asarray(values, dtype=np.float64)
-    chips = np.array([run.slice.chip.name for run in runs])
+    chips = np.array([f"{run.slice.chip.name} {run.framework}" for run in runs])
     dense = np.array([run.model.moe is None for run in runs])
     sizes = [_sizes(run) for run in runs]
     models = np.array([sizes.index(size) for size in sizes])
@@ -208,7 +208,7 @@ def null_seconds(runs: Sequence[PublishedRun]) -> _Floats:
 
 
 def calibrated_seconds(runs: Sequence[PublishedRun], uncalibrated_s: npt.ArrayLike) -> _Floats:
-    """Uncalibrated seconds times the chip's factor, learnt from other models' runs; NaN where there are none."""
+    """Uncalibrated seconds times the factor that other models' runs with its chip and framework have; NaN if none."""
     uncalibrated = np.asarray(uncalibrated_s, dtype=np.float64)
     return uncalibrated * leave_one_model_out(np.array([run.step_s for run in runs]) / uncalibrated, runs)
 
@@ -276,7 +276,8 @@ def _grouped(by: str, comparisons: Sequence[Comparison], name_of: Callable[[Publ
 def _group(by: str, name: str, members: Sequence[Comparison]) -> Group:
     errors = {level: Errors.at(level, members) for level in LEVELS}
     alone = sorted({one.run.slice.chip.name for one in members if one.calibrated_s is None})
-    note = f"no other dense model on {', '.join(alone)}: uncalibrated only, and no null" if alone else None
+    some = " for some runs" if any(one.calibrated_s is not None for one in members) else ""
+    note = f"no other dense model on {', '.join(alone)}{some}: uncalibrated only, and no null" if alone else None
     return Group(by=by, name=name, runs=len(members), errors=errors, note=note)
 
 

@@ -11,6 +11,7 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.validation.readings import source_facts
 from rooftop.validation.runs import PublishedRun
 
 #: Remat policies as published -> ours. Megatron's ``selective`` recomputes the attention core alone; torchtitan's
@@ -40,16 +41,20 @@ class Prediction:
 def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Prediction:
     """Plan ``run`` as published. Raises RooftopError if it has a strategy that cannot be planned."""
     notes: list[str] = []
+    facts = source_facts(run.source)
     problem = Problem(
         model=run.model,
         slice=run.slice,
         workload=Workload(batch_tokens=run.batch_tokens, seq_len=run.seq_len),
         numerics=_numerics(run),
         # Stages of published runs go on as soon as they can.
-        assumptions=replace(assumptions or Assumptions(), own_program=False),
+        assumptions=replace(
+            assumptions or Assumptions(), own_program=False, narrow_gradients=facts.get("narrow_gradients", False)
+        ),
         axes=run.mesh,
         remat=_remat(run),
         microbatches=_microbatches(run, notes),
+        collective_matmuls=facts.get("collective_matmuls"),
         schedule="interleaved" if (run.interleave or 1) > 1 else "1f1b",
         chunks=run.interleave or 1,
     )

@@ -96,9 +96,10 @@ def read_slice(row: TableRow) -> tuple[Slice, tuple[str, ...]]:
             raise row.error("slice", f"a slice of {chips} {known.name} chips")
         return Slice(known, stated.shape, stated.num_slices), assumed
     if known.kind == "gpu":
+        # Several racks of 72 are used as 64 each.
         fits = [math.prod(shape) for shape in known.slice_shapes if chips % math.prod(shape) == 0]
         per_node = max(fits, default=0)
-        if not per_node or (chips > per_node and 2 * per_node < math.prod(known.pod_shape)):
+        if not per_node or (chips > per_node and 9 * per_node < 8 * math.prod(known.pod_shape)):
             raise Gap(f"{chips} GPUs are not whole nodes of {math.prod(known.pod_shape)}, nor a part of one")
         return Slice(known, (per_node, chips // per_node)), (*assumed, f"{per_node} GPUs in a node")
     shapes = {math.prod(shape): shape for shape in _standard_shapes(known)}

@@ -61,6 +61,11 @@ class PublishedRun:
         return self.batch_seqs * self.seq_len
 
     @property
+    def framework(self) -> str:
+        """What ran it, as far as the readings say; else its source."""
+        return str(readings.source_facts(self.source).get("framework", self.source))
+
+    @property
     def over_dcn(self) -> bool:
         """True if the run spans several slices (TPU) or several nodes (GPU)."""
         return any(axis.resource == "dcn" and axis.size > 1 for axis in self.slice.physical_axes)

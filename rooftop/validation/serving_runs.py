@@ -51,7 +51,7 @@ class ServingRun:
 
 
 def load_serving(path: Path | None = None) -> tuple[list[ServingRun], list[Unusable]]:
-    """The serving runs of a table, and those that say too little. Raises RooftopError naming a bad cell."""
+    """The serving runs of a table, and those that say too little or have a bad cell."""
     groups: dict[tuple[str, ...], list[TableRow]] = {}
     for row in read_table(path):
         if row.cells["phase"] in SERVING_PHASES:

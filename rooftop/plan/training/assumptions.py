@@ -40,7 +40,8 @@ class Assumptions(Record):
     the 'reference' that computes and stores all scores. ``own_program``: the step is rooftop's program as XLA schedules
     it. Its pipeline stages pass from slot to slot together, and on TPUs nothing hides behind attention kernels, which
     XLA takes to need no time. Published runs are tuned: each stage goes on as soon as it can, and all computation hides
-    transfers.
+    transfers. ``narrow_gradients``: gradients of weights are multiplied in the dtype of the layers' matmuls too, as
+    Transformer Engine does; our program multiplies them in that of activations.
     """
 
     closed = True
@@ -50,6 +51,7 @@ class Assumptions(Record):
     attention_block: int | None = None
     calibration: float = 1.0
     own_program: bool = True
+    narrow_gradients: bool = False
 
     def __post_init__(self) -> None:
         require_shares(self.hidden, HIDDEN, "hidden")

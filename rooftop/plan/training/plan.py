@@ -395,6 +395,7 @@ class TrainingPlan:
                 attention_block=problem.assumptions.attention_block,
                 calibration=problem.assumptions.calibration,
                 own_program=problem.assumptions.own_program,
+                narrow_gradients=problem.assumptions.narrow_gradients,
                 bounds=problem.bounds,
             ),
             flops=StepFlops(

@@ -204,6 +204,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     per_pair = float(kernel_flops(step.slice.chip, d_qk, d_v))
     per_pair_backward = 2 * per_pair if reference else float(kernel_flops(step.slice.chip, d_qk, d_v, backward=True))
     core_again = recomputed("attn_core")
+    nested = step.staged if step.assumptions.own_program else 0.0
     # Keys and values go round, then their gradients; the first hop is the one that the recomputation has made.
     around = 2.0 - core_again / np.maximum(ring - 1, 1)
     out_again = recomputed("attn_out") * (1.0 if _post_norms(step) else recomputed("mlp_input"))
@@ -232,10 +233,11 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         backward(rope, 2.0),
         core("forward", per_pair, 1.0),
         # Even where its output is kept, the reference computes its scores again for the gradient of softmax. In a stage
-        # the backward pass of any kernel begins with its forward pass: residuals cannot leave nested shard_maps.
-        core("recompute", per_pair / 2 * (1 + core_again + step.staged), 1.0)
+        # of our program the backward pass of any kernel begins with its forward pass: residuals cannot leave nested
+        # shard_maps.
+        core("recompute", per_pair / 2 * (1 + core_again + nested), 1.0)
         if reference
-        else core("recompute", per_pair, 1.0, core_again + step.staged),
+        else core("recompute", per_pair, 1.0, core_again + nested),
         again,
         core("backward", per_pair_backward, around),
         *matmuls(
@@ -821,6 +823,7 @@ def matmuls(
     operand = element if dtype == compute else step.operand_bytes
     narrow = operand < element
     of_gradient = "f8_e5m2" if dtype == "f8_e4m3" else dtype
+    of_sum = of_gradient if step.assumptions.narrow_gradients else compute
     weights = parameters(shapes)
     inputs = sum((tokens * m.k for m in shapes), 0.0)
     outputs = sum((tokens * m.n for m in shapes), 0.0)
@@ -870,7 +873,7 @@ def matmuls(
             forward_ring, backward_ring = scattering, gathering
             forward_passes, again_passes = added, again * added
             backward_passes = rings * _WHOLE_PASSES * payload
-    dw_s = sum((share_s(m.k, tokens, m.n, compute) for m in shapes), 0.0)
+    dw_s = sum((share_s(m.k, tokens, m.n, of_sum) for m in shapes), 0.0)
     pieces = arrays / experts
     gather_weight: tuple[Transfer, ...] = (
         Transfer("all_gather", GATHER_AXES, weights * operand / element, "weight_gather", pieces=pieces),
@@ -936,7 +939,7 @@ def matmuls(
     )  # fmt: skip
     backward = Work(
         scope=scope, phase="backward", count=count,
-        flops={compute: 2 * flops} if of_gradient == compute else {of_gradient: flops, compute: flops},
+        flops={of_sum: 2 * flops} if of_gradient == of_sum else {of_gradient: flops, of_sum: flops},
         matmul_s=dx_s + dw_s, hbm_bytes=backward_bytes, elementwise_bytes=of_outputs + unstacked + backward_passes,
         collectives=scatter_weight + gather_output + gradient_maxima + scatter_input,
         formula=f"dX and dW: 2 x ({terms})",

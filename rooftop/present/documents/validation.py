@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -48,9 +49,11 @@ def _training(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
         yield _worst(data["rows"], worst)
     lines = [f"measured below the bound, so an input is wrong: {run}" for run in summary["beats_bound"]]
     lines += [f"not predicted: {entry['id']}: {entry['why']}" for entry in summary["unpredicted"]]
+    unusable = Counter(entry["why"] for entry in summary["unusable"])
+    lines += [f"not used: {count} with {why}" if count > 1 else f"not used: {why}" for why, count in unusable.items()]
     lines.append(
-        f"{summary['runs']} runs compared, {len(summary['unpredicted'])} not predicted, {len(summary['unusable'])} say "
-        f"too little; {summary['serving_rows']} rows of serving are in tables of their own. --json has every run, "
+        f"{summary['runs']} runs compared, {len(summary['unpredicted'])} not predicted, {len(summary['unusable'])} not "
+        f"used; {summary['serving_rows']} rows of serving are in tables of their own. --json has every run, "
         "reading and reason."
     )
     yield prose("\n".join(lines))
