@@ -62,7 +62,7 @@ class PublishedRun:
 
     @property
     def framework(self) -> str:
-        """What ran it, as far as the readings say; else its source."""
+        """The framework that ran it, or its source where the readings name none."""
         return str(readings.source_facts(self.source).get("framework", self.source))
 
     @property
