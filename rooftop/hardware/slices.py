@@ -102,6 +102,11 @@ class Slice:
             return (_is_cubes(self.shape),) * len(self.shape)
         return tuple(str(size) == self.chip.wrap for size in self.shape)
 
+    @property
+    def over_dcn(self) -> bool:
+        """True if the devices are in several slices (TPU) or nodes (GPU)."""
+        return any(axis.resource == "dcn" and axis.size > 1 for axis in self.physical_axes)
+
     @cached_property
     def physical_axes(self) -> tuple[PhysicalAxis, ...]:
         """The network as one device sees it: x, y, z, core, dcn; on GPUs node, network.

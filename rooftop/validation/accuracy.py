@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.records import Record
+from rooftop.plan.evidence import MeasuredRatio, Question, measured_ratio, model_key, others_evidence
 from rooftop.validation.runs import PublishedRun
 
 LEVELS: tuple[str, ...] = ("bound", "uncalibrated", "calibrated", "null")
@@ -69,6 +70,7 @@ class ComparisonRecord(Record):
     uncalibrated_s: float
     calibrated_s: float | None
     null_s: float | None
+    interval_s: tuple[float, float] | None
     error: Mapping[str, float | None]
     beats_bound: bool
     measured_memory_bytes: Mapping[str, float]
@@ -85,6 +87,13 @@ class Comparison(Compared):
     run: PublishedRun
     uncalibrated_s: float
     calibrated_s: float | None
+    interval_s: tuple[float, float] | None
+    """The 5th and 95th percentile around the uncalibrated prediction, by the runs of other models."""
+
+    @property
+    def within(self) -> bool | None:
+        """True if the interval holds the measurement; None without an interval."""
+        return None if self.interval_s is None else self.interval_s[0] <= self.measured_s <= self.interval_s[1]
 
     @property
     def best_level(self) -> str:
@@ -112,6 +121,7 @@ class Comparison(Compared):
             uncalibrated_s=self.uncalibrated_s,
             calibrated_s=self.calibrated_s,
             null_s=self.null_s,
+            interval_s=self.interval_s,
             error={level: self.error(level) for level in LEVELS},
             beats_bound=self.beats_bound,
             measured_memory_bytes=run.measured_memory_bytes,
@@ -150,12 +160,17 @@ class Errors(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Group(Record):
-    """Some of the runs, ``by`` 'cohort', 'chip', 'slices' or 'source'; errors by level, None where no run has any."""
+    """Some of the runs, ``by`` 'cohort', 'chip', 'slices' or 'source'; errors by level, None where no run has any.
+
+    ``covered`` is the share of the ``with_interval`` runs whose interval, learnt from other models, holds them.
+    """
 
     by: str
     name: str
     runs: int
     errors: Mapping[str, Errors | None]
+    with_interval: int
+    covered: float | None
     note: str | None
 
 
@@ -185,20 +200,13 @@ def leave_one_model_out(values: npt.ArrayLike, runs: Sequence[PublishedRun]) -> 
     array = np.asarray(values, dtype=np.float64)
     chips = np.array([f"{run.slice.chip.name} {run.framework}" for run in runs])
     dense = np.array([run.model.moe is None for run in runs])
-    sizes = [_sizes(run) for run in runs]
-    models = np.array([sizes.index(size) for size in sizes])
+    models = np.array([model_key(run.model) for run in runs])
     medians = np.full(len(runs), np.nan)
     for index in range(len(runs)):
         others = (chips == chips[index]) & dense & (models != models[index])
         if others.any():
             medians[index] = np.median(array[others])
     return medians
-
-
-def _sizes(run: PublishedRun) -> tuple[object, ...]:
-    model = run.model
-    dims = (model.layers, model.d_model, model.d_ff, model.heads, model.kv_heads, model.d_head, model.vocab)
-    return (*dims, model.moe, model.mla)
 
 
 def null_seconds(runs: Sequence[PublishedRun]) -> _Floats:
@@ -211,6 +219,21 @@ def calibrated_seconds(runs: Sequence[PublishedRun], uncalibrated_s: npt.ArrayLi
     """Uncalibrated seconds times the factor that other models' runs with its chip and framework have; NaN if none."""
     uncalibrated = np.asarray(uncalibrated_s, dtype=np.float64)
     return uncalibrated * leave_one_model_out(np.array([run.step_s for run in runs]) / uncalibrated, runs)
+
+
+def training_ratios(runs: Sequence[PublishedRun], expected_s: Sequence[float]) -> tuple[MeasuredRatio, ...]:
+    """A row of ``rooftop/plan/evidence.csv`` for each run, with the uncalibrated seconds per step."""
+    return tuple(
+        measured_ratio(
+            Question.of("train", run.model, run.slice, run.seq_len),
+            run.model,
+            framework=run.framework,
+            measured_s=run.step_s,
+            expected_s=seconds,
+            run=run.id,
+        )
+        for run, seconds in zip(runs, expected_s, strict=True)
+    )
 
 
 def summarise(runs: Sequence[PublishedRun], bound_s: npt.ArrayLike, uncalibrated_s: npt.ArrayLike) -> AccuracyReport:
@@ -250,6 +273,8 @@ def _compare(runs: Sequence[PublishedRun], bound_s: _Floats, uncalibrated_s: _Fl
     if not runs:
         return ()
     calibrated, null = calibrated_seconds(runs, uncalibrated_s), null_seconds(runs)
+    ratios = training_ratios(runs, [float(seconds) for seconds in uncalibrated_s])
+    evidence = [others_evidence(ratios, ratio) for ratio in ratios]
     return tuple(
         Comparison(
             run=run,
@@ -258,6 +283,7 @@ def _compare(runs: Sequence[PublishedRun], bound_s: _Floats, uncalibrated_s: _Fl
             uncalibrated_s=float(uncalibrated_s[index]),
             calibrated_s=None if np.isnan(calibrated[index]) else float(calibrated[index]),
             null_s=None if np.isnan(null[index]) else float(null[index]),
+            interval_s=evidence[index].interval_s(float(uncalibrated_s[index]), float(bound_s[index])),
         )
         for index, run in enumerate(runs)
     )
@@ -278,7 +304,16 @@ def _group(by: str, name: str, members: Sequence[Comparison]) -> Group:
     alone = sorted({one.run.slice.chip.name for one in members if one.calibrated_s is None})
     some = " for some runs" if any(one.calibrated_s is not None for one in members) else ""
     note = f"no other dense model on {', '.join(alone)}{some}: uncalibrated only, and no null" if alone else None
-    return Group(by=by, name=name, runs=len(members), errors=errors, note=note)
+    inside = [one.within for one in members if one.within is not None]
+    return Group(
+        by=by,
+        name=name,
+        runs=len(members),
+        errors=errors,
+        with_interval=len(inside),
+        covered=sum(inside) / len(inside) if inside else None,
+        note=note,
+    )
 
 
 def load_reasons(path: Path | None = None) -> dict[str, str]:

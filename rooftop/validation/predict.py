@@ -52,7 +52,8 @@ def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Predic
             assumptions or Assumptions(), own_program=False, narrow_gradients=facts.get("narrow_gradients", False)
         ),
         axes=run.mesh,
-        remat=_remat(run),
+        # A policy that was not published is searched, as its user would.
+        remat=None if run.remat.policy is None else _remat(run),
         microbatches=_microbatches(run, notes),
         collective_matmuls=facts.get("collective_matmuls"),
         schedule="interleaved" if (run.interleave or 1) > 1 else "1f1b",
@@ -62,6 +63,8 @@ def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Predic
     plan = candidates.plan(candidates.best)
     if run.mesh is None:
         notes.append(f"no sharding published: searched, {plan.mesh.layout}")
+    if run.remat.policy is None:
+        notes.append(f"no remat policy published: searched, {plan.choice.remat}")
     if not plan.fits:
         notes.append(f"by our count it needs {plan.memory_bytes / problem.capacity:.2f} of the memory of a device")
     return Prediction(bound_s=max(plan.lower_s.values()), uncalibrated_s=plan.expected_s, notes=tuple(notes), plan=plan)

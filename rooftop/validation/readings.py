@@ -228,10 +228,14 @@ def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
     if word in readings()["remat"]:
         facts = readings()["remat"][word]
         return Remat(published=word, policy=facts.get("policy", "custom"), offloaded=tuple(facts["offloaded"])), ()
-    custom = re.fullmatch(r"custom\((.*?)\s*offload\)", word)
+    if word.startswith("custom/full"):
+        return Remat(published=word, policy=None), ("remat policy not stated",)
+    custom = re.fullmatch(r"custom\((.*?)\s*offload\)(?:, dropped cf([\d.]+))?", word)
     if custom is None:
-        raise row.error("recompute", f"{', '.join(_REMAT_WORDS)}, custom(a+b offload), or nothing")
-    offloaded = tuple(name.strip() for name in custom[1].split("+") if name.strip())
-    return Remat(published=word, policy="custom", offloaded=offloaded), (
-        () if offloaded else ("what is offloaded is not stated",)
-    )
+        accepted = f"{', '.join(_REMAT_WORDS)}, custom(a+b offload), custom/full, or nothing"
+        raise row.error("recompute", accepted)
+    offloaded = tuple(name.strip() for name in re.split(r"[+,]", custom[1]) if name.strip())
+    assumed = () if offloaded else ("what is offloaded is not stated",)
+    if custom[2]:
+        assumed = (*assumed, f"tokens above {custom[2]} times an expert's share are dropped; the plan drops none")
+    return Remat(published=word, policy="custom", offloaded=offloaded), assumed

@@ -68,7 +68,7 @@ class PublishedRun:
     @property
     def over_dcn(self) -> bool:
         """True if the run spans several slices (TPU) or several nodes (GPU)."""
-        return any(axis.resource == "dcn" and axis.size > 1 for axis in self.slice.physical_axes)
+        return self.slice.over_dcn
 
     @property
     def dense_tpu(self) -> bool:

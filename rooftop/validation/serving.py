@@ -20,6 +20,7 @@ import numpy as np
 from rooftop.core.ledger import Ledger
 from rooftop.core.records import Record
 from rooftop.hardware import Chip
+from rooftop.plan.evidence import MeasuredRatio, Phase, Question, measured_ratio
 from rooftop.plan.serving.assumptions import CALIBRATED, SHARES, ServingAssumptions
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.pricing import price_serving
@@ -215,6 +216,30 @@ def serving_report(path: Path | None = None) -> ServingReport:
     runs, unusable = load_serving(path)
     columns = zip(runs, _null_seconds(runs), _left_out_seconds(runs), strict=True)
     return ServingReport(comparisons=tuple(_compare(*column) for column in columns), unusable=tuple(unusable))
+
+
+def serving_ratios(comparisons: Sequence[ServingComparison]) -> tuple[MeasuredRatio, ...]:
+    """A row of ``rooftop/plan/evidence.csv`` for each decode step and prefill that does not beat its bound.
+
+    Shares of decode steps are those chosen by the runs of other shardings: none was chosen with the run in sight.
+    """
+    ratios = []
+    for one in comparisons:
+        run = one.run
+        phase: Phase = "decode" if run.phase == "decode" else "prefill"
+        expected_s, tokens = (one.left_out_s, run.context) if phase == "decode" else (one.expected_s, run.prompt)
+        if run.phase == phase and expected_s is not None and tokens is not None and not one.beats_bound:
+            ratios.append(
+                measured_ratio(
+                    Question.of(phase, run.model, run.slice, tokens),
+                    run.model,
+                    framework=run.source,
+                    measured_s=run.measured_s,
+                    expected_s=expected_s,
+                    run=run.id,
+                )
+            )
+    return tuple(ratios)
 
 
 def uncalibrated_shares(chip: Chip) -> dict[str, float]:

@@ -18,6 +18,7 @@ from rooftop.core.records import Record, read_record
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, kv_bytes_per_token
 from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
+from rooftop.plan.evidence import Evidence, Question, evidence_for
 from rooftop.plan.pricing import Bounds, scalar_ledger
 from rooftop.plan.serving.assumptions import SHARES, ServingAssumptions, ServingShare
 from rooftop.plan.serving.phase import serving_rules
@@ -70,6 +71,16 @@ class StepBounds(Record):
 
     lower_s: float
     expected_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingEvidence(Record):
+    """Evidence for decode steps and for prefills, and the 5th and 95th percentile of TPOT and TTFT in seconds."""
+
+    decode: Evidence
+    prefill: Evidence
+    tpot_s: tuple[float, float] | None
+    ttft_s: tuple[float, float] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +197,7 @@ class ServingPlanDocument(Record):
     prefill: PlannedPrefill
     ttft_s: float
     tpot_s: float
+    evidence: ServingEvidence | None = None
     memory: SliceMemory
     max_batch: int
     kv_transfer: KvTransfer
@@ -480,6 +492,7 @@ class ServingPlan:
             ),
             ttft_s=self.ttft_s,
             tpot_s=self.tpot_s,
+            evidence=self.evidence,
             memory=self.memory_of_slice,
             max_batch=self.max_batch,
             kv_transfer=KvTransfer(
@@ -499,6 +512,19 @@ class ServingPlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values; ``ServingAnswer`` adds the results of the search."""
         return self.document.to_json()
+
+    @cached_property
+    def evidence(self) -> ServingEvidence:
+        """Published decode steps and prefills of the chip and kind of model, and the intervals that they give."""
+        problem = self.problem
+        decode = evidence_for(Question.of("decode", problem.model, problem.slice, round(problem.step_context)))
+        prefill = evidence_for(Question.of("prefill", problem.model, problem.prefill_server, problem.workload.prompt))
+        return ServingEvidence(
+            decode=decode,
+            prefill=prefill,
+            tpot_s=decode.interval_s(self.tpot_s, min(self.lower_s, self.tpot_s)),
+            ttft_s=prefill.interval_s(self.ttft_s, max(_busy(self.prefill).values())),
+        )
 
     @property
     def _ring(self) -> bool:

@@ -17,6 +17,7 @@ from rooftop.hardware import Slice
 from rooftop.models import flops_per_token
 from rooftop.models.activations import parse_policy
 from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
+from rooftop.plan.evidence import Evidence, Question, evidence_for
 from rooftop.plan.layouts import from_mesh
 from rooftop.plan.pricing import Bounds, scalar, scalar_row
 from rooftop.plan.training.assumptions import Assumptions
@@ -88,7 +89,10 @@ class PlannedMemory(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep(Record):
-    """Seconds of a step: each resource at its peak, the bounds, the expectation, and what nothing hides by axis."""
+    """Seconds of a step: each resource at its peak, the bounds, the expectation, and what nothing hides by axis.
+
+    ``interval_s``: the 5th and 95th percentile around the expectation; None without evidence.
+    """
 
     mxu_s: float
     vpu_s: float
@@ -102,6 +106,7 @@ class PlannedStep(Record):
     bound: str
     lower_by_resource_s: Mapping[str, float]
     exposed_s: Mapping[str, float]
+    interval_s: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +165,7 @@ class TrainingPlanDocument(Record):
     flops: StepFlops
     memory: PlannedMemory
     step: PlannedStep
+    evidence: Evidence | None = None
     mfu: float
     tokens_per_s: float
     days: float | None
@@ -242,6 +248,17 @@ class TrainingPlan:
     def expected_s(self) -> float:
         """Expected seconds per step: the sum of the ledger."""
         return float(self.ledger.expected_s)
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        """Published runs of the chip and kind of model, and how far off they were planned."""
+        problem = self.problem
+        return evidence_for(Question.of("train", problem.model, problem.slice, problem.workload.seq_len))
+
+    @property
+    def interval_s(self) -> tuple[float, float] | None:
+        """The 5th and 95th percentile of seconds per step; None without evidence."""
+        return self.evidence.interval_s(self.expected_s, max(self.lower_s.values()))
 
     @cached_property
     def lower_s(self) -> dict[str, float]:
@@ -424,7 +441,9 @@ class TrainingPlan:
                 bound=self.bound,
                 lower_by_resource_s=self.lower_s,
                 exposed_s=self.exposed_s(),
+                interval_s=self.interval_s,
             ),
+            evidence=self.evidence,
             mfu=self.mfu,
             tokens_per_s=self.tokens_per_s,
             days=self.days,

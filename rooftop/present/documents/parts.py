@@ -18,6 +18,7 @@ from rooftop.present.document import (
     ChartSeries,
     Item,
     Items,
+    Level,
     Lines,
     ShownFigure,
     Table,
@@ -457,3 +458,26 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], *, te
     return Table(
         title=title, columns=columns(*names, text=text), rows=tuple(map(tuple, rows)), section=section, detail=detail
     )
+
+
+# ---- evidence -------------------------------------------------------------------------------------------------------
+
+
+def level_of(evidence: Mapping[str, Any]) -> Level:
+    """The level of a planned time: 'bound' without evidence."""
+    return "bound" if evidence["level"] == "bound" else "expected"
+
+
+def interval_text(evidence: Mapping[str, Any], interval_s: Sequence[float] | None) -> str:
+    """The interval of a planned time: 'expected; 90% interval 1.9 s to 2.3 s'."""
+    if interval_s is None:
+        return "a bound"
+    low, high = interval_s
+    return f"expected; 90% interval {format_seconds(low)} to {format_seconds(high)}"
+
+
+def evidence_figure(evidence: Mapping[str, Any], name: str = "evidence") -> ShownFigure:
+    """The runs that speak for a planned time, or that none does."""
+    runs = evidence["runs"]
+    return ShownFigure(name, "evidence", runs, "runs", "measured", note=evidence["text"],
+        shown="none" if not runs else "1 run" if runs == 1 else f"{runs} runs")  # fmt: skip

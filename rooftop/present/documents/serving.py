@@ -23,10 +23,13 @@ from rooftop.present.document import (
 )
 from rooftop.present.documents.parts import (
     busy,
+    evidence_figure,
     front_chart,
+    interval_text,
     layout_text,
     ledger_bars,
     ledger_table,
+    level_of,
     memory_bars,
     obstacles,
     of_ledgers,
@@ -200,24 +203,29 @@ def _others(fleet: Mapping[str, Any] | None) -> tuple[Chart, ...]:
 
 def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
     generate, memory, draft = data["generate"], data["memory"], data["draft"]
-    step = generate["step_s"]
+    step, evidence = generate["step_s"], data["evidence"]
+    decode, prefill = level_of(evidence["decode"]), level_of(evidence["prefill"])
     parts = {name.removesuffix("_s"): format_seconds(seconds) for name, seconds in generate["breakdown"].items()}
-    yield ShownFigure("step_s", "step", step["expected_s"], "s", "expected",
-        note=f"expected, at least {format_seconds(step['lower_s'])} (bound by {generate['bound']}); at peak rates: "
+    yield ShownFigure("step_s", "step", step["expected_s"], "s", decode,
+        note=f"at least {format_seconds(step['lower_s'])} (bound by {generate['bound']}); at peak rates: "
         f"weights {parts['weights']}, KV {parts['kv']}, FLOPs {parts['flops']}, ICI {parts['ici']}")  # fmt: skip
     if draft is not None:
         yield ShownFigure("speculation", "speculation", draft["gain"], "%", "expected",
             shown=f"{draft['gain']:+.0%} tok/s",
             note=f"{draft['tokens_per_round']:.2f} tokens a round: {draft['length']} guesses of {draft['model']} in "
             f"{format_seconds(draft['guess_s'])}, checked in {format_seconds(draft['check_s'])}")  # fmt: skip
-    yield ShownFigure("tokens_per_s", "rate", generate["tokens_per_s"], "tok/s", "expected",
+    yield ShownFigure("tokens_per_s", "rate", generate["tokens_per_s"], "tok/s", decode,
         note=f"{generate['tokens_per_s_per_chip']:.4g} tok/s per chip")  # fmt: skip
     both = "" if draft is None else " by both models"
-    yield ShownFigure("ttft_s", "TTFT", data["ttft_s"], "s", "expected", formula=data["definitions"]["ttft_s"],
-        note=f"one prefill of {data['workload']['prompt']} tokens{both}, no queue")  # fmt: skip
+    yield ShownFigure("ttft_s", "TTFT", data["ttft_s"], "s", prefill, formula=data["definitions"]["ttft_s"],
+        note=f"{interval_text(evidence['prefill'], evidence['ttft_s'])}; "
+        f"one prefill of {data['workload']['prompt']} tokens{both}, no queue")  # fmt: skip
     why = "with the prefills of others between" if data["mode"] == "interleaved" else "with the KV's transfer"
-    yield ShownFigure("tpot_s", "TPOT", data["tpot_s"], "s", "expected",
-        note="a step" if data["assumptions"]["bounds"] == "book" else f"a step, {why}")  # fmt: skip
+    step_text = "a step" if data["assumptions"]["bounds"] == "book" else f"a step, {why}"
+    yield ShownFigure("tpot_s", "TPOT", data["tpot_s"], "s", decode,
+        note=f"{interval_text(evidence['decode'], evidence['tpot_s'])}; {step_text}")  # fmt: skip
+    yield evidence_figure(evidence["decode"])
+    yield evidence_figure(evidence["prefill"], "ttft_evidence")
     classes = ", ".join(f"{name} {format_bytes(memory[name])}" for name in _CLASSES)
     yield ShownFigure("memory_bytes", "memory", memory["total"], "B", "expected",
         note=f"of {format_bytes(memory['capacity'])}: {classes}")  # fmt: skip

@@ -22,10 +22,13 @@ from rooftop.present.document import (
 )
 from rooftop.present.documents.parts import (
     busy,
+    evidence_figure,
     exposed_text,
+    interval_text,
     layout_text,
     ledger_bars,
     ledger_table,
+    level_of,
     memory_bars,
     mesh_text,
     microbatches_text,
@@ -169,19 +172,21 @@ def _shortfall(memory: Mapping[str, Any]) -> str:
 
 def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[ShownFigure]:
     step, memory = data["step"], data["memory"]
-    yield ShownFigure("expected_s", "step", step["expected_s"], "s", "expected",
-        note=f"expected, between {format_seconds(step['lower_s'])} (all overlapped, bound by {step['bound']}) and "
-        f"{format_seconds(step['upper_s'])} (nothing overlapped)")  # fmt: skip
-    yield ShownFigure("mfu", "MFU", data["mfu"], "%", "expected", formula=data["flops"]["convention"],
+    level = level_of(data["evidence"])
+    yield ShownFigure("expected_s", "step", step["expected_s"], "s", level,
+        note=f"{interval_text(data['evidence'], step['interval_s'])}; at least {format_seconds(step['lower_s'])} "
+        f"(all overlapped, bound by {step['bound']}), {format_seconds(step['upper_s'])} if nothing is")  # fmt: skip
+    yield evidence_figure(data["evidence"])
+    yield ShownFigure("mfu", "MFU", data["mfu"], "%", level, formula=data["flops"]["convention"],
         note="causal attention and unembedding counted, recomputation not")  # fmt: skip
-    yield ShownFigure("tokens_per_s", "rate", data["tokens_per_s"], "tok/s", "expected",
+    yield ShownFigure("tokens_per_s", "rate", data["tokens_per_s"], "tok/s", level,
         note=f"{data['tokens_per_s'] / data['slice']['chips']:.0f} tok/s per chip")  # fmt: skip
     if data["days"] is not None:
         cost = "no price is published"
         if data["cost_usd"] is not None:
             price = data["cost_usd"] / (data["days"] * 24 * data["slice"]["chips"])
             cost = f"${data['cost_usd']:,.0f} at ${price:g} a chip-hour"
-        yield ShownFigure("days", "budget", data["days"] * 86400, "s", "expected", shown=f"{data['days']:.1f} days",
+        yield ShownFigure("days", "budget", data["days"] * 86400, "s", level, shown=f"{data['days']:.1f} days",
             note=f"for {format_count(data['workload']['tokens'])} tokens; {cost}")  # fmt: skip
     classes_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
     yield ShownFigure("memory_bytes", "memory", memory["total"], "B", "expected",

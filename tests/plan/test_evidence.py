@@ -1,0 +1,193 @@
+"""Tests of ``rooftop.plan.evidence``: which runs speak for a plan, and how often their intervals hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import rooftop
+from rooftop.plan.evidence import (
+    Evidence,
+    MeasuredRatio,
+    Question,
+    evidence_for,
+    measured_ratios,
+    model_key,
+    others_evidence,
+)
+from rooftop.validation.accuracy import training_ratios
+from rooftop.validation.serving import serving_ratios
+
+
+def _ratio(**changes: Any) -> MeasuredRatio:
+    fields: Mapping[str, Any] = {
+        "phase": "train",
+        "chip": "v5e",
+        "family": "tpu",
+        "kind": "dense",
+        "framework": "MaxText",
+        "model": "a",
+        "seq_len": 2048,
+        "over_dcn": False,
+        "ratio": 1.1,
+        "run": "run",
+    }
+    return MeasuredRatio(**{**fields, **changes})
+
+
+def _question(**changes: Any) -> Question:
+    fields: Mapping[str, Any] = {
+        "phase": "train",
+        "chip": "v5e",
+        "family": "tpu",
+        "kind": "dense",
+        "seq_len": 2048,
+        "over_dcn": False,
+    }
+    return Question(**{**fields, **changes})
+
+
+def _width(evidence: Evidence) -> float:
+    assert evidence.factor is not None
+    return evidence.factor[1] / evidence.factor[0]
+
+
+_FOUR = tuple(
+    _ratio(chip=chip, model=model, ratio=ratio)
+    for chip, model, ratio in (("v5e", "a", 1.1), ("v5e", "b", 1.2), ("v5p", "a", 0.95), ("v5p", "c", 1.05))
+)
+
+
+def test_the_file_is_of_todays_predictions() -> None:
+    """``python bench/evidence.py`` writes it anew."""
+    result = rooftop.validate()
+    compared = result.report.comparisons
+    ratios = (
+        *training_ratios([one.run for one in compared], [one.uncalibrated_s for one in compared]),
+        *serving_ratios(result.serving.comparisons),
+    )
+    written = {one.run: one for one in measured_ratios()}
+    assert written.keys() == {one.run for one in ratios}
+    for one in ratios:
+        # The file has four decimals.
+        assert written[one.run].ratio == pytest.approx(one.ratio, abs=1e-4), one.run
+        assert written[one.run].cells | {"ratio": ""} == one.cells | {"ratio": ""}
+
+
+def test_nine_in_ten_runs_left_out_are_in_their_interval() -> None:
+    ratios = [one for one in measured_ratios() if one.phase == "train"]
+    inside: dict[tuple[str, str], list[bool]] = {}
+    for one in ratios:
+        interval = others_evidence(ratios, one).interval_s(1.0)
+        if interval is not None:
+            inside.setdefault((one.family, one.kind), []).append(interval[0] <= one.ratio <= interval[1])
+    shares = {kind: (len(runs), sum(runs) / len(runs)) for kind, runs in inside.items()}
+    assert {kind: runs for kind, (runs, _) in shares.items()} == {
+        ("tpu", "dense"): 43,
+        ("gpu", "dense"): 60,
+        ("gpu", "experts"): 39,
+        ("tpu", "experts"): 2,
+    }
+    assert all(share >= 0.9 for _, share in shares.values()), shares
+
+
+def test_the_interval_holds_nine_in_ten_of_what_the_model_assumes() -> None:
+    draw = random.Random(0)
+    inside = 0
+    for _ in range(400):
+
+        def run(chip: str, model: str, shift: float) -> MeasuredRatio:
+            return _ratio(chip=chip, model=model, ratio=2.718281828 ** (shift + draw.gauss(0, 0.02)))
+
+        chips = {chip: draw.gauss(0, 0.1) for chip in ("v4", "v5e", "v5p", "v6e")}
+        ratios = [
+            run(chip, f"{chip} {index}", mean + deviation)
+            for chip, mean in chips.items()
+            for index in range(4)
+            for deviation in [draw.gauss(0, 0.08)]
+            for _ in range(3)
+        ]
+        new = run("v5e", "new", chips["v5e"] + draw.gauss(0, 0.08)).ratio
+        factor = evidence_for(_question(), ratios).factor
+        assert factor is not None
+        inside += factor[0] <= new <= factor[1]
+    assert 0.86 <= inside / 400 <= 0.96
+
+
+def test_without_a_run_on_the_chip_a_plan_is_a_bound() -> None:
+    evidence = evidence_for(_question(chip="v3"), _FOUR)
+    assert (evidence.level, evidence.factor, evidence.interval_s(1.0)) == ("bound", None, None)
+    assert evidence.text == "a bound: nothing measured on this chip (training of dense models on v3)"
+    assert evidence_for(_question(kind="experts"), _FOUR).level == "bound"
+    assert evidence_for(_question(phase="decode"), _FOUR).level == "bound"
+
+
+def test_evidence_says_which_runs_and_how_far_off() -> None:
+    evidence = evidence_for(_question(), _FOUR)
+    assert (evidence.runs, evidence.models, evidence.frameworks) == (2, 2, ("MaxText",))
+    assert evidence.mean_error == pytest.approx((1 / 1.1 + 1 / 1.2) / 2 - 1)
+    assert evidence.text.endswith(f"{evidence.mean_absolute_error:.1%} off on average")
+
+
+@pytest.mark.parametrize(
+    ("change", "unlike"),
+    [
+        ({"seq_len": 4096}, ()),
+        ({"seq_len": 4097}, ("none longer than 2,048 tokens",)),
+        ({"over_dcn": True}, ("none over DCN",)),
+        ({"seq_len": 131072, "over_dcn": True}, ("none longer than 2,048 tokens", "none over DCN")),
+    ],
+)
+def test_outside_the_evidence_the_interval_widens(change: dict[str, Any], unlike: tuple[str, ...]) -> None:
+    usual, evidence = evidence_for(_question(), _FOUR), evidence_for(_question(**change), _FOUR)
+    assert evidence.unlike == unlike
+    assert (_width(evidence) > _width(usual)) == bool(unlike)
+
+
+def test_more_models_narrow_the_interval() -> None:
+    more = (*_FOUR, *(_ratio(model=f"m{index}", ratio=1.1 + 0.1 * (index % 2)) for index in range(6)))
+    assert _width(evidence_for(_question(), more)) < _width(evidence_for(_question(), _FOUR))
+
+
+def test_an_interval_holds_its_expectation_and_nothing_below_the_bound() -> None:
+    evidence = evidence_for(_question(), [_ratio(chip=one.chip, model=one.model, ratio=2 * one.ratio) for one in _FOUR])
+    low, high = evidence.interval_s(1.0, 0.7) or (0.0, 0.0)
+    assert 0.7 <= low <= 1.0 < high
+    assert (evidence_for(_question(), _FOUR).interval_s(1.0, 1.05) or (0.0,))[0] == 1.0
+
+
+def test_a_model_is_left_out_by_its_sizes() -> None:
+    llama = rooftop.model("llama3-8b").config
+    assert model_key(llama) == "32x4096x14336x32x8x128x128256"
+    assert model_key(rooftop.model("mixtral-8x7b").config).endswith(":8x2x14336")
+    assert others_evidence(_FOUR, _FOUR[0]).runs == 1
+
+
+def test_a_plan_carries_its_interval() -> None:
+    plan = rooftop.plan_training("llama3-8b", on="v5e:4x4", batch_seqs=32).to_json()
+    step, evidence = plan["step"], plan["evidence"]
+    assert isinstance(step, dict)
+    assert isinstance(evidence, dict)
+    low, high = step["interval_s"]
+    assert step["lower_s"] <= low <= step["expected_s"] <= high
+    assert (evidence["level"], evidence["runs"], evidence["frameworks"]) == ("expected", 12, ["MaxText"])
+    plan = rooftop.plan_training("llama3-8b", on="v3:4x4", batch_seqs=32).to_json()
+    step, evidence = plan["step"], plan["evidence"]
+    assert isinstance(step, dict)
+    assert isinstance(evidence, dict)
+    assert (step["interval_s"], evidence["level"]) == (None, "bound")
+
+
+def test_a_serving_plan_carries_its_intervals() -> None:
+    plan = rooftop.plan_serving("llama3-8b", on="v5e:2x2").to_json()
+    evidence = plan["evidence"]
+    assert isinstance(evidence, dict)
+    for name in ("tpot_s", "ttft_s"):
+        low, high = evidence[name]
+        assert low <= plan[name] <= high
+    evidence = rooftop.plan_serving("llama3-8b", on="v6e:2x2").to_json()["evidence"]
+    assert isinstance(evidence, dict)
+    assert (evidence["decode"]["level"], evidence["tpot_s"]) == ("bound", None)
