@@ -32,11 +32,12 @@ COMMAND = [
     "15T",
     "--json",
 ]
-#: Commands whose CPU seconds are measured beside: large mixtures of experts, odd slices, and fleets of many chips.
+#: Commands whose CPU seconds are measured too: large mixtures of experts, odd slices, chips for a job, and fleets.
 COMMANDS = [
     "plan train deepseek-v3 --on h100:8x128 --batch-tokens 4Mi --seq 4096 --json",
     "plan train deepseek-v3 --on tpu7x:8x8x16 --batch-tokens 16Mi --seq 4096 --json",
     "plan train llama3.1-405b --on v5p:16x20x28 --batch-tokens 16Mi --seq 8192 --json",
+    "plan train llama3-70b --on v5p,v6e,tpu7x --tokens 15T --days 60 --json",
     "plan serve deepseek-v3 --on v5e,v5p,v6e,tpu7x,h100,h200,b200 --requests-per-second 10 --tpot 50ms --json",
 ]
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -236,7 +236,7 @@ def plan_training(
         return TrainingPlanResult(answer=training.plan_training(problem, alternatives=count, on_progress=on_progress))
     aim: Aim = "chips" if smallest else "time" if limits.days is None else "cost"
     compared = compare(problem, places, limits, aim, on_progress)
-    answer = training.answer_of(searched_on(problem, compared.best), alternatives=count)
+    answer = training.answer_of(searched_on(compared.best), alternatives=count)
     return TrainingPlanResult(answer=answer, comparison=compared)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import combinations, permutations, product
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +28,28 @@ MAX_SHARING = 2
 MAX_SHARING_SWITCH = 3
 
 
+#: The different (size, stride) of a group of logical axes on one physical axis, and which of them each division has.
+Runs: TypeAlias = tuple[Ints, npt.NDArray[np.int32]]
+
+
 @dataclass(frozen=True)
 class Division:
     """The n ways to divide one physical axis among ``AXES``: sizes and strides of each, [n, A]."""
 
     size: Ints
     stride: Ints
+    runs: dict[tuple[PhysicalAxis, tuple[str, ...]], Runs] = field(default_factory=dict, repr=False, compare=False)
+    """The runs that are known: those of one physical axis are the same on every slice."""
+
+    def runs_of(self, axis: PhysicalAxis, names: tuple[str, ...]) -> Runs:
+        """The different (size, stride) of a group of logical axes on a physical axis, and which each division has."""
+        if (axis, names) not in self.runs:
+            positions = [AXES.index(name) for name in names]
+            run = joint_span((axis,), [(self.size[:, [at]], self.stride[:, [at]]) for at in positions])
+            pairs = np.concatenate([run.size, run.stride], axis=-1)
+            different, kind = np.unique(pairs, axis=0, return_inverse=True)
+            self.runs[axis, names] = different, kind.reshape(-1).astype(np.int32)
+        return self.runs[axis, names]
 
 
 @dataclass(frozen=True)
@@ -64,7 +80,6 @@ class Layouts:
 
     ``divisions`` are those of each physical axis; ``divided`` says which of them each layout has, [C, P]. ``shapes``
     are the devices along each logical axis in S different meshes, [S, A]; ``shape_of`` says which each layout has, [C].
-    ``runs`` are those of ``divisions`` that are known, by logical axes: parts of the layouts share them.
     """
 
     slice: Slice
@@ -72,7 +87,8 @@ class Layouts:
     divided: npt.NDArray[np.int32]
     shapes: Ints
     shape_of: npt.NDArray[np.int32]
-    runs: dict[tuple[str, ...], list[tuple[Ints, npt.NDArray[np.int32]]]] = field(default_factory=dict)
+    devices_along: dict[tuple[str, ...], Ints] = field(default_factory=dict, repr=False, compare=False)
+    """Devices of the layouts along named axes together, where they are known."""
 
     def __len__(self) -> int:
         return len(self.divided)
@@ -84,8 +100,10 @@ class Layouts:
 
     def along(self, *names: str) -> Ints:
         """Devices along the named axes together, [C]."""
-        devices: Ints = np.prod(self.shapes[:, [AXES.index(name) for name in names]], axis=-1)
-        return devices[self.shape_of]
+        if names not in self.devices_along:
+            devices: Ints = np.prod(self.shapes[:, [AXES.index(name) for name in names]], axis=-1)
+            self.devices_along[names] = devices[self.shape_of]
+        return self.devices_along[names]
 
     @cached_property
     def _columns(self) -> list[npt.NDArray[np.int32]]:
@@ -97,7 +115,8 @@ class Layouts:
 
         Very many layouts have few such ways: a figure of one group alone is computed once for each.
         """
-        runs = self._runs(names)
+        pairs = zip(self.slice.physical_axes, self.divisions, strict=True)
+        runs = [division.runs_of(axis, names) for axis, division in pairs]
         code: npt.NDArray[np.int32] = np.zeros(len(self), np.int32)
         total = 1
         for column, (different, kind) in zip(self._columns, runs, strict=True):
@@ -116,18 +135,6 @@ class Layouts:
         size, stride = (np.stack([run[:, figure] for run in laid], axis=-1) for figure in (0, 1))
         return Ways(span(self.slice.physical_axes, size, stride), number[code])
 
-    def _runs(self, names: tuple[str, ...]) -> list[tuple[Ints, npt.NDArray[np.int32]]]:
-        """For each physical axis the different (size, stride) of a group, and which of them each division has."""
-        if names not in self.runs:
-            positions = [AXES.index(name) for name in names]
-            self.runs[names] = []
-            for axis, division in zip(self.slice.physical_axes, self.divisions, strict=True):
-                run = joint_span((axis,), [(division.size[:, [at]], division.stride[:, [at]]) for at in positions])
-                pairs = np.concatenate([run.size, run.stride], axis=-1)
-                different, kind = np.unique(pairs, axis=0, return_inverse=True)
-                self.runs[names].append((different, kind.reshape(-1).astype(np.int32)))
-        return self.runs[names]
-
     def by_shape(self) -> tuple[Layouts, Ints, Ints]:
         """The layouts in order of mesh shapes, and of each in order of what is laid between slices.
 
@@ -145,7 +152,7 @@ class Layouts:
 
     def __getitem__(self, index: Any) -> Layouts:
         """The layouts at an index."""
-        return replace(self, divided=self.divided[index], shape_of=self.shape_of[index])
+        return replace(self, divided=self.divided[index], shape_of=self.shape_of[index], devices_along={})
 
     def mesh(self, index: int) -> Mesh:
         """One layout as a Mesh; axes of size 1 are kept, so that programs can always name them."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +15,10 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice, chip, slice_sizes
 from rooftop.library.planning import TrainingPlanResult
 from rooftop.models import load_model
-from rooftop.plan.training.comparison import Limits, SliceComparison, compare
+from rooftop.plan.training import comparison
+from rooftop.plan.training.comparison import Aim, Limits, SliceComparison, compare
 from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import Sweep, sweep
 from rooftop.plan.training.workload import Workload
 from tests.support.examples import examples
 
@@ -89,6 +93,38 @@ def test_the_smallest_slice_is_the_first_that_fits() -> None:
     for size in smaller:
         with pytest.raises(Infeasible):
             compare(problem(tokens=None), {size.name: [size]}, Limits(), "chips")
+
+
+@pytest.mark.parametrize(
+    ("limits", "aim"),
+    [
+        (Limits(days=6), "cost"),
+        (Limits(days=0.5), "cost"),
+        (Limits(days=20, budget_usd=1e5), "time"),
+        (Limits(budget_usd=1e5), "time"),
+        (Limits(chips=64), "time"),
+        (Limits(days=8), "chips"),
+    ],
+)
+def test_bounds_rule_out_no_slice_that_would_win(limits: Limits, aim: Aim, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison is the same as with every slice priced, also where no slice meets the limits."""
+    where = sizes("v5e", "v6e", most=limits.chips or 256)
+    quick = compare(problem(), where, limits, aim).document
+    ruled_out = []
+
+    def whole(of: Problem, **options: Any) -> Sweep:
+        worth = options.pop("worth", None)
+        searched = sweep(of, **options)
+        if worth is not None and searched.fits.any():
+            least = np.array([searched.expected_s[searched.best]])
+            ruled_out.append(not worth(np.zeros((1, 0)), least))
+        return searched
+
+    monkeypatch.setattr(comparison, "sweep", whole)
+    # A bound may keep a search from stopping early, so that it looks at one slice more.
+    assert replace(compare(problem(), where, limits, aim).document, planned=quick.planned) == quick
+    # Limits that most slices meet, or miss, leave some to be ruled out.
+    assert any(ruled_out)
 
 
 def test_a_job_that_meets_no_limit_names_the_nearest() -> None:

@@ -9,15 +9,19 @@ several slices), in ascending order:
 - for the fewest days within dollars, until four in a row are too dear;
 - for the fewest days on some chips, from the largest down, until none left could be faster at peak rate;
 - for the fewest chips, until one meets the limits.
+
+A slice whose lower bounds are worse than the best plan of its chip is ruled out before its meshes are priced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import inf
 from typing import Literal
 
+from rooftop.arrays.mesh import Floats, Ints
 from rooftop.arrays.rules import AXES
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_seconds
@@ -53,31 +57,47 @@ class Limits(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """A slice with its best plan; ``plan`` is None where no program runs the job on it, or it does not fit."""
+    """A slice with its best plan; ``plan`` is None where no program runs the job on it, or it does not fit.
 
-    slice: Slice
-    plan: TrainingPlan | None
-    step_s: float
-    """Expected seconds of a step, as the search has them: a plan's own ledger takes longer."""
+    Of a slice that is ``ruled_out`` the figures are lower bounds, and there is no plan.
+    """
+
+    problem: Problem
+    """The job on this slice."""
+    plan: TrainingPlan | None = None
+    step_s: float = inf
+    """Expected seconds of a step, as the search has them: a plan's own ledger takes longer. Infinite without a plan."""
     axes: Sequence[str]
     """The mesh axes that were searched."""
-    excess: float
-    """The largest ratio of a figure to its limit: at most 1 if all limits are met; infinite without a plan."""
+    ruled_out: bool = False
+
+    @property
+    def slice(self) -> Slice:
+        """The slice."""
+        return self.problem.slice
 
     @property
     def token_s(self) -> float:
-        """Seconds a token; infinite without a plan."""
-        return inf if self.plan is None else self.step_s / self.plan.problem.workload.batch_tokens
+        """Seconds a token."""
+        return self.step_s / self.problem.workload.batch_tokens
 
     @property
     def days(self) -> float | None:
-        """Days for all tokens; None without a plan or without tokens."""
-        return None if self.plan is None else self.plan.days_at(self.step_s)
+        """Days for all tokens; None without tokens."""
+        return self.problem.days_at(self.step_s)
 
     @property
     def cost_usd(self) -> float | None:
-        """List price for all tokens; None without a plan, a price or tokens."""
-        return None if self.plan is None else self.plan.cost_usd_at(self.step_s)
+        """List price for all tokens; None without a price or tokens."""
+        return self.problem.cost_usd_at(self.step_s)
+
+    def excess(self, limits: Limits) -> float:
+        """The largest ratio of a figure to its limit: at most 1 if all are met. An unknown price exceeds any budget."""
+        if self.step_s == inf:
+            return inf
+        figures = ((self.days, limits.days), (self.cost_usd, limits.budget_usd), (self.slice.chips, limits.chips))
+        ratios = (inf if figure is None else figure / limit for figure, limit in figures if limit is not None)
+        return max(ratios, default=0.0)
 
     @property
     def is_bound(self) -> bool:
@@ -151,7 +171,7 @@ class SliceComparison:
     @property
     def meets(self) -> bool:
         """True if the best meets all limits."""
-        return self.best.excess <= 1
+        return self.best.excess(self.limits) <= 1
 
     @property
     def document(self) -> ComparisonDocument:
@@ -207,7 +227,7 @@ class SliceComparison:
             tokens_per_s=plan.tokens_per_s,
             days=plan.days,
             cost_usd=plan.cost_usd,
-            meets=offer.excess <= 1,
+            meets=offer.excess(self.limits) <= 1,
             is_bound=offer.is_bound,
             why=self.why(offer),
             **field_values(plan.summary),
@@ -236,9 +256,9 @@ def compare(
     left_out: list[LeftOut] = []
     of_best: dict[str, list[Offer]] = {}
     for name, sizes in where.items():
-        offers = [offer for offer in looker.offers(sizes) if offer.plan is not None]
+        offers = looker.offers(sizes)
         if offers:
-            bests.append(_best(offers, aim))
+            bests.append(offers[0])
             of_best[bests[-1].slice.name] = offers
         else:
             left_out.append(LeftOut(name=name, why=_nothing(problem, sizes, limits)))
@@ -247,7 +267,7 @@ def compare(
         largest = max((size for sizes in where.values() for size in sizes), key=lambda size: size.hbm_bytes)
         near = _nearest(replace(problem, slice=largest), on_progress)
         raise Infeasible(what, "; ".join(entry.why for entry in left_out), near)
-    bests.sort(key=lambda offer: _order(offer, aim))
+    bests.sort(key=looker.order)
     best = bests[0]
     by_size = sorted(of_best[best.slice.name], key=lambda offer: offer.slice.chips)
     at = by_size.index(best)
@@ -255,15 +275,15 @@ def compare(
         aim=aim,
         limits=limits,
         best=best,
-        others=[*bests[1:], *by_size[max(0, at - 1) : at], *by_size[at + 1 : at + 2]],
+        others=[*bests[1:], *looker.first_planned(by_size[:at][::-1]), *looker.first_planned(by_size[at + 1 :])],
         left_out=left_out,
         planned=looker.planned,
     )
 
 
-def searched_on(problem: Problem, offer: Offer) -> Sweep:
+def searched_on(offer: Offer) -> Sweep:
     """The search of which an offer is the best, with its alternatives."""
-    return sweep(replace(problem, slice=offer.slice), executable=True, axes=offer.axes)
+    return sweep(offer.problem, executable=True, axes=offer.axes)
 
 
 @dataclass(kw_only=True)
@@ -278,20 +298,36 @@ class _Looker:
     planned: int = 0
     passed: int = field(default=0)
 
-    def offers(self, sizes: Sequence[Slice]) -> Iterator[Offer]:
-        """Offers of ascending sizes of a chip, or of one slice."""
+    def offers(self, sizes: Sequence[Slice]) -> list[Offer]:
+        """Offers of ascending sizes of a chip, or of one slice, those with a plan or ruled out; the best is first."""
         begun = self.passed
         if len(sizes) == 1:
-            yield self._offer(sizes[0], AXES)
+            looked = iter([self._offer(sizes[0], axes=AXES)])
         elif self.aim == "chips":
-            yield from self._first(self._possible(sizes))
+            looked = self._first(self._possible(sizes))
         elif self.limits.days is not None:
-            yield from self._in_time(self._possible(sizes))
+            looked = self._in_time(self._possible(sizes))
         elif self.limits.budget_usd is not None:
-            yield from self._within_budget(self._possible(sizes))
+            looked = self._within_budget(self._possible(sizes))
         else:
-            yield from self._fastest(self._possible(sizes))
+            looked = self._fastest(self._possible(sizes))
+        offers = sorted((offer for offer in looked if offer.step_s < inf), key=self.order)
+        # A slice that was ruled out comes first where no other meets the limits: its bound may be better than its plan.
+        while offers and offers[0].ruled_out:
+            planned = self._planned(offers.pop(0))
+            offers = sorted([*offers, *([planned] if planned.plan is not None else [])], key=self.order)
         self.passed = begun + len(sizes)
+        return offers
+
+    def order(self, offer: Offer) -> tuple[float, float, float, int]:
+        """Sort key: offers within the limits by the aim, then the others by their excess."""
+        excess = offer.excess(self.limits)
+        return (1.0 if excess <= 1 else excess, *offer.score(self.aim))
+
+    def first_planned(self, offers: Sequence[Offer]) -> list[Offer]:
+        """The first offer that has a plan, planned now if it was ruled out; none if no offer has one."""
+        planned = (self._planned(offer) if offer.ruled_out else offer for offer in offers)
+        return list(islice((offer for offer in planned if offer.plan is not None), 1))
 
     def _possible(self, sizes: Sequence[Slice]) -> list[Slice]:
         """Sizes that are large enough for the state, and could be in time at peak rate; ascending."""
@@ -306,73 +342,94 @@ class _Looker:
         for size in sizes:
             offer = self._offer(size)
             yield offer
-            if offer.excess <= 1:
+            if offer.excess(self.limits) <= 1:
                 return
 
     def _in_time(self, sizes: Sequence[Slice]) -> Iterator[Offer]:
         most, least, slower = inf, inf, 0
+        rival: Offer | None = None
         for size in sizes:
             if size.chips > most or slower == _IN_A_ROW:
                 return
-            offer = self._offer(size)
+            offer = self._offer(size, rival)
             yield offer
-            if offer.excess <= 1:
+            if offer.excess(self.limits) <= 1:
                 most = min(most, 2 * size.chips)
-            if offer.plan is not None:
+                rival = self._better(rival, offer)
+            if offer.step_s < inf:
+                # The bound of a slice that was ruled out is no time to beat.
                 slower = 0 if offer.token_s < least else slower + 1
-                least = min(least, offer.token_s)
+                least = least if offer.ruled_out else min(least, offer.token_s)
 
     def _within_budget(self, sizes: Sequence[Slice]) -> Iterator[Offer]:
         dear = 0
+        rival: Offer | None = None
         for size in sizes:
-            offer = self._offer(size)
+            offer = self._offer(size, rival)
             yield offer
-            if offer.plan is not None:
-                dear = dear + 1 if offer.excess > 1 else 0
+            excess = offer.excess(self.limits)
+            rival = self._better(rival, offer) if excess <= 1 else rival
+            if offer.step_s < inf:
+                dear = dear + 1 if excess > 1 else 0
             if dear == _IN_A_ROW:
                 return
 
     def _fastest(self, sizes: Sequence[Slice]) -> Iterator[Offer]:
-        least = inf
+        rival: Offer | None = None
         for size in reversed(sizes):
-            if self._least_token_s(size) >= least:
+            if rival is not None and self._least_token_s(size) >= rival.token_s:
                 return
-            offer = self._offer(size)
+            offer = self._offer(size, rival)
             yield offer
-            least = min(least, offer.token_s)
+            rival = self._better(rival, offer)
+
+    def _better(self, rival: Offer | None, offer: Offer) -> Offer | None:
+        """The better one of two offers with a plan."""
+        if offer.plan is None:
+            return rival
+        return offer if rival is None else min(rival, offer, key=self.order)
 
     def _least_token_s(self, size: Slice) -> float:
         """Seconds of a token's FLOPs at the peak of all chips."""
         flops = float(flops_per_token(self.problem.model, self.problem.workload.seq_len).total)
         return flops / size.flops_per_s(self.problem.numerics.matmul)
 
-    def _offer(self, size: Slice, axes: Sequence[str] = ()) -> Offer:
+    def _offer(self, size: Slice, rival: Offer | None = None, *, axes: Sequence[str] = ()) -> Offer:
+        """The offer of a slice; ruled out if its bounds miss a limit, or are worse than a ``rival``."""
         if self.on_progress is not None:
             self.on_progress(self.passed, self.total, size.name)
         self.passed += 1
         self.planned += 1
         problem = replace(self.problem, slice=size)
+        bounded = not axes
         # Between slices only copies and stages run.
         axes = axes or (OUTLINE_AXES if size.chips // size.num_slices >= smallest_chips(problem) else AXES)
-        nothing = Offer(slice=size, plan=None, step_s=inf, axes=axes, excess=inf)
+        return self._planned(Offer(problem=problem, axes=axes), rival, bounded=bounded)
+
+    def _planned(self, offer: Offer, rival: Offer | None = None, *, bounded: bool = False) -> Offer:
+        """An offer with its plan if it has one; ``bounded``: ruled out if its bounds leave no hope."""
+        problem, bound = offer.problem, offer
+        offer = replace(offer, step_s=inf, ruled_out=False)
         if refusal(problem) is not None:
-            return nothing
+            return offer
+
+        def worth(devices: Ints, seconds: Floats) -> bool:
+            nonlocal bound
+            bound = replace(offer, step_s=float(seconds.min()), ruled_out=True)
+            if bound.step_s == inf:
+                return True
+            return bound.excess(self.limits) <= 1 and (rival is None or self.order(bound) < self.order(rival))
+
         try:
-            searched = sweep(problem, executable=True, axes=axes, ranked=1)
+            searched = sweep(problem, executable=True, axes=offer.axes, ranked=1, worth=worth if bounded else None)
         except RooftopError:
             # A slice on which no mesh or schedule can be.
-            return nothing
+            return offer
+        if not len(searched.expected_s):
+            return bound
         if not searched.fits.any() or (plan := searched.plan(searched.best)).obstacles:
-            return nothing
-        offer = replace(nothing, plan=plan, step_s=float(searched.expected_s[searched.best]))
-        return replace(offer, excess=_excess(offer, self.limits))
-
-
-def _excess(offer: Offer, limits: Limits) -> float:
-    """The largest ratio of a figure to its limit. A price that is not known exceeds any budget."""
-    figures = ((offer.days, limits.days), (offer.cost_usd, limits.budget_usd), (offer.slice.chips, limits.chips))
-    ratios = (inf if figure is None else figure / limit for figure, limit in figures if limit is not None)
-    return max(ratios, default=0.0)
+            return offer
+        return replace(offer, plan=plan, step_s=float(searched.expected_s[searched.best]))
 
 
 def _missed(offer: Offer, limits: Limits) -> Iterator[str]:
@@ -395,15 +452,6 @@ def _limit_texts(limits: Limits) -> Iterator[str]:
         yield f"${limits.budget_usd:,.0f}"
     if limits.chips is not None:
         yield f"{limits.chips:,} chips"
-
-
-def _order(offer: Offer, aim: Aim) -> tuple[float, float, float, int]:
-    """Sort key: offers within the limits by the aim, then the others by their excess."""
-    return (1.0, *offer.score(aim)) if offer.excess <= 1 else (offer.excess, *offer.score(aim))
-
-
-def _best(offers: Sequence[Offer], aim: Aim) -> Offer:
-    return min(offers, key=lambda offer: _order(offer, aim))
 
 
 def _nearest(problem: Problem, on_progress: OnProgress | None) -> str | None:

@@ -321,22 +321,12 @@ class TrainingPlan:
     @property
     def days(self) -> float | None:
         """Days for the token budget."""
-        return self.days_at(self.expected_s)
-
-    def days_at(self, step_s: float) -> float | None:
-        """Days for the token budget in steps of ``step_s``."""
-        workload = self.problem.workload
-        return None if workload.tokens is None else workload.tokens / (workload.batch_tokens / step_s) / 86400
+        return self.problem.days_at(self.expected_s)
 
     @property
     def cost_usd(self) -> float | None:
         """List price of the chips for the token budget; None without either."""
-        return self.cost_usd_at(self.expected_s)
-
-    def cost_usd_at(self, step_s: float) -> float | None:
-        """List price of the chips for the token budget in steps of ``step_s``; None without either."""
-        price, days = self.problem.slice.price_usd_per_hour, self.days_at(step_s)
-        return None if days is None or price is None else days * 24 * price
+        return self.problem.cost_usd_at(self.expected_s)
 
     @cached_property
     def spec(self) -> TrainingSpec:

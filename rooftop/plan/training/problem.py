@@ -60,6 +60,16 @@ class Problem:
         room = HEADROOM if self.bounds == "usable" and self.slice.chip.kind == "tpu" else 0.0
         return (1 - room) * self.capacity
 
+    def days_at(self, step_s: float) -> float | None:
+        """Days for the token budget in steps of ``step_s``; None without a budget."""
+        tokens = self.workload.tokens
+        return None if tokens is None else tokens / (self.workload.batch_tokens / step_s) / 86400
+
+    def cost_usd_at(self, step_s: float) -> float | None:
+        """List price of the chips for the token budget in steps of ``step_s``; None without either."""
+        price, days = self.slice.price_usd_per_hour, self.days_at(step_s)
+        return None if days is None or price is None else days * 24 * price
+
     def memory(self, step: TrainingStep) -> Memory:
         """Bytes per device by class, by what XLA holds or by the book's arithmetic."""
         return (book_memory if self.bounds == "book" else training_memory)(step)
