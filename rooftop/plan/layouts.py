@@ -87,8 +87,6 @@ class Layouts:
     divided: npt.NDArray[np.int32]
     shapes: Ints
     shape_of: npt.NDArray[np.int32]
-    devices_along: dict[tuple[str, ...], Ints] = field(default_factory=dict, repr=False, compare=False)
-    """Devices of the layouts along named axes together, where they are known."""
 
     def __len__(self) -> int:
         return len(self.divided)
@@ -100,10 +98,8 @@ class Layouts:
 
     def along(self, *names: str) -> Ints:
         """Devices along the named axes together, [C]."""
-        if names not in self.devices_along:
-            devices: Ints = np.prod(self.shapes[:, [AXES.index(name) for name in names]], axis=-1)
-            self.devices_along[names] = devices[self.shape_of]
-        return self.devices_along[names]
+        devices: Ints = np.prod(self.shapes[:, [AXES.index(name) for name in names]], axis=-1)
+        return devices[self.shape_of]
 
     @cached_property
     def _columns(self) -> list[npt.NDArray[np.int32]]:
@@ -152,7 +148,7 @@ class Layouts:
 
     def __getitem__(self, index: Any) -> Layouts:
         """The layouts at an index."""
-        return replace(self, divided=self.divided[index], shape_of=self.shape_of[index], devices_along={})
+        return replace(self, divided=self.divided[index], shape_of=self.shape_of[index])
 
     def mesh(self, index: int) -> Mesh:
         """One layout as a Mesh; axes of size 1 are kept, so that programs can always name them."""
