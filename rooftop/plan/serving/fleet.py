@@ -40,7 +40,6 @@ from rooftop.plan.serving.search import (
     sweep_slices,
 )
 from rooftop.plan.serving.workload import ServingNumerics
-from rooftop.roofline.achievable import NO_MEASUREMENT
 from rooftop.roofline.rules import interleaved_token_s, queue_wait_s
 
 #: Largest mean load of a server: the rest is for bursts. A planning choice, not a measurement.
@@ -77,8 +76,8 @@ class Fleet:
 
     @property
     def is_bound(self) -> bool:
-        """True if nothing was measured on the chip: its times are bounds, and flatter it."""
-        return self.plan.problem.rates.fractions.sources["hbm"] == NO_MEASUREMENT
+        """True if no decoding of the kind of model was measured on the chip: its times are bounds, and flatter it."""
+        return self.plan.evidence.decode.level == "bound"
 
     def score(self, objective: Objective) -> float:
         """The figure to minimise."""

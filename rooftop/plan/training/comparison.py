@@ -35,8 +35,6 @@ from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
 from rooftop.plan.training.search import Sweep, sweep
-from rooftop.roofline.achievable import NO_MEASUREMENT
-from rooftop.roofline.rates import Rates
 
 #: The aim of a comparison among slices that meet all limits: fewest dollars, days or chips.
 Aim = Literal["cost", "time", "chips"]
@@ -101,8 +99,8 @@ class Offer:
 
     @property
     def is_bound(self) -> bool:
-        """True if nothing was measured on the chip: its times are bounds, and flatter it."""
-        return Rates.of(self.slice.chip).fractions.sources["hbm"] == NO_MEASUREMENT
+        """True if no training of the kind of model was measured on the chip: its times are bounds, and flatter it."""
+        return self.plan is not None and self.plan.evidence.level == "bound"
 
     def score(self, aim: Aim) -> tuple[float, float, int]:
         """Sort key of slices that meet all limits: the figure to minimise, then time and chips."""
