@@ -183,6 +183,12 @@ def write_ratios(ratios: Iterable[MeasuredRatio], path: Path) -> None:
         writer.writerows(ratio.cells for ratio in ratios)
 
 
+def was_measured(question: Question) -> bool:
+    """True if a published run of the kind was measured on the chip: expected times are no mere bounds then."""
+    asked = (question.phase, question.chip, question.kind)
+    return any((one.phase, one.chip, one.kind) == asked for one in measured_ratios())
+
+
 def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = None) -> Evidence:
     """The evidence for a planned time among ``ratios``: by default those of all published runs."""
     ratios = measured_ratios() if ratios is None else ratios

@@ -21,6 +21,7 @@ from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_seconds
 from rooftop.core.records import Record
 from rooftop.hardware import Slice
+from rooftop.plan.evidence import Question, was_measured
 from rooftop.plan.pricing import OnProgress
 from rooftop.plan.serving.answer import ServingAnswerDocument
 from rooftop.plan.serving.nearest import nearest_plans
@@ -77,7 +78,8 @@ class Fleet:
     @property
     def is_bound(self) -> bool:
         """True if no decoding of the kind of model was measured on the chip: its times are bounds, and flatter it."""
-        return self.plan.evidence.decode.level == "bound"
+        problem = self.plan.problem
+        return not was_measured(Question.of("decode", problem.model, problem.slice, round(problem.step_context)))
 
     def score(self, objective: Objective) -> float:
         """The figure to minimise."""
