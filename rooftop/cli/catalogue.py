@@ -40,7 +40,8 @@ def chips(*, name: str | None, as_json: bool) -> None:
 def model(*, name: str | None, seq_len: int | None, as_json: bool) -> None:
     """Parameters, FLOPs per token and KV-cache bytes of a model.
 
-    NAME is a preset (alone, the verb lists them), or the path of a Hugging Face config.json or of its directory.
+    NAME is a preset (alone, the verb lists them), llama:N or mixtral:N for a small model of about N parameters, or the
+    path of a Hugging Face config.json or of its directory.
     """
     from rooftop.library import catalogue
 

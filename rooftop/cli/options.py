@@ -196,7 +196,7 @@ class Hardware(_Type):
 
 
 class Model(_Type):
-    """A preset, llama:N, or the path of a Hugging Face config.json or of its folder: left a text."""
+    """A preset, llama:N or mixtral:N, or the path of a Hugging Face config.json or of its folder: left a text."""
 
     name = "model"
 
@@ -207,7 +207,7 @@ class Model(_Type):
     def _candidates(self, incomplete: str) -> Iterable[str]:
         from rooftop.models import presets
 
-        return (*presets(), "llama:2M")
+        return (*presets(), "llama:2M", "mixtral:5M")
 
 
 class Axes(_Type):

@@ -37,12 +37,16 @@ class Infeasible(Exception):
         super().__init__(f"{what}: {by}" + (f"; nearest that does: {nearest}" if nearest else ""))
 
 
-def unknown(field: str, given: str, known: Iterable[str]) -> RooftopError:
-    """A RooftopError for a name that is not in a list, with the close matches suggested."""
+def unknown(field: str, given: str, known: Iterable[str], *, listed_by: str | None = None) -> RooftopError:
+    """A RooftopError for a name that is not in a list, with the close matches suggested.
+
+    ``listed_by`` is the command that lists the names of a long list; next to a suggestion it stands for the list.
+    """
     names = sorted(known)
     close = difflib.get_close_matches(given.lower(), names, n=3, cutoff=0.55)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return RooftopError(field, given, f"{hint}one of {', '.join(names)}")
+    rest = f"`{listed_by}` lists all {len(names)}" if close and listed_by else f"one of {', '.join(names)}"
+    return RooftopError(field, given, hint + rest)
 
 
 def one_of(field: str, given: str, known: Iterable[Name]) -> Name:

@@ -190,7 +190,7 @@ def chip(name: str) -> Chip:
     try:
         return names[name.strip().lower()]
     except KeyError:
-        raise unknown("chip", name, names) from None
+        raise unknown("chip", name, names, listed_by="rooftop chips") from None
 
 
 def _whole(entry: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.config import ModelConfig, StoredFormat
 from rooftop.models.families import Keys, read_family
+from rooftop.models.sizing import SMALL_FAMILIES, is_small, small_model
 from rooftop.models.stored import read_stored
 
 _PRESETS = resources.files("rooftop.models") / "presets"
@@ -64,16 +65,23 @@ def preset_source(name: str) -> str | None:
 
 
 def load_model(name_or_path: str) -> ModelConfig:
-    """A model by the name or alias of a preset, or by the path of a config.json or of a directory that holds one.
+    """A model by the name or alias of a preset, by FAMILY:N for a small one, or by the path of a config.json.
+
+    The path may be that of a directory that holds one.
 
     Case does not matter in names. Raises RooftopError, with close matches, on what is neither.
     """
     preset = _preset_name(name_or_path)
     if preset is not None:
         return from_huggingface(_preset(preset), preset)
+    if is_small(name_or_path):
+        return small_model(name_or_path)
     if name_or_path.endswith(".json") or os.path.exists(name_or_path):
         return from_huggingface(name_or_path)
-    raise RooftopError("model", name_or_path, f"{unknown('', name_or_path, presets()).accepted}; or a config.json")
+    small = ", ".join(f"{family}:N" for family in SMALL_FAMILIES)
+    named = unknown("model", name_or_path, presets(), listed_by="rooftop model")
+    accepted = f"{named.accepted}; {small} with N parameters; or a config.json"
+    raise RooftopError("model", name_or_path, accepted)
 
 
 def _preset_name(name: str) -> str | None:

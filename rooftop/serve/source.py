@@ -13,9 +13,8 @@ import numpy as np
 from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import cache_folder, read_json_object
-from rooftop.core.quantities import parse_count
 from rooftop.models import ModelConfig, from_huggingface
-from rooftop.models.sizing import PREFIX, small_llama
+from rooftop.models.sizing import SMALL_SEQ_LEN, is_small, small_model
 from rooftop.plan.serving.plan import ServingPlan
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from rooftop.programs.parameters import Parameter
 
 _CHECKPOINT = "the folder of a checkpoint (config.json, safetensors, tokenizer.json), a plan.json, or llama:2M to try"
-_VOCAB, _LONGEST, _SEED = 512, 2048, 0
+_VOCAB, _SEED = 512, 0
 #: Text that the tokenizer of a random model is trained on: words of this tool.
 _TEXT = (
     "a slice of chips, a mesh of axes: data, fsdp, tensor, context, expert; the weights, the cache and the tokens of a "
@@ -49,7 +48,7 @@ class ServeSource:
 
 def is_example(checkpoint: Path) -> bool:
     """True if ``checkpoint`` is llama:N, the size of a random model."""
-    return str(checkpoint).startswith(PREFIX)
+    return is_small(str(checkpoint))
 
 
 def read_source(checkpoint: Path, weights_of: Path | None) -> ServeSource:
@@ -72,7 +71,7 @@ def read_source(checkpoint: Path, weights_of: Path | None) -> ServeSource:
 
 def example_model(checkpoint: Path, vocab: int = _VOCAB) -> ModelConfig:
     """The model that llama:N names. Raises RooftopError for a size that no such model has."""
-    return small_llama(parse_count(str(checkpoint).removeprefix(PREFIX), "checkpoint"), vocab, _LONGEST)
+    return small_model(str(checkpoint), vocab, SMALL_SEQ_LEN)
 
 
 def make_example(checkpoint: Path) -> Path:

@@ -19,10 +19,9 @@ from rooftop.arrays.rules import BATCH_AXES, GATHER_AXES, SEQUENCE_AXES, STAGE_A
 from rooftop.capabilities import MATMUL_DTYPES, TrainingSpec
 from rooftop.compiler.devices import Local, local_devices, mesh_of, write_axes
 from rooftop.core.errors import RooftopError
-from rooftop.core.quantities import parse_count
 from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig, load_model
-from rooftop.models.sizing import PREFIX, small_llama
+from rooftop.models.sizing import SMALL_VOCAB, is_small, small_model
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.programs.attention.scores import BLOCK
 from rooftop.programs.model.layer import Computation
@@ -180,9 +179,8 @@ def _model(request: TrainRequest) -> ModelConfig:
     if isinstance(source, ModelConfig):
         return source
     name = str(source)
-    if name.startswith(PREFIX):
-        count = parse_count(name.removeprefix(PREFIX), "model")
-        return small_llama(count, request.vocab or 4096, max(request.seq_len or _SEQ_LEN, _SEQ_LEN))
+    if is_small(name):
+        return small_model(name, request.vocab or SMALL_VOCAB, max(request.seq_len or _SEQ_LEN, _SEQ_LEN))
     model = load_model(name)
     if request.vocab is not None and request.init is None and request.tokenizer is None:
         model = replace(model, vocab=request.vocab)

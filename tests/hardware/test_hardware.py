@@ -149,8 +149,15 @@ def test_nvlink_domains():
 
 
 def test_unknown_chip_suggests_near_names():
-    with pytest.raises(RooftopError, match=r"^chip: got 'trilium'; accepted: did you mean trillium\? one of a100, "):
+    with pytest.raises(
+        RooftopError, match=r"^chip: got 'trilium'; accepted: did you mean trillium\? `rooftop chips` lists"
+    ):
         chip("trilium")
+
+
+def test_unknown_chip_without_a_near_name_lists_all():
+    with pytest.raises(RooftopError, match=r"^chip: got 'zzzzzz'; accepted: one of a100, .*, v6e"):
+        chip("zzzzzz")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from rooftop.explain.compiled.training import request
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params, from_huggingface, load_model
 from rooftop.models.activations import parse_policy
-from rooftop.models.sizing import small_llama
+from rooftop.models.sizing import SMALL_FAMILIES, small_model
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.strategies import Choice
@@ -95,15 +95,22 @@ def test_a_scheduled_optimizer_is_optax_with_that_schedule() -> None:
 
 @pytest.mark.parametrize("parameters", [500_000, 2_000_000, 4_000_000, 30_000_000, 500_000_000])
 def test_a_small_llama_has_about_that_many_parameters(parameters: int) -> None:
-    model = small_llama(parameters, vocab=1024, max_seq_len=512)
+    model = small_model(f"llama:{parameters}", vocab=1024, max_seq_len=512)
     assert count_params(model).total == pytest.approx(parameters, rel=0.3)
     assert model.kv_heads % 2 == 0
 
 
-def test_a_small_llama_has_a_smallest_and_a_largest() -> None:
-    for parameters in (1000, 10**10):
-        with pytest.raises(RooftopError, match="llama:N with N from"):
-            small_llama(parameters, vocab=1024, max_seq_len=512)
+def test_a_small_mixtral_has_eight_experts_and_about_that_many_parameters() -> None:
+    model = small_model("mixtral:5M")
+    assert model.moe is not None and (model.moe.experts, model.moe.active) == (8, 2)
+    assert count_params(model).total == pytest.approx(5e6, rel=0.3)
+
+
+@pytest.mark.parametrize("family", SMALL_FAMILIES)
+def test_a_small_model_has_a_smallest_and_a_largest_size(family: str) -> None:
+    for size in ("1000", "10G"):
+        with pytest.raises(RooftopError, match=f"{family}:N with N from"):
+            small_model(f"{family}:{size}", vocab=1024, max_seq_len=512)
 
 
 # Plans on other devices.
@@ -364,7 +371,7 @@ def test_a_signal_in_a_callback_of_the_garbage_collector_is_not_lost() -> None:
 def test_a_run_is_compiled_with_the_options_of_its_plan(name: str, axes: dict[str, int], options: int) -> None:
     slice_ = Slice.parse(name)
     workload = Workload(batch_tokens=8 * 512, seq_len=512)
-    problem = Problem(model=small_llama(10**7, vocab=512, max_seq_len=512), slice=slice_, workload=workload)
+    problem = Problem(model=small_model("llama:10M", vocab=512, max_seq_len=512), slice=slice_, workload=workload)
     plan = TrainingPlan(
         problem=problem, mesh=Mesh.lay(slice_, axes), choice=Choice(remat="block", policy=parse_policy("block"))
     )
