@@ -54,6 +54,29 @@ class Einsum:
         return tuple(dict.fromkeys((*self.left.dims, *self.right.dims)))
 
 
+def natural_output(left: ShardedArray, right: ShardedArray) -> ShardedArray:
+    """The product of two arrays that name no output: what comes out if nothing else is asked for. Source: chapter 3.
+
+    Dims of both are summed over. The other dims keep their mesh axes; an axis that splits one of each operand stays
+    with the left one. An axis that splits a contracted dim of both leaves the product unreduced over it. Raises
+    RooftopError if no dim is left.
+    """
+    dims = [dim for dim in (*left.dims, *right.dims) if (dim in left.dims) != (dim in right.dims)]
+    if not dims:
+        raise RooftopError("expression", f"{left} @ {right}", "an output, '-> C': no dim of the operands is left")
+    split = dict(zip(left.dims, left.axes, strict=True))
+    both = zip(right.dims, right.axes, strict=True)
+    partial = [axis for dim, axes in both for axis in axes if axis in split.get(dim, ())]
+    unreduced = tuple(dict.fromkeys((*left.unreduced, *right.unreduced, *partial)))
+    used = set(unreduced)
+    axes: list[tuple[str, ...]] = []
+    for dim, ways in zip((*left.dims, *right.dims), (*left.axes, *right.axes), strict=True):
+        if dim in dims:
+            axes.append(tuple(axis for axis in ways if axis not in used))
+            used.update(ways)
+    return ShardedArray(dtype=left.dtype, dims=tuple(dims), axes=tuple(axes), unreduced=unreduced)
+
+
 @dataclass(frozen=True)
 class Case(Record):
     """One of the four cases of the book that an einsum falls under, on the mesh axes that make it so."""

@@ -1,6 +1,7 @@
 """Expressions over sharded arrays, as people write them.
 
-``A @ B -> C`` is an einsum, ``A -> B`` a resharding, ``AllGather_X(A)`` one collective, ``A`` an array.
+``A @ B -> C`` is an einsum, ``A @ B`` one whose output follows from its operands, ``A -> B`` a resharding,
+``AllGather_X(A)`` one collective, ``A`` an array.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ import re
 from dataclasses import dataclass
 
 from rooftop.algebra import steps
-from rooftop.algebra.einsums import Einsum
+from rooftop.algebra.einsums import Einsum, natural_output
 from rooftop.algebra.steps import Step
 from rooftop.arrays import ShardedArray
 from rooftop.core.errors import RooftopError, unknown
 
 _FORMS = (
-    "'A @ B -> C', 'A -> B', 'AllGather_X(A)' or 'A', where an array is written as bf16[B_X, D_YZ]{U_W}; "
+    "'A @ B -> C', 'A @ B', 'A -> B', 'AllGather_X(A)' or 'A', where an array is written as bf16[B_X, D_YZ]{U_W}; "
     "such as 'bf16[B_X, D_Y] @ bf16[D_Y, F] -> bf16[B_X, F]'"
 )
 _ARROW = re.compile(r"->|→|\\(?:right|long|longright)?arrow(?![a-z])|\\to(?![a-z])")
 #: Between two factors: @, *, a dot, with the contracted dim as the book notes it. Not the @ of a place.
-_TIMES = re.compile(r"(?<=[\]})])\s*(?:@(?!\s*(?:host\b|\())|(?:\*|·|⋅|\\cdot(?![a-z]))(?:_\{\w+\}|_\w+)?)\s*")
+_TIMES = re.compile(
+    r"(?:(?<=[\]})])|(?<=@host))\s*(?:@(?!\s*(?:host\b|\())|(?:\*|·|⋅|\\cdot(?![a-z]))(?:_\{\w+\}|_\w+)?)\s*"
+)
 _CALL = re.compile(
     r"((?:all|reduce)[a-z]*)_(?:\{([^{}]*)\}|(\w+?))\s*(?:\((.*)\)|(\w+\s*\[.*))", re.DOTALL | re.IGNORECASE
 )
@@ -59,8 +62,8 @@ def parse(text: str, dtype: str | None = None) -> Einsum | Reshard | Step | Shar
     factors = _TIMES.split(sides[0])
     arrays = [_array(factor, dtype) for factor in factors]
     target = _array(sides[1], dtype) if len(sides) == 2 else None
-    if len(arrays) == 2 and target is not None:
-        return Einsum(left=arrays[0], right=arrays[1], output=target)
+    if len(arrays) == 2:
+        return Einsum(left=arrays[0], right=arrays[1], output=target or natural_output(*arrays))
     if len(arrays) == 1:
         return arrays[0] if target is None else _reshard(arrays[0], target)
     raise RooftopError("expression", text, _FORMS)

@@ -78,7 +78,9 @@ class Paths:
 
     def __post_init__(self) -> None:
         if self.origin.at:
-            raise RooftopError("array", str(self.origin), "an array in the HBM of the mesh")
+            raise RooftopError(
+                "array", str(self.origin), "an array in the HBM of the mesh; price the copy by itself, as 'A@host -> A'"
+            )
         self.prices.bytes(self.origin)
         for axis in self.origin.unreduced:
             if axis not in self._mesh:

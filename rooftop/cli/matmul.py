@@ -73,8 +73,9 @@ def command(
 ) -> int:
     """Price the multiplying, resharding, gathering or summing of sharded arrays, and rank the ways to do it.
 
-    EXPRESSION is 'A @ B -> C', 'A -> B', a collective such as 'AllGather_X(A)', or 'A' alone. An array is written
-    bf16[B_X, D_YZ]{U_W}: B split over X, D over Y then Z, unreduced over W; @host and @(0,0) say where it lies.
+    EXPRESSION is 'A @ B -> C', 'A @ B' (the output follows), 'A -> B', a collective such as 'AllGather_X(A)', or 'A'
+    alone. An array is written bf16[B_X, D_YZ]{U_W}: B split over X, D over Y then Z, unreduced over W; @host and
+    @(0,0) say where it lies.
     """
     from rooftop.library.arrays import matmul
 

@@ -97,7 +97,7 @@ def matmul(
     """Price an einsum, a resharding or one collective of sharded arrays, and rank the strategies.
 
     Args:
-        expression: 'A @ B -> C', 'A -> B', 'AllGather_X(A)' or 'A'; an array is 'bf16[B_X, D_YZ]{U_W}'.
+        expression: 'A @ B -> C', 'A @ B', 'A -> B', 'AllGather_X(A)' or 'A'; an array is 'bf16[B_X, D_YZ]{U_W}'.
         mesh: Mesh axes and their sizes, 'X=4,Y=4', or a Mesh with its layout.
         dims: Sizes of the dims, 'B=8192,F=32Ki'.
         on: The slice; without one there are shapes and bytes, no times.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
+from rooftop.checkpoints.tokenizer import train_bpe
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import cache_folder, read_json_object
 from rooftop.models import ModelConfig, from_huggingface
@@ -29,12 +29,6 @@ _TEXT = (
     "a slice of chips, a mesh of axes: data, fsdp, tensor, context, expert; the weights, the cache and the tokens of a "
     "model; bytes and FLOPs; prefill and generate; {\"name\": \"plan\", \"arguments\": {\"on\": \"v5e:4x4\"}}\n"
 ) * 8  # fmt: skip
-#: Turns as lines, and calls of tools as Hermes and Qwen write them.
-_CHAT = (
-    "{% if tools %}Call a tool as <tool_call>{JSON of its name and arguments}</tool_call>: {{ tools | tojson }}\n"
-    "{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +95,7 @@ def make_example(checkpoint: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=home) as scratch:
         new = Path(scratch) / folder.name
         save_weights(new, model, jax.tree.map(draw, describe(model)))
-        tokenizer: Tokenizer = replace(trained, settings={**trained.settings, "chat_template": _CHAT})
-        tokenizer.save(new)
+        trained.save(new)
         try:
             new.rename(folder)
         except OSError:

@@ -314,11 +314,29 @@ def test_every_strategy_starts_and_ends_as_asked(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
+    ("product", "output"),
+    [
+        ("A[I_X, J] * B[J, K_Y]", "bf16[I_X, K_Y]"),
+        ("A[I, J_X] · B[J, K]", "bf16[I, K]"),
+        ("A[I_Y, J_X] * B[J_X, K]", "bf16[I_Y, K]{U_X}"),
+        ("A[I_X, J] * B[J, K_X]", "bf16[I_X, K]"),
+        ("A[I, J]{U_X} * B[J, K_X]", "bf16[I, K]{U_X}"),
+    ],
+)
+def test_an_output_that_is_left_out_is_the_one_of_the_book(product: str, output: str) -> None:
+    """Cases 1 to 4 of chapter 3, and a factor that is unreduced."""
+    einsum = parse(product, "bf16")
+    assert isinstance(einsum, Einsum)
+    assert str(einsum.output) == output
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("A[I, J] * B[J, K] -> C[I, L]", "dim L"),
         ("A[I, J] * B[K, L] -> C[I, L]", "dim J"),
-        ("A[I, J] * B[J, K]", "expression"),
+        ("A[I] * B[I]", "expression"),
+        ("A[I, J] * B[J, K] * C[K]", "expression"),
         ("A[I_X, J_X] * B[J, K] -> C[I, K]", "X is used 2 times"),
         ("bf15[I, J]", "bf16"),
     ],
