@@ -19,6 +19,7 @@ _FUNCTIONS = {
     "chips": "catalogue",
     "model": "catalogue",
     "models": "catalogue",
+    "support": "support",
     "matmul": "arrays",
     "plan_training": "planning",
     "plan_serving": "serving",

@@ -1,10 +1,10 @@
-"""``rooftop chips`` and ``rooftop model``: the catalogues of hardware and of models, whole or one entry."""
+"""``rooftop chips``, ``rooftop model`` and ``rooftop support``: the catalogues, and a model on a chip."""
 
 from __future__ import annotations
 
 import click
 
-from rooftop.cli.options import HARDWARE_NAME, MODEL, VerbCommand, json_option, seq_option
+from rooftop.cli.options import HARDWARE_NAME, MODEL, VerbCommand, json_option, on_option, seq_option
 from rooftop.cli.output import emit_json, show_document
 
 
@@ -46,4 +46,24 @@ def model(*, name: str | None, seq_len: int | None, as_json: bool) -> None:
     from rooftop.library import catalogue
 
     result = catalogue.models() if name is None else catalogue.model(name, seq=seq_len)
+    emit_json(result.to_json()) if as_json else show_document(result.document)
+
+
+@click.command(
+    "support",
+    cls=VerbCommand,
+    examples=("rooftop support llama3-70b --on v5p", "rooftop support deepseek-v3 --on h100 --json"),
+)
+@click.argument("name", metavar="MODEL", type=MODEL)
+@on_option(required=True, help="A chip, such as v5p or h100.")
+@json_option
+def support(*, name: str, on: str, as_json: bool) -> None:
+    """Say what rooftop does with a model on a chip, and with which evidence: before you trust a figure.
+
+    Lists the verbs that work, or why one does not; the published runs next to which its times stand; and the source of
+    every rate of the chip: measured, counted in compiled programs, borrowed from another chip, or a bound.
+    """
+    from rooftop.library.support import support
+
+    result = support(name, on=on)
     emit_json(result.to_json()) if as_json else show_document(result.document)

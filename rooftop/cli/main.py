@@ -20,6 +20,7 @@ from rooftop.core.errors import Infeasible, RooftopError
 VERBS: dict[str, tuple[str, str]] = {
     "chips": ("rooftop.cli.catalogue:chips", "The hardware catalogue, every figure with its source."),
     "model": ("rooftop.cli.catalogue:model", "Parameters, FLOPs and KV bytes of a model."),
+    "support": ("rooftop.cli.catalogue:support", "A model on a chip: what works, and with which evidence."),
     "matmul": ("rooftop.cli.matmul", "Sharded arrays: the cost of multiplying and moving them."),
     "plan": ("rooftop.cli.plan", "Plan training or serving: sharding, memory, time, cost, and why."),
     "simulate": ("rooftop.cli.simulate", "Requests against a serving plan: the latencies that users feel."),

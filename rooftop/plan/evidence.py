@@ -21,7 +21,7 @@ from statistics import NormalDist, fmean
 from typing import Literal, cast
 
 from rooftop.core.records import Record, derived, field_values
-from rooftop.hardware import Slice
+from rooftop.hardware import Chip, Slice
 from rooftop.models import ModelConfig
 
 Kind = Literal["dense", "experts"]
@@ -79,14 +79,13 @@ class Question:
     @classmethod
     def of(cls, phase: Phase, model: ModelConfig, where: Slice, seq_len: int) -> Question:
         """The question that a plan of ``model`` on a slice answers."""
-        return cls(
-            phase=phase,
-            chip=where.chip.name,
-            family=where.chip.kind,
-            kind="dense" if model.moe is None else "experts",
-            seq_len=seq_len,
-            over_dcn=where.over_dcn,
-        )
+        return cls.about(phase, model, where.chip, seq_len, over_dcn=where.over_dcn)
+
+    @classmethod
+    def about(cls, phase: Phase, model: ModelConfig, chip: Chip, seq_len: int, *, over_dcn: bool = False) -> Question:
+        """The question about ``model`` on a chip, over DCN or not."""
+        kind: Kind = "dense" if model.moe is None else "experts"
+        return cls(phase=phase, chip=chip.name, family=chip.kind, kind=kind, seq_len=seq_len, over_dcn=over_dcn)
 
     def __str__(self) -> str:
         models = "mixtures of experts" if self.kind == "experts" else "dense models"

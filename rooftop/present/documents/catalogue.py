@@ -182,6 +182,32 @@ def model(config: ModelConfig, figures: Mapping[str, Any]) -> Document:
     )
 
 
+def support(data: Mapping[str, Any]) -> Document:
+    """A model on a chip: verbs, evidence, and the source of each rate."""
+    verbs = [(entry["verb"], entry["answer"], entry["note"]) for entry in data["verbs"]]
+    evidence = [(phase, one["level"], one["text"]) for phase, one in data["evidence"].items()]
+    rates = list(data["rates"].items())
+    tables = (("", "verb", "", verbs), ("Evidence for its times", "phase", "times are", evidence))
+    wide = tuple(
+        Table(
+            title=title,
+            columns=(*columns(first, second, text=2), TableColumn("", "text", wrap=True)),
+            rows=tuple(rows),
+        )
+        for title, first, second, rows in tables
+    )
+    sources = Table(
+        title="Rates of the chip, and what each rests on",
+        columns=(TableColumn("rate", "text"), TableColumn("source", "text", wrap=True)),
+        rows=tuple(rates),
+    )
+    return Document(
+        title=f"{data['model']} on {data['chip']}",
+        verdict=ShownVerdict(subject=f"{data['model']} on {data['chip']}"),
+        charts=(*wide, sources),
+    )
+
+
 def _too_long(config: ModelConfig, seq_len: int) -> str:
     """A warning if sequences are longer than those for which the model was made."""
     return f"; sequences of {seq_len:,}, made for {config.max_seq_len:,}" if seq_len > config.max_seq_len else ""
