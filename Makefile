@@ -18,7 +18,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 # Tests start hundreds of processes: each would compile rooftop's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-durations test-all test-gpu test-newest lint bench docs lock clean
+.PHONY: help demo test test-durations test-all test-gpu test-newest lint bench docs site lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo 'make lint            ruff, mypy, import-linter'
 	@echo 'make bench           how long a plan, and an hour of serving simulated, take on this machine'
 	@echo 'make docs            run the transcripts in the documentation again, and write its reference pages'
+	@echo 'make site            the documentation as a site with search, in build/site; it needs no network'
 	@echo 'make lock            write the lock files again, pins kept (LOCK_FLAGS=--upgrade: newest releases)'
 	@echo 'make clean           remove what the other targets made'
 
@@ -85,21 +86,31 @@ bench: $(VENV)/demo.installed
 docs: $(VENV)/demo.installed
 	$(BIN)/python docs/transcripts.py
 	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/picture.py
+	$(BIN)/python docs/notebooks.py
+
+# In an environment of its own, which has no rooftop: pages are text.
+site:
+	@$(MAKE) --no-print-directory VENV=.venv-site .venv-site/bin/python
+	.venv-site/bin/python -m pip --disable-pip-version-check --quiet install --require-hashes -r requirements/site.txt
+	.venv-site/bin/mkdocs build --strict --quiet
+	@echo 'build/site/index.html'
 
 # One lock file serves every Python from 3.11 on: where releases differ, each pin says for which Python it is. Nothing
 # in it names a package index: pip asks the one that it is configured for, and the hashes decide.
-COMPILE := $(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
     --no-header --no-emit-index-url --no-emit-find-links --annotation-style line $(LOCK_FLAGS)
 
 lock: $(VENV)/dev.installed
-	$(COMPILE) --group dev --extra jax --extra compile --extra train --extra serve --extra parquet --extra tensorboard --extra embed --extra ui --output-file requirements/dev.txt
-	$(COMPILE) --group build --extra compile --constraints requirements/dev.txt --output-file requirements/demo.txt
-	$(COMPILE) --group build --group dev --extra gpu-compile --constraints requirements/dev.txt \
+	$(COMPILE) pyproject.toml --group dev --extra jax --extra compile --extra train --extra serve --extra parquet --extra tensorboard --extra embed --extra ui --output-file requirements/dev.txt
+	$(COMPILE) pyproject.toml --group build --extra compile --constraints requirements/dev.txt --output-file requirements/demo.txt
+	$(COMPILE) pyproject.toml --group build --group dev --extra gpu-compile --constraints requirements/dev.txt \
 	    --no-emit-package nvidia-cublas-cu12 --no-emit-package nvidia-cuda-nvrtc-cu12 --output-file requirements/gpu.txt
+	$(COMPILE) --group site --output-file requirements/site.txt
 	@! grep -n '://' requirements/*.txt
 
 clean:
-	rm -rf .venv .venv-gpu .venv-newest .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .venv-gpu .venv-newest .venv-site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find rooftop tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

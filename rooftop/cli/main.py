@@ -90,8 +90,13 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point: every failure that a user can cause is one line on stderr and its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    elif words == ["version"]:
+        words = ["--version"]
     try:
-        status = cli.main(args=argv if argv is None else list(argv), prog_name="rooftop", standalone_mode=False)
+        status = cli.main(args=words, prog_name="rooftop", standalone_mode=False)
     except (RooftopError, Infeasible) as error:
         _fail(str(error), error.exit_status)
     except click.exceptions.NoArgsIsHelpError as error:

@@ -51,6 +51,14 @@ def test_each_verb_is_a_command_with_help(rooftop, verb):
     assert answer.out.startswith(f"Usage: rooftop {verb} ")
 
 
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [(["help"], ["--help"]), (["help", "plan", "train"], ["plan", "train", "--help"]), (["version"], ["--version"])],
+)
+def test_help_and_version_are_words_too(rooftop, words, same):
+    assert rooftop(*words) == rooftop(*same)
+
+
 def test_unknown_verb_is_one_line_with_the_close_match(rooftop):
     answer = rooftop("plam")
     assert (answer.status, answer.out) == (2, "")

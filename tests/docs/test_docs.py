@@ -12,13 +12,14 @@ from types import ModuleType
 
 import pytest
 
+from rooftop import __version__
 from rooftop.cli.main import VERBS, main
 
 ROOT = Path(__file__).parents[2]
 
 
-def _transcripts() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("transcripts", ROOT / "docs" / "transcripts.py")
+def _module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -26,7 +27,7 @@ def _transcripts() -> ModuleType:
     return module
 
 
-TRANSCRIPTS = _transcripts()
+TRANSCRIPTS = _module("transcripts")
 CASES = [(page.name, *case) for page in TRANSCRIPTS.pages() for case in TRANSCRIPTS.commands(page)]
 
 
@@ -54,12 +55,21 @@ def test_transcripts_print_what_they_say(
 def test_every_verb_has_a_page_with_a_transcript(verb: str) -> None:
     page = ROOT / "docs" / f"{verb}.md"
     assert any(command.startswith(f"rooftop {verb}") for command, _ in TRANSCRIPTS.commands(page))
-    assert any(command.startswith(f"rooftop {verb}") for command, _ in TRANSCRIPTS.commands(ROOT / "README.md")), (
-        "and a short one in the README"
-    )
+    assert f"({verb}.md)" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+def test_the_picture_is_that_of_the_transcript() -> None:
+    drawing = _module("picture")
+    page = (ROOT / "docs" / "compile.md").read_text(encoding="utf-8")
+    assert drawing.draw(page) == drawing.PICTURE.read_text(encoding="utf-8")
+    assert len(drawing.rows(page)) > 15
 
 
 @pytest.mark.parametrize("page", TRANSCRIPTS.pages(), ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
     assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
+
+
+def test_the_version_stands_in_the_citation() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
