@@ -34,7 +34,7 @@ from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.phase import Phase, ServingPhase, cached_bytes
 from rooftop.plan.serving.placement import Placed, Placement
 from rooftop.plan.serving.pricing import price_serving, serving_s, slowest_stage_s
-from rooftop.plan.serving.rows import generate_work, prefill_work
+from rooftop.plan.serving.rows import generate_work, mixed_work, prefill_work
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.plan.shapes import require_planned
 from rooftop.roofline.rates import Rates
@@ -185,14 +185,35 @@ class ServingProblem:
         return price_serving(work, placement, self.rates, self.assumptions, phase.pipeline)
 
     def generate_s(
-        self, placement: Placed, batch: Number, *, model: ModelConfig | None = None, guesses: int = 0
+        self,
+        placement: Placed,
+        batch: Number,
+        context: Number | None = None,
+        *,
+        model: ModelConfig | None = None,
+        guesses: int = 0,
     ) -> Number:
         """Expected seconds of such a step, without its rows."""
         if self.book:
-            return self.generate(placement, batch).expected_s
+            return self.generate(placement, batch, context).expected_s
         phase = replace(self.phase("generate", placement, batch, model), guesses=guesses)
-        work = generate_work(phase, self.step_context)
+        work = generate_work(phase, self.step_context if context is None else context)
         return serving_s(work, placement, self.rates, self.assumptions, phase.pipeline)
+
+    def mixed_s(self, placement: Placement, prompt: Number, batch: Number, context: Number) -> Number:
+        """Expected seconds of steps that prefill ``prompt`` tokens of one sequence and generate a token for ``batch``.
+
+        The others hold ``context`` tokens of KV each; all may be arrays over steps. One pass over the weights is for
+        all tokens.
+        """
+        shared = self.shared_prefill(placement)
+        prefilling, generating = self.phase("prefill", shared, prompt + batch), self.phase("generate", placement, batch)
+        return serving_s(mixed_work(prefilling, generating, context), shared, self.rates, self.assumptions)
+
+    def prompts_s(self, placement: Placed, prompt: Number, count: int) -> Number:
+        """Expected seconds of one prefill of ``count`` prompts of ``prompt`` tokens, which may be an array."""
+        work = prefill_work(self.phase("prefill", placement, prompt * count), 0.0, count)
+        return serving_s(work, placement, self.rates, self.assumptions)
 
     def prefill(
         self, placement: Placed, tokens: float, before: float = 0.0, *, model: ModelConfig | None = None
@@ -276,6 +297,18 @@ class ServingProblem:
             kv = kv + small.resident_kv_bytes(batch, tokens)
         plain = kv / (1 + self.numerics.kv_scale_bytes(self.model) / self.numerics.kv_bytes)
         return ServingMemory(weights=weights, scales=scales + kv - plain, kv=plain, activations=activations)
+
+    def room_tokens(self, placement: Placement, *, generating: bool, share: float = 1.0) -> int:
+        """Tokens whose KV fits a server, next to its weights and working memory in a ``share`` of its HBM."""
+        many = 2.0**20
+        both = {"prefilling": self.mode == "interleaved" or not generating, "generating": generating}
+        empty, full = (self.memory(placement, batch, **both) for batch in (0.0, many))
+        # Activations are those of the batch that fits, which is small next to its cache: one sequence's are taken.
+        working = float(self.memory(placement, 1.0, **both).activations)
+        tokens = self.held_tokens if generating else self.workload.prompt
+        per_token = (full.total - full.activations - empty.total + empty.activations) / many / tokens
+        left = share * self.capacity - float(empty.total - empty.activations) - working
+        return max(0, int(left / float(per_token)))
 
     def spec(self, generate: Placement, prefill: Placement | None = None) -> ServingSpec:
         """The engine of these placements; without ``prefill`` one that prefills where it generates."""

@@ -73,14 +73,14 @@ class PlannedTimes:
     @cached_property
     def kv_tokens(self) -> int:
         """Tokens whose KV fits a generate server, all sequences together."""
-        return self._room(self._generate, generating=True)
+        return self._problem.room_tokens(self._generate, generating=True)
 
     @cached_property
     def prefill_kv_tokens(self) -> int:
         """Tokens whose KV fits a prefill server."""
         if self._problem.mode == "interleaved":
             return self.kv_tokens
-        return self._room(self._prefill_times.placement, generating=False)
+        return self._problem.room_tokens(self._prefill_times.placement, generating=False)
 
     @property
     def kv_groups(self) -> int:
@@ -152,17 +152,6 @@ class PlannedTimes:
         tokens = problem.held_tokens
         phase = problem.phase("generate", self._generate, 1.0)
         return float(phase.cached_bytes(tokens, stored=True)) / tokens
-
-    def _room(self, placement: Placement, *, generating: bool) -> int:
-        problem, many = self._problem, 2.0**20
-        both = {"prefilling": problem.mode == "interleaved" or not generating, "generating": generating}
-        empty, full = (problem.memory(placement, batch, **both) for batch in (0.0, many))
-        # Activations are those of the batch that fits, which is small next to its cache: one sequence's are taken.
-        working = float(problem.memory(placement, 1.0, **both).activations)
-        tokens = problem.held_tokens if generating else problem.workload.prompt
-        per_token = (full.total - full.activations - empty.total + empty.activations) / many / tokens
-        left = problem.capacity - float(empty.total - empty.activations) - working
-        return max(0, int(left / float(per_token)))
 
 
 class _PrefillTimes:

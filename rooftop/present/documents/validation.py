@@ -1,4 +1,4 @@
-"""The document of ``rooftop validate``: predicted next to published times, of training and of serving."""
+"""The document of ``rooftop validate``: predicted next to published times of training, serving and engines."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ _SERVING = {
 }
 
 
+_ENGINE_LEVELS = {"bound": "bound", "expected": f"expec{HYPHEN}ted", "null": "null"}
+
+
 def validation(data: Mapping[str, Any], *, worst: int = 10) -> Document:
     """Errors of predictions by group, the ``worst`` runs, and what is missing."""
     return Document(
@@ -28,6 +31,7 @@ def validation(data: Mapping[str, Any], *, worst: int = 10) -> Document:
         charts=(
             *(_training(data, worst) if data["rows"] else ()),
             *(_serving(data["serving"], worst) if data["serving"]["rows"] else ()),
+            *(_engines(data["engines"]) if data["engines"]["rows"] or data["engines"]["unusable"] else ()),
         ),
     )
 
@@ -220,3 +224,37 @@ def _decode(data: Mapping[str, Any]) -> Table:
         ),
         rows=tuple(rows),
     )
+
+
+# ---- engines under load ---------------------------------------------------------------------------------------------
+
+
+def _engines(data: Mapping[str, Any]) -> Iterator[Chart]:
+    """Errors of mean TPOT and TTFT by engine, chip and model, what beats its bound, and rows that are not used."""
+    rows = [
+        (
+            group["name"],
+            str(group["runs"]),
+            *(_mean(group["errors"][metric][level]) for metric in ("tpot", "ttft") for level in _ENGINE_LEVELS),
+        )
+        for group in data["groups"]
+    ]
+    yield Table(
+        title="Predicted against published benchmarks of engines under load",
+        section="Engines",
+        columns=(
+            TableColumn("runs of", "text", wrap=True),
+            TableColumn("runs"),
+            *(TableColumn(f"{metric} {name}") for metric in ("TPOT", "TTFT") for name in _ENGINE_LEVELS.values()),
+        ),
+        rows=tuple(rows),
+    )
+    lines = ["Errors of mean TPOT and TTFT in %, mean absolute. Clients wait for each answer: a closed loop."]
+    lines += [
+        f"measured below the bound of its {', '.join(run['beats_bound']).upper()}, so an input is wrong: {run['id']}"
+        for run in data["rows"]
+        if run["beats_bound"]
+    ]
+    unusable = Counter(entry["why"] for entry in data["unusable"])
+    lines += [f"not used: {count} with {why}" if count > 1 else f"not used: {why}" for why, count in unusable.items()]
+    yield prose("\n".join(lines))
