@@ -15,6 +15,7 @@ from rooftop.core.quantities import DTYPE_BYTES
 from rooftop.hardware import Slice
 from rooftop.hardware import chip as find_chip
 from rooftop.models import ModelConfig, load_model
+from rooftop.plan.serving.engines.kernels import ENGINES
 from rooftop.plan.serving.workload import ServingNumerics
 from rooftop.validation.readings import Gap
 from rooftop.validation.serving_runs import serving_readings
@@ -43,7 +44,8 @@ class EngineRun:
     """One published benchmark: ``clients`` with requests of ``prompt`` tokens, answered with ``generate``.
 
     ``prefill`` None: the servers that generate also prefill. ``requests`` of a client, whose lengths are at least the
-    share ``shortest`` of those stated. ``memory``: the share of HBM that the engine uses.
+    share ``shortest`` of those stated. ``memory``: the share of HBM that the engine uses, ``reserved`` that of an
+    answer for which there is room when a request is let in.
     """
 
     id: str
@@ -61,6 +63,7 @@ class EngineRun:
     shortest: float
     budget: int
     memory: float
+    reserved: float
     ttft_s: float
     tpot_s: float
     where_found: str
@@ -76,7 +79,7 @@ class EngineRun:
     def kind(self) -> str:
         """Engine, chip, model and mode: the rows that are reported together."""
         mode = "" if self.prefill_on is None else ", disaggregated"
-        return f"{self.engine} {self.generate_on.slice.chip.name} {self.model.name}{mode}"
+        return f"{ENGINES[self.engine]} {self.generate_on.slice.chip.name} {self.model.name}{mode}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +138,7 @@ def _run(row: TableRow) -> EngineRun:
         id=f"{row.cells['where_found'].split('id=')[-1]}",
         source=row.required("source"),
         model=model,
-        engine=str(own["name"]),
+        engine=engine,
         version=row.text("engine_version"),
         numerics=numerics,
         generate_on=generate_on,
@@ -147,6 +150,7 @@ def _run(row: TableRow) -> EngineRun:
         shortest=float(source["shortest"]),
         budget=int(own["budget"]),
         memory=float(own["memory"]),
+        reserved=float(own["reserved"]),
         ttft_s=row.value("ttft_ms") / 1e3,
         tpot_s=row.value("tpot_ms") / 1e3,
         where_found=row.cells["where_found"],
@@ -226,7 +230,8 @@ def _numerics(
         raise row.error("weights", "fp8, fp4, bf16, or nothing")
     if dtype not in rates:
         raise row.error("weights", f"a format of the matrix unit: {', '.join(rates)}")
-    kv = "bf16" if dtype == "bf16" else str(engine["kv"])
+    by_chip = engine.get("kv_by_chip", {}).get(row.required("chip").lower().split("_")[0], engine["kv"])
+    kv = "bf16" if dtype == "bf16" else str(engine.get("kv_by_version", {}).get(row.text("engine_version"), by_chip))
     assumed = (f"KV in {kv}",) if word is not None else ("weights not stated: bf16, and so is the KV",)
     numerics = ServingNumerics(
         weights=dtype, kv=kv, flops=dtype, embeddings="bf16", weight_group=16 if dtype == "f4_e2m1" else None

@@ -1,6 +1,6 @@
 """Published benchmarks of serving engines next to our predictions of their mean TTFT and TPOT.
 
-A run is a closed loop of clients on servers whose steps the plan prices (``rooftop.plan.serving.concurrency``).
+A run is a closed loop of clients on servers whose steps the plan prices (``rooftop.plan.serving.engines.closed_loop``).
 Levels: *bound*, one step of the batch, and one prefill of a prompt, at peak; *expected*, the closed loop. The *null*
 model knows neither load nor network: the weights read once, and 2 FLOPs per active parameter and token of a prompt, at
 the median share of peak that other models' runs had with that engine (where there is none, with any). An error is
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from rooftop.core.records import Record
 from rooftop.plan.evidence import model_key
 from rooftop.plan.serving.assumptions import ServingAssumptions
-from rooftop.plan.serving.concurrency import (
+from rooftop.plan.serving.engines.closed_loop import (
     ClosedLoop,
     ClosedLoopTimes,
     PrefillServers,
@@ -29,6 +29,7 @@ from rooftop.plan.serving.concurrency import (
     closed_loop,
     disaggregated_loop,
 )
+from rooftop.plan.serving.engines.kernels import ENGINES
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.workload import ServingWorkload
@@ -72,7 +73,7 @@ def engine_comparisons(runs: Sequence[EngineRun]) -> tuple[EngineComparison, ...
     active = np.zeros(len(runs))
     for members in _configurations(runs):
         chosen = [runs[index] for index in members]
-        bounds, times = _predict(chosen, ServingAssumptions())
+        bounds, times = _predict(chosen, ServingAssumptions(engine=chosen[0].engine))
         active[members] = times.active
         for place, index in enumerate(members):
             for metric in METRICS:
@@ -113,6 +114,7 @@ def _predict(
         generate=np.array([run.generate for run in runs]) * mean,
         requests=first.requests,
         budget=float(first.budget),
+        reserved=first.reserved,
     )
     problem, placement = _server(first, first.generate_on, assumptions)
     costs = _costs(problem, placement, first)
@@ -236,7 +238,7 @@ class EngineRunRecord(Record):
             id=run.id,
             source=run.source,
             model=run.model.name,
-            engine=run.engine,
+            engine=ENGINES[run.engine],
             version=run.version,
             slice=run.generate_on.slice.name,
             servers=run.generate_on.count,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rooftop.core.errors import RooftopError
-from rooftop.plan.serving.concurrency import (
+from rooftop.plan.serving.engines.closed_loop import (
     ClosedLoop,
     ClosedLoopTimes,
     PrefillServers,

@@ -38,10 +38,16 @@ def _table() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingAssumptions:
-    """Shares by name (see ``SHARES``) that replace those of ``serving.toml``; ``mfu`` fixes a prefill's efficiency."""
+    """Shares by name (see ``SHARES``) that replace those of ``serving.toml``; ``mfu`` fixes a prefill's efficiency.
+
+    ``engine``: the engine whose kernels are priced on a GPU; None: our own programs. ``gap_s`` are seconds of each layer
+    in which the engine runs no kernel that was measured.
+    """
 
     shares: Mapping[str, float] = field(default_factory=dict)
     mfu: float | None = None
+    engine: str | None = None
+    gap_s: float = 0.0
 
     def __post_init__(self) -> None:
         require_shares(self.shares, SHARES, "assume", positive=("hbm_read",))

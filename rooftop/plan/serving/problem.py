@@ -29,8 +29,10 @@ from rooftop.models import ModelConfig, count_params
 from rooftop.models.attention import attention_kind
 from rooftop.models.counting import kv_cache_bytes
 from rooftop.models.widths import MOST_PADDING, ModelWidths
-from rooftop.plan.pricing import BOUNDS, Bounds
+from rooftop.plan.pricing import BOUNDS, Bounds, Work
 from rooftop.plan.serving.assumptions import ServingAssumptions
+from rooftop.plan.serving.engines.kernels import engine_kernels
+from rooftop.plan.serving.engines.rows import EngineStep
 from rooftop.plan.serving.phase import Phase, ServingPhase, cached_bytes
 from rooftop.plan.serving.placement import Placed, Placement
 from rooftop.plan.serving.pricing import price_serving, serving_s, slowest_stage_s
@@ -181,7 +183,7 @@ class ServingProblem:
         if self.book:
             return book_generate(self.model, self.numerics, self.slice.devices, self.rates, batch, tokens)
         phase = replace(self.phase("generate", placement, batch, model), guesses=guesses)
-        work = generate_work(phase, tokens)
+        work = self._generate_work(phase, tokens)
         return price_serving(work, placement, self.rates, self.assumptions, phase.pipeline)
 
     def generate_s(
@@ -197,7 +199,7 @@ class ServingProblem:
         if self.book:
             return self.generate(placement, batch, context).expected_s
         phase = replace(self.phase("generate", placement, batch, model), guesses=guesses)
-        work = generate_work(phase, self.step_context if context is None else context)
+        work = self._generate_work(phase, self.step_context if context is None else context)
         return serving_s(work, placement, self.rates, self.assumptions, phase.pipeline)
 
     def mixed_s(self, placement: Placement, prompt: Number, batch: Number, context: Number) -> Number:
@@ -208,11 +210,36 @@ class ServingProblem:
         """
         shared = self.shared_prefill(placement)
         prefilling, generating = self.phase("prefill", shared, prompt + batch), self.phase("generate", placement, batch)
-        return serving_s(mixed_work(prefilling, generating, context), shared, self.rates, self.assumptions)
+        step = self._engine_step(prefilling)
+        if step is None:
+            work = mixed_work(prefilling, generating, context)
+        else:
+            work = replace(step, batch=batch, context=context, prompt=prompt, prompts=1).work
+        return serving_s(work, shared, self.rates, self.assumptions)
+
+    def _generate_work(self, phase: Phase, context: Number) -> list[Work]:
+        """The rows of a step, of our programs or of an engine."""
+        step = self._engine_step(phase)
+        return generate_work(phase, context) if step is None else replace(step, batch=phase.tokens, context=context).work
+
+    def _prefill_work(self, phase: Phase, prompt: Number, before: float = 0.0, prompts: int = 1) -> list[Work]:
+        """The rows of a prefill of ``prompts`` prompts of ``prompt`` tokens."""
+        step = self._engine_step(phase)
+        if step is None:
+            return prefill_work(phase, before, prompts)
+        return replace(step, prompt=prompt, prompts=prompts, before=before).work
+
+    def _engine_step(self, phase: Phase) -> EngineStep | None:
+        """An empty step of the engine whose kernels are priced; None: our programs."""
+        engine = self.assumptions.engine
+        if engine is None:
+            return None
+        kernels = engine_kernels(engine, self.slice.chip.name)
+        return EngineStep(phase=phase, kernels=kernels, gap_s=self.assumptions.gap_s)
 
     def prompts_s(self, placement: Placed, prompt: Number, count: int) -> Number:
         """Expected seconds of one prefill of ``count`` prompts of ``prompt`` tokens, which may be an array."""
-        work = prefill_work(self.phase("prefill", placement, prompt * count), 0.0, count)
+        work = self._prefill_work(self.phase("prefill", placement, prompt * count), prompt, 0.0, count)
         return serving_s(work, placement, self.rates, self.assumptions)
 
     def prefill(
@@ -223,7 +250,8 @@ class ServingProblem:
             mfu = self.assumptions.mfu or 1.0
             return book_prefill(model or self.model, self.numerics, placement.slice.devices, self.rates, tokens, mfu)
         phase = self.phase("prefill", placement, float(tokens), model)
-        return price_serving(prefill_work(phase, before), placement, self.rates, self.assumptions)
+        work = self._prefill_work(phase, float(tokens), before)
+        return price_serving(work, placement, self.rates, self.assumptions)
 
     def prompt_s(self, placement: Placed) -> Number:
         """Expected seconds until a prompt is prefilled: the cached part is read, then the models run."""
@@ -243,7 +271,7 @@ class ServingProblem:
         phase = self.phase("prefill", placement, new)
         if phase.pipeline is None or self.book or self.assumptions.mfu is not None:
             return prompt_s
-        work = prefill_work(phase, self.workload.prompt - new)
+        work = self._prefill_work(phase, new, self.workload.prompt - new)
         slowest = slowest_stage_s(work, placement, self.rates, self.assumptions, phase.pipeline)
         interval: Number = np.where(np.asarray(phase.stages) > 1, slowest, prompt_s)
         return interval
@@ -253,7 +281,7 @@ class ServingProblem:
         if self.book or self.assumptions.mfu is not None:
             return self.prefill(placement, tokens, before, model=model).expected_s
         phase = self.phase("prefill", placement, tokens, model)
-        return serving_s(prefill_work(phase, before), placement, self.rates, self.assumptions)
+        return serving_s(self._prefill_work(phase, tokens, before), placement, self.rates, self.assumptions)
 
     @cached_property
     def prompt_kv_bytes(self) -> float:

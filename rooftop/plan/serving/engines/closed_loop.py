@@ -27,7 +27,8 @@ Floats = npt.NDArray[np.float64]
 class ClosedLoop:
     """Loads of one server, arrays [R]: ``clients`` with requests of ``prompt`` tokens answered with ``generate``.
 
-    Each client sends ``requests`` of them. ``budget``: most tokens of a step.
+    Each client sends ``requests`` of them. ``budget``: most tokens of a step. ``reserved``: share of an answer for which
+    there is room when a request is let in; half of it is there in the mean.
     """
 
     clients: Floats
@@ -35,6 +36,7 @@ class ClosedLoop:
     generate: Floats
     requests: float = 10.0
     budget: float = 8192.0
+    reserved: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +63,7 @@ class ClosedLoopTimes:
 
 def closed_loop(load: ClosedLoop, costs: StepCosts) -> ClosedLoopTimes:
     """Mean TTFT and TPOT of the loads on servers with these costs."""
-    # A sequence is admitted with room for its prompt; in the mean half of its answer is there.
-    held = load.prompt + load.generate / 2
+    held = load.prompt + load.reserved * load.generate
     active = cast(Floats, np.clip(np.floor(costs.kv_tokens / held), 1.0, load.clients))
     return _steady(load, costs, active)
 
@@ -110,7 +111,7 @@ def disaggregated_loop(load: ClosedLoop, servers: float, costs: StepCosts, prefi
     """Mean TTFT and TPOT where ``servers`` servers generate and others prefill."""
     context = load.prompt + load.generate / 2
     steps = np.maximum(load.generate - 1.0, 1.0)
-    most = np.maximum(np.floor(costs.kv_tokens / context), 1.0)
+    most = np.maximum(np.floor(costs.kv_tokens / (load.prompt + load.reserved * load.generate)), 1.0)
     prefill_s = prefill.prefill_s(load.prompt)
     prompt_s = prefill_s / (prefill.prompts * prefill.count)
     own_s = prefill_s + prefill.transfer_s(load.prompt)

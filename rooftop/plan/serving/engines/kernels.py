@@ -1,0 +1,99 @@
+"""Kernels of a serving engine on a GPU, as microbenchmarks have them (``kernels.toml``)."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftop.core.errors import unknown
+from rooftop.core.ledger import Number
+from rooftop.hardware import Chip
+
+#: Engines by the name that options and tables have.
+ENGINES: Mapping[str, str] = {"vllm": "vLLM", "trtllm": "TensorRT-LLM"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelFit:
+    """A kernel: ``start_s``, then the longer of its bytes and its FLOPs at these shares of the device's peaks."""
+
+    start_s: float
+    hbm: float
+    peak: float
+
+    def seconds(self, hbm_s: Number, matmul_s: Number) -> Number:
+        """Seconds of a kernel whose bytes and FLOPs take so long at peak."""
+        return self.start_s + np.maximum(hbm_s / self.hbm, matmul_s / self.peak)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKernels:
+    """The kernels of ``engine`` on a chip.
+
+    ``matmul``, ``experts`` and ``attention`` (of one token of each sequence) are by dtype; 'f8_block' is FP8 with a
+    scale for each block of weights. ``latent`` is attention to latents. ``all_reduce``: seconds by ranks, of
+    ``payloads`` bytes. ``gap_s``: seconds of a layer in which none of these runs: norms, quantising and gaps.
+    """
+
+    engine: str
+    chip: str
+    matmul: Mapping[str, KernelFit] = field(hash=False)
+    experts: Mapping[str, KernelFit] = field(hash=False)
+    attention: Mapping[str, KernelFit] = field(hash=False)
+    latent: KernelFit
+    payloads: npt.NDArray[np.float64] = field(hash=False)
+    all_reduce: Mapping[int, npt.NDArray[np.float64]] = field(hash=False)
+
+    def all_reduce_s(self, payload: Number, ranks: int) -> Number:
+        """Seconds of an AllReduce of ``payload`` bytes in a node; a payload outside is scaled from the nearest."""
+        nearest = min(self.all_reduce, key=lambda known: abs(known - ranks))
+        known_s = self.all_reduce[nearest]
+        sizes = np.asarray(payload, dtype=np.float64)
+        inside = np.exp(np.interp(np.log(np.maximum(sizes, 1.0)), np.log(self.payloads), np.log(known_s)))
+        seconds: Number = inside * np.maximum(sizes / self.payloads[-1], 1.0)
+        return seconds
+
+
+def has_kernels(chip: Chip) -> bool:
+    """True if there are kernels of engines for a chip."""
+    return chip.name in _table()
+
+
+@cache
+def engine_kernels(engine: str, chip_name: str) -> EngineKernels:
+    """The kernels of an engine on a chip. Raises RooftopError where nothing was measured."""
+    table = _table()
+    if engine not in ENGINES:
+        raise unknown("engine", engine, tuple(ENGINES))
+    if chip_name not in table:
+        chips = tuple(name for name in table if name != "bytes")
+        raise unknown(f"chip of engine {engine}", chip_name, chips)
+    entry = table[chip_name][engine]
+    return EngineKernels(
+        engine=engine,
+        chip=chip_name,
+        **{name: _fits(entry[name]) for name in ("matmul", "experts", "attention")},
+        latent=_fit(entry["latent"]),
+        payloads=np.array(table["bytes"], dtype=np.float64),
+        all_reduce={int(ranks): 1e-6 * np.array(figures) for ranks, figures in entry["all_reduce"].items()},
+    )
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("kernels.toml").read_text(encoding="utf-8"))
+
+
+def _fits(entry: Mapping[str, Mapping[str, float]]) -> dict[str, KernelFit]:
+    return {dtype: _fit(figures) for dtype, figures in entry.items()}
+
+
+def _fit(figures: Mapping[str, float]) -> KernelFit:
+    return KernelFit(start_s=1e-6 * figures["start_us"], hbm=figures["hbm"], peak=figures["peak"])
