@@ -43,9 +43,9 @@ class Workers:
 class EngineRun:
     """One published benchmark: ``clients`` with requests of ``prompt`` tokens, answered with ``generate``.
 
-    ``prefill`` None: the servers that generate also prefill. ``requests`` of a client, whose lengths are at least the
+    ``kernels``: the engine's in ``kernels.toml``. ``prefill_on`` None: the servers that generate also prefill. ``requests`` of a client, whose lengths are at least the
     share ``shortest`` of those stated. ``memory``: the share of HBM that the engine uses, ``reserved`` that of an
-    answer for which there is room when a request is let in.
+    answer for which there is room when a request is let in. ``balanced``: copies of attention prefill at the same time.
     """
 
     id: str
@@ -53,6 +53,7 @@ class EngineRun:
     model: ModelConfig
     engine: str
     version: str | None
+    kernels: str
     numerics: ServingNumerics
     generate_on: Workers
     prefill_on: Workers | None
@@ -64,6 +65,7 @@ class EngineRun:
     budget: int
     memory: float
     reserved: float
+    balanced: bool
     ttft_s: float
     tpot_s: float
     where_found: str
@@ -140,6 +142,7 @@ def _run(row: TableRow) -> EngineRun:
         model=model,
         engine=engine,
         version=row.text("engine_version"),
+        kernels=own.get("kernels_by_version", {}).get(row.text("engine_version"), {}).get(chip, engine),
         numerics=numerics,
         generate_on=generate_on,
         prefill_on=prefill_on,
@@ -151,6 +154,7 @@ def _run(row: TableRow) -> EngineRun:
         budget=int(own["budget"]),
         memory=float(own["memory"]),
         reserved=float(own["reserved"]),
+        balanced=bool(own["balanced"]),
         ttft_s=row.value("ttft_ms") / 1e3,
         tpot_s=row.value("tpot_ms") / 1e3,
         where_found=row.cells["where_found"],

@@ -1,7 +1,8 @@
 """Published benchmarks of serving engines next to our predictions of their mean TTFT and TPOT.
 
 A run is a closed loop of clients on servers whose steps the plan prices (``rooftop.plan.serving.engines.closed_loop``).
-Levels: *bound*, one step of the batch, and one prefill of a prompt, at peak; *expected*, the closed loop. The *null*
+Levels: *bound*, one step of the batch, and one prefill of a prompt, at peak; *kernels*, the closed loop with the engine's
+kernels alone; *expected*, with the overheads of a layer that fit the runs of *other* models with the engine. The *null*
 model knows neither load nor network: the weights read once, and 2 FLOPs per active parameter and token of a prompt, at
 the median share of peak that other models' runs had with that engine (where there is none, with any). An error is
 predicted / measured - 1.
@@ -10,7 +11,7 @@ predicted / measured - 1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -23,11 +24,12 @@ from rooftop.plan.evidence import model_key
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.engines.closed_loop import (
     ClosedLoop,
-    ClosedLoopTimes,
+    LoopSteps,
+    LoopTimes,
     PrefillServers,
     StepCosts,
-    closed_loop,
     disaggregated_loop,
+    loop_times,
 )
 from rooftop.plan.serving.engines.kernels import ENGINES
 from rooftop.plan.serving.placement import Placement
@@ -36,12 +38,28 @@ from rooftop.plan.serving.workload import ServingWorkload
 from rooftop.validation.accuracy import Errors
 from rooftop.validation.engine_runs import EngineRun, UnusableEngineRun, Workers, load_engine_runs
 
-ENGINE_LEVELS = ("bound", "expected", "null")
+ENGINE_LEVELS = ("bound", "kernels", "expected", "null")
 Metric = Literal["tpot", "ttft"]
 METRICS: tuple[Metric, ...] = ("tpot", "ttft")
 _RESOURCES = ("hbm", "mxu", "ici", "dcn")
+_LOAD = ("clients", "prompt", "generate", "requests", "budget", "reserved")
+_STEPS = ("active", "chunks", "step_s", "mixed_s", "full_s", "room", "together")
+#: Overheads that are tried, in seconds of a layer.
+_GAPS = tuple(1e-6 * gap for gap in (0, 5, 10, 15, 20, 25, 30, 40, 50, 60))
+_HOST = tuple(1e-6 * host for host in (0, 250, 500, 750, 1000, 1250, 1500, 2000, 2500))
 
 Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overheads:
+    """Seconds of an engine's layer that no kernel has: ``gap_s``, and ``host_s`` at least in steps that prefill.
+
+    They are an engine's constants, fitted on runs: ``fit_overheads``.
+    """
+
+    gap_s: float = 0.0
+    host_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +69,7 @@ class EngineComparison:
     run: EngineRun
     seconds: Mapping[Metric, Mapping[str, float | None]]
     active: float
+    overheads: Overheads
 
     def measured_s(self, metric: Metric) -> float:
         """The measured seconds."""
@@ -68,25 +87,150 @@ class EngineComparison:
 
 
 def engine_comparisons(runs: Sequence[EngineRun]) -> tuple[EngineComparison, ...]:
-    """Predict the runs, those of one configuration together."""
-    seconds: list[dict[Metric, dict[str, float | None]]] = [{"tpot": {}, "ttft": {}} for _ in runs]
-    active = np.zeros(len(runs))
-    for members in _configurations(runs):
-        chosen = [runs[index] for index in members]
-        bounds, times = _predict(chosen, ServingAssumptions(engine=chosen[0].engine))
-        active[members] = times.active
-        for place, index in enumerate(members):
-            for metric in METRICS:
-                seconds[index][metric] |= {
-                    "bound": float(bounds[metric][place]),
-                    "expected": float(getattr(times, f"{metric}_s")[place]),
-                }
-    for metric in METRICS:
-        for index, null_s in enumerate(_null_seconds(runs, metric)):
-            seconds[index][metric]["null"] = null_s
+    """Predict the runs, with the overheads that the runs of other models have with the engine."""
+    loads = _Loads.of(runs)
+    kernels = loads.times(np.zeros(len(runs)), np.zeros(len(runs)))
+    gap_s, host_s = np.zeros(len(runs)), np.zeros(len(runs))
+    for (engine, model), members in _by_model(runs).items():
+        others = [index for index, run in enumerate(runs) if run.engine == engine and model_key(run.model) != model]
+        overheads = fit_overheads(runs, loads, others) or Overheads()
+        gap_s[members], host_s[members] = overheads.gap_s, overheads.host_s
+    expected = loads.times(gap_s, host_s)
+    nulls = {metric: _null_seconds(runs, metric) for metric in METRICS}
     return tuple(
-        EngineComparison(run=run, seconds=seconds[index], active=float(active[index])) for index, run in enumerate(runs)
+        EngineComparison(
+            run=run,
+            seconds={
+                metric: {
+                    "bound": float(loads.bounds[metric][index]),
+                    "kernels": float(getattr(kernels, f"{metric}_s")[index]),
+                    "expected": float(getattr(expected, f"{metric}_s")[index]),
+                    "null": nulls[metric][index],
+                }
+                for metric in METRICS
+            },
+            active=float(expected.active[index]),
+            overheads=Overheads(gap_s=float(gap_s[index]), host_s=float(host_s[index])),
+        )
+        for index, run in enumerate(runs)
     )
+
+
+def fit_overheads(runs: Sequence[EngineRun], loads: _Loads, members: Sequence[int]) -> Overheads | None:
+    """The overheads with the least mean absolute error of TPOT and TTFT on some runs, each model counted alike.
+
+    None without runs. Only servers that also prefill are looked at.
+    """
+    chosen = np.array([index for index in members if runs[index].prefill_on is None], dtype=np.int64)
+    if not len(chosen):
+        return None
+    models = np.array([model_key(runs[index].model) for index in chosen])
+    weights = np.array([1.0 / np.sum(models == model) for model in models])
+    measured = {"tpot": np.array([run.tpot_s for run in runs])[chosen], "ttft": np.array([run.ttft_s for run in runs])[chosen]}
+    best, least = Overheads(), np.inf
+    for gap_s in _GAPS:
+        for host_s in _HOST:
+            times = loads.aggregated(np.full(len(runs), gap_s), np.full(len(runs), host_s), chosen)
+            errors = [np.abs(getattr(times, f"{metric}_s") / measured[metric] - 1) for metric in METRICS]
+            error = float(sum(np.sum(weights * np.minimum(one, 1.0)) for one in errors))
+            if error < least:
+                best, least = Overheads(gap_s=gap_s, host_s=host_s), error
+    return best
+
+
+def _by_model(runs: Sequence[EngineRun]) -> dict[tuple[str, str], list[int]]:
+    members: dict[tuple[str, str], list[int]] = {}
+    for index, run in enumerate(runs):
+        members.setdefault((run.engine, model_key(run.model)), []).append(index)
+    return members
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Configuration:
+    """Runs that differ in their load alone: the indices of ``members``, and how their servers are priced."""
+
+    members: list[int]
+    load: ClosedLoop
+    costs: StepCosts
+    servers: float
+    prefill: PrefillServers | None
+    steps: LoopSteps | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loads:
+    """All runs, priced by their kernels; ``bounds`` and ``layers`` are arrays over runs."""
+
+    configurations: tuple[_Configuration, ...]
+    bounds: Mapping[Metric, Floats]
+    layers: Floats
+    load: ClosedLoop
+    steps: LoopSteps
+
+    @classmethod
+    def of(cls, runs: Sequence[EngineRun]) -> _Loads:
+        """Price the runs, those of one configuration together."""
+        bounds: dict[Metric, Floats] = {metric: np.zeros(len(runs)) for metric in METRICS}
+        configurations = []
+        columns: dict[str, Floats] = {name: np.zeros(len(runs)) for name in (*_LOAD, *_STEPS)}
+        equal = np.zeros(len(runs), dtype=bool)
+        for members in _configurations(runs):
+            chosen = [runs[index] for index in members]
+            one, own_bounds = _price(chosen, members)
+            configurations.append(one)
+            for metric in METRICS:
+                bounds[metric][members] = own_bounds[metric]
+            for name in _LOAD:
+                columns[name][members] = getattr(one.load, name)
+            equal[members] = one.load.equal
+            if one.steps is not None:
+                for name in _STEPS:
+                    columns[name][members] = getattr(one.steps, name)
+        return cls(
+            configurations=tuple(configurations),
+            bounds=bounds,
+            layers=np.array([run.model.layers for run in runs], np.float64),
+            load=ClosedLoop(**{name: columns[name] for name in _LOAD}, equal=equal),  # type: ignore[arg-type]
+            steps=LoopSteps(**{name: columns[name] for name in _STEPS}),
+        )
+
+    def aggregated(self, gap_s: Floats, host_s: Floats, members: npt.NDArray[np.int64]) -> LoopTimes:
+        """Times of ``members``, whose servers also prefill, with overheads of a layer."""
+        load = replace(self.load, **{name: getattr(self.load, name)[members] for name in (*_LOAD, "equal")})
+        steps = replace(self.steps, **{name: getattr(self.steps, name)[members] for name in _STEPS})
+        layers = self.layers[members]
+        return loop_times(load, steps.with_overheads(layers * gap_s[members], layers * host_s[members]))
+
+    def times(self, gap_s: Floats, host_s: Floats) -> LoopTimes:
+        """Times of all runs, with overheads of a layer."""
+        count = len(self.layers)
+        result = LoopTimes(ttft_s=np.zeros(count), tpot_s=np.zeros(count), active=np.zeros(count))
+        together = np.array(
+            [index for one in self.configurations if one.prefill is None for index in one.members], dtype=np.int64
+        )
+        parts = [(together, self.aggregated(gap_s, host_s, together))] if len(together) else []
+        for one in self.configurations:
+            if one.prefill is not None:
+                layers, at = float(self.layers[one.members[0]]), one.members[0]
+                times = disaggregated_loop(
+                    one.load,
+                    one.servers,
+                    _with_gap(one.costs, layers * gap_s[at]),
+                    _with_host(one.prefill, layers * gap_s[at], layers * host_s[at]),
+                )
+                parts.append((np.array(one.members), times))
+        for members, times in parts:
+            for name in ("ttft_s", "tpot_s", "active"):
+                getattr(result, name)[members] = getattr(times, name)
+        return result
+
+
+def _with_gap(costs: StepCosts, gap_s: float) -> StepCosts:
+    return replace(costs, generate_s=lambda batch, context: costs.generate_s(batch, context) + gap_s)
+
+
+def _with_host(prefill: PrefillServers, gap_s: float, host_s: float) -> PrefillServers:
+    return replace(prefill, prefill_s=lambda tokens: np.maximum(prefill.prefill_s(tokens) + gap_s, host_s))
 
 
 def _configurations(runs: Sequence[EngineRun]) -> list[list[int]]:
@@ -97,31 +241,29 @@ def _configurations(runs: Sequence[EngineRun]) -> list[list[int]]:
             None if workers is None else (workers.count, workers.slice.name, *workers.mesh.items())
             for workers in (run.generate_on, run.prefill_on)
         ]
-        key = (model_key(run.model), run.engine, run.version, run.numerics, *servers, run.requests, run.shortest)
+        key = (model_key(run.model), run.engine, run.kernels, run.numerics, *servers, run.requests, run.shortest)
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 
 
-def _predict(
-    runs: Sequence[EngineRun], assumptions: ServingAssumptions
-) -> tuple[Mapping[Metric, Floats], ClosedLoopTimes]:
-    """Bounds and expectations of runs of one configuration: arrays [R]."""
-    first = runs[0]
+def _price(runs: Sequence[EngineRun], members: list[int]) -> tuple[_Configuration, Mapping[Metric, Floats]]:
+    """Steps and bounds of runs of one configuration."""
+    first, assumptions = runs[0], ServingAssumptions(engine=runs[0].kernels)
     mean = (1 + first.shortest) / 2
     load = ClosedLoop(
         clients=np.array([run.clients for run in runs], np.float64),
         prompt=np.array([run.prompt for run in runs]) * mean,
         generate=np.array([run.generate for run in runs]) * mean,
         requests=first.requests,
+        equal=first.shortest == 1.0,
         budget=float(first.budget),
         reserved=first.reserved,
     )
     problem, placement = _server(first, first.generate_on, assumptions)
     costs = _costs(problem, placement, first)
+    active = np.minimum(load.places(costs.kv_tokens), load.clients / first.generate_on.count)
     if first.prefill_on is None:
-        prefilling = problem.shared_prefill(placement)
-        times = closed_loop(load, costs)
-        prefill = problem
+        prefill, prefilling, servers = problem, problem.shared_prefill(placement), None
     else:
         prefill, own = _server(first, first.prefill_on, assumptions)
         prefilling = prefill.shared_prefill(own)
@@ -133,15 +275,23 @@ def _predict(
             prefill_s=lambda tokens: np.asarray(prefill.prompts_s(prefilling, tokens, prompts)),
             transfer_s=lambda tokens: _transfer_s(problem, first, tokens),
         )
-        times = disaggregated_loop(load, float(first.generate_on.count), costs, servers)
-    context = load.prompt + load.generate / 2
-    step = problem.generate(placement, np.minimum(times.active, load.clients / first.generate_on.count), context)
-    alone = [prefill.prefill(prefilling, float(tokens)) for tokens in load.prompt]
+        # How many generate is not known here: one at least.
+        active = np.ones(len(runs))
+    step = problem.generate(placement, active, load.context)
+    alone = {tokens: prefill.prefill(prefilling, tokens) for tokens in set(load.prompt.tolist())}
     bounds: dict[Metric, Floats] = {
         "tpot": np.max([np.broadcast_to(step.total(name), len(runs)) for name in _RESOURCES], axis=0),
-        "ttft": np.array([max(float(prompt.total(name)) for name in _RESOURCES) for prompt in alone]),
+        "ttft": np.array([max(float(alone[tokens].total(name)) for name in _RESOURCES) for tokens in load.prompt.tolist()]),
     }
-    return bounds, times
+    configuration = _Configuration(
+        members=members,
+        load=load,
+        costs=costs,
+        servers=float(first.generate_on.count),
+        prefill=servers,
+        steps=LoopSteps.of(load, costs) if servers is None else None,
+    )
+    return configuration, bounds
 
 
 def _server(run: EngineRun, workers: Workers, assumptions: ServingAssumptions) -> tuple[ServingProblem, Placement]:
@@ -159,9 +309,14 @@ def _server(run: EngineRun, workers: Workers, assumptions: ServingAssumptions) -
 
 
 def _costs(problem: ServingProblem, placement: Placement, run: EngineRun) -> StepCosts:
+    # Copies of attention that are balanced prefill at the same time.
+    together = run.generate_on.mesh.get("expert", 1) if run.balanced else 1
     return StepCosts(
         generate_s=lambda batch, context: np.asarray(problem.generate_s(placement, batch, context)),
-        mixed_s=lambda prompt, batch, context: np.asarray(problem.mixed_s(placement, prompt, batch, context)),
+        mixed_s=lambda prompt, batch, context: np.asarray(
+            problem.mixed_s(placement, prompt, batch, context, together)
+        ),
+        together=together,
         kv_tokens=float(problem.room_tokens(placement, generating=True, share=run.memory)),
     )
 

@@ -8,7 +8,7 @@ import pytest
 from rooftop.core.errors import RooftopError
 from rooftop.plan.serving.engines.closed_loop import (
     ClosedLoop,
-    ClosedLoopTimes,
+    LoopTimes,
     PrefillServers,
     StepCosts,
     closed_loop,
@@ -88,7 +88,7 @@ LOADS = [
 ]
 
 
-def in_closed_form(clients: int, prompt: int, output: int, times: AffineTimes) -> ClosedLoopTimes:
+def in_closed_form(clients: int, prompt: int, output: int, times: AffineTimes) -> LoopTimes:
     load = ClosedLoop(
         clients=np.array([float(clients)]),
         prompt=np.array([0.9 * prompt]),

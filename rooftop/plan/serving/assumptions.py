@@ -41,13 +41,15 @@ class ServingAssumptions:
     """Shares by name (see ``SHARES``) that replace those of ``serving.toml``; ``mfu`` fixes a prefill's efficiency.
 
     ``engine``: the engine whose kernels are priced on a GPU; None: our own programs. ``gap_s`` are seconds of each layer
-    in which the engine runs no kernel that was measured.
+    in which the engine runs no kernel that was measured, ``host_s`` those that a layer of a step that prefills takes at
+    least: its kernels are launched one by one.
     """
 
     shares: Mapping[str, float] = field(default_factory=dict)
     mfu: float | None = None
     engine: str | None = None
     gap_s: float = 0.0
+    host_s: float = 0.0
 
     def __post_init__(self) -> None:
         require_shares(self.shares, SHARES, "assume", positive=("hbm_read",))

@@ -202,19 +202,21 @@ class ServingProblem:
         work = self._generate_work(phase, self.step_context if context is None else context)
         return serving_s(work, placement, self.rates, self.assumptions, phase.pipeline)
 
-    def mixed_s(self, placement: Placement, prompt: Number, batch: Number, context: Number) -> Number:
-        """Expected seconds of steps that prefill ``prompt`` tokens of one sequence and generate a token for ``batch``.
+    def mixed_s(
+        self, placement: Placement, prompt: Number, batch: Number, context: Number, prompts: int = 1
+    ) -> Number:
+        """Expected seconds of steps that prefill ``prompt`` tokens of each prompt and generate a token for ``batch``.
 
         The others hold ``context`` tokens of KV each; all may be arrays over steps. One pass over the weights is for
         all tokens.
         """
         shared = self.shared_prefill(placement)
-        prefilling, generating = self.phase("prefill", shared, prompt + batch), self.phase("generate", placement, batch)
+        prefilling, generating = self.phase("prefill", shared, prompts * prompt + batch), self.phase("generate", placement, batch)
         step = self._engine_step(prefilling)
         if step is None:
-            work = mixed_work(prefilling, generating, context)
+            work = mixed_work(prefilling, generating, context, prompts)
         else:
-            work = replace(step, batch=batch, context=context, prompt=prompt, prompts=1).work
+            work = replace(step, batch=batch, context=context, prompt=prompt, prompts=prompts).work
         return serving_s(work, shared, self.rates, self.assumptions)
 
     def _generate_work(self, phase: Phase, context: Number) -> list[Work]:
@@ -235,7 +237,9 @@ class ServingProblem:
         if engine is None:
             return None
         kernels = engine_kernels(engine, self.slice.chip.name)
-        return EngineStep(phase=phase, kernels=kernels, gap_s=self.assumptions.gap_s)
+        return EngineStep(
+            phase=phase, kernels=kernels, gap_s=self.assumptions.gap_s, host_s=self.assumptions.host_s
+        )
 
     def prompts_s(self, placement: Placed, prompt: Number, count: int) -> Number:
         """Expected seconds of one prefill of ``count`` prompts of ``prompt`` tokens, which may be an array."""

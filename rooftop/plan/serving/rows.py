@@ -50,13 +50,13 @@ def prefill_work(phase: Phase, before: float = 0.0, sequences: int = 1, others: 
     return [*_embed(phase), *attention, *_blocks(phase), *_sends(phase), *_head(phase, last)]
 
 
-def mixed_work(phase: Phase, generating: Phase, context: Number) -> list[Work]:
-    """A step that prefills and generates: ``phase`` has the tokens of both, ``generating`` those of the latter.
+def mixed_work(phase: Phase, generating: Phase, context: Number, prompts: int = 1) -> list[Work]:
+    """A step that prefills prompts and generates: ``phase`` has the tokens of both, ``generating`` those of the latter.
 
     The matmuls work on all tokens at once; the attention of sequences that generate is a kernel of its own.
     """
     reads = [item for item in _attention_generate(generating, context) if item.scope == "layers/attn/core"]
-    return [*prefill_work(phase, others=generating.tokens), *reads]
+    return [*prefill_work(phase, 0.0, prompts, generating.tokens), *reads]
 
 
 def chunk_pairs(model: ModelConfig, new: float, before: float, block: int) -> float:

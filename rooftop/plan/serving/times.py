@@ -50,8 +50,10 @@ class PlannedTimes:
         # With no latency hidden a step is affine in the context; the smaller of latency and streams is hidden.
         shares = dict(problem.assumptions.shares)
         waits = {**shares, "latency": 0.0, "latency_2d": 0.0}
-        self._plain = replace(problem, assumptions=ServingAssumptions(shares=waits))
-        self._waiting = replace(problem, assumptions=ServingAssumptions(shares={**waits, "bytes": 1.0}))
+        self._plain = replace(problem, assumptions=replace(problem.assumptions, shares=waits))
+        self._waiting = replace(
+            problem, assumptions=replace(problem.assumptions, shares={**waits, "bytes": 1.0})
+        )
         two_d = generate.ways(GATHER_AXES) > 1
         self._hidden = 0.0 if problem.book else problem.assumptions.latency(problem.slice.chip, two_d=two_d)
         self._rate = problem.assumptions.share("hbm_read", problem.slice.chip)

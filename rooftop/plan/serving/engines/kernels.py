@@ -70,12 +70,15 @@ def has_kernels(chip: Chip) -> bool:
 def engine_kernels(engine: str, chip_name: str) -> EngineKernels:
     """The kernels of an engine on a chip. Raises RooftopError where nothing was measured."""
     table = _table()
-    if engine not in ENGINES:
-        raise unknown("engine", engine, tuple(ENGINES))
     if chip_name not in table:
         chips = tuple(name for name in table if name != "bytes")
         raise unknown(f"chip of engine {engine}", chip_name, chips)
+    if engine not in table[chip_name]:
+        raise unknown("engine", engine, tuple(table[chip_name]))
     entry = table[chip_name][engine]
+    if "like" in entry:
+        base = table[chip_name][entry["like"]]
+        entry = base | {name: base[name] | entry[name] for name in entry if name != "like"}
     return EngineKernels(
         engine=engine,
         chip=chip_name,

@@ -26,17 +26,23 @@ from rooftop.roofline.achievable import kernel_flops
 from rooftop.roofline.rules import distinct_experts
 
 
+def _transfers_s(item: Work) -> Number:
+    return sum((0.0 if one.seconds is None else one.seconds for one in item.collectives), 0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineStep:
     """A step of one server: a token for each of ``batch`` sequences with ``context`` tokens of KV, and ``prompts``.
 
     Each prompt has ``prompt`` new tokens after ``before`` whose KV is there. ``gap_s``: seconds of a layer in which no
-    kernel runs that was measured. All but ``prompts`` may be arrays over steps.
+    kernel runs that was measured. A layer takes ``host_s`` at least where there are prompts: the step is then no graph,
+    and the host launches its kernels one by one. All but ``prompts`` may be arrays over steps.
     """
 
     phase: Phase
     kernels: EngineKernels
-    gap_s: float
+    gap_s: float = 0.0
+    host_s: float = 0.0
     batch: Number = 0.0
     context: Number = 0.0
     prompt: Number = 0.0
@@ -49,7 +55,17 @@ class EngineStep:
         work = [*self._attention(), *self._blocks(), *self._head()]
         seconds = self._elementwise_s() + self.gap_s
         layers = self.phase.model.layers
-        return [*work, self._row("layers/attn/norm", layers, seconds, hbm_bytes=self._elementwise_bytes, formula="")]
+        work.append(
+            self._row(
+                "layers/attn/norm", layers, seconds, hbm_bytes=self._elementwise_bytes,
+                formula="norms, rotations, gates and quantising, and gaps between kernels",
+            )
+        )  # fmt: skip
+        if self.prompts and self.host_s:
+            busy = sum((item.count * (item.matmul_s + _transfers_s(item)) for item in work), 0.0)
+            waits = np.maximum(layers * self.host_s - busy, 0.0)
+            work.append(self._row("launch", 1, waits, formula="the host launches the kernels of a prefill one by one"))
+        return work
 
     @property
     def copies(self) -> Number:
