@@ -43,9 +43,10 @@ class Workers:
 class EngineRun:
     """One published benchmark: ``clients`` with requests of ``prompt`` tokens, answered with ``generate``.
 
-    ``kernels``: the engine's in ``kernels.toml``. ``prefill_on`` None: the servers that generate also prefill. ``requests`` of a client, whose lengths are at least the
-    share ``shortest`` of those stated. ``memory``: the share of HBM that the engine uses, ``reserved`` that of an
-    answer for which there is room when a request is let in. ``balanced``: copies of attention prefill at the same time.
+    ``kernels``: the engine's in ``kernels.toml``. ``prefill_on`` None: the servers that generate also prefill.
+    ``requests`` of a client, whose lengths are at least the share ``shortest`` of those stated. ``memory``: the share
+    that the engine uses of HBM, or (``memory_of_free``) of what weights leave; ``reserved`` that of an answer for which
+    there is room when a request is let in. ``balanced``: copies of attention prefill at the same time.
     """
 
     id: str
@@ -64,6 +65,7 @@ class EngineRun:
     shortest: float
     budget: int
     memory: float
+    memory_of_free: bool
     reserved: float
     balanced: bool
     ttft_s: float
@@ -153,6 +155,7 @@ def _run(row: TableRow) -> EngineRun:
         shortest=float(source["shortest"]),
         budget=int(own["budget"]),
         memory=float(own["memory"]),
+        memory_of_free=bool(own["memory_of_free"]),
         reserved=float(own["reserved"]),
         balanced=bool(own["balanced"]),
         ttft_s=row.value("ttft_ms") / 1e3,

@@ -1,11 +1,11 @@
 """Published benchmarks of serving engines next to our predictions of their mean TTFT and TPOT.
 
-A run is a closed loop of clients on servers whose steps the plan prices (``rooftop.plan.serving.engines.closed_loop``).
-Levels: *bound*, one step of the batch, and one prefill of a prompt, at peak; *kernels*, the closed loop with the engine's
-kernels alone; *expected*, with the overheads of a layer that fit the runs of *other* models with the engine. The *null*
-model knows neither load nor network: the weights read once, and 2 FLOPs per active parameter and token of a prompt, at
-the median share of peak that other models' runs had with that engine (where there is none, with any). An error is
-predicted / measured - 1.
+A run is a closed loop of clients on servers whose steps the plan prices: ``rooftop.plan.serving.engines``. Levels:
+*bound*, one step of the batch, and one prefill of a prompt, at peak; *kernels*, the closed loop with the engine's
+kernels alone; *expected*, with the overheads of a kernel that fit the runs of *other* models with the engine. The
+*null* model knows neither load nor network: the weights read once, and 2 FLOPs per active parameter and token of a
+prompt, at the median share of peak that other models' runs had with that engine (where there is none, with any). An
+error is predicted / measured - 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.records import Record
-from rooftop.plan.evidence import model_key
+from rooftop.plan.evidence import Evidence, MeasuredRatio, Question, evidence_for, measured_ratio, model_key
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.engines.closed_loop import (
     ClosedLoop,
@@ -32,6 +32,7 @@ from rooftop.plan.serving.engines.closed_loop import (
     loop_times,
 )
 from rooftop.plan.serving.engines.kernels import ENGINES
+from rooftop.plan.serving.engines.rows import launches
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.workload import ServingWorkload
@@ -44,16 +45,16 @@ METRICS: tuple[Metric, ...] = ("tpot", "ttft")
 _RESOURCES = ("hbm", "mxu", "ici", "dcn")
 _LOAD = ("clients", "prompt", "generate", "requests", "budget", "reserved")
 _STEPS = ("active", "chunks", "step_s", "mixed_s", "full_s", "room", "together")
-#: Overheads that are tried, in seconds of a layer.
-_GAPS = tuple(1e-6 * gap for gap in (0, 5, 10, 15, 20, 25, 30, 40, 50, 60))
-_HOST = tuple(1e-6 * host for host in (0, 250, 500, 750, 1000, 1250, 1500, 2000, 2500))
+#: Overheads that are tried, in seconds of a kernel.
+_GAPS = tuple(1e-7 * gap for gap in (0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32))
+_HOST = tuple(1e-6 * host for host in (0, 10, 20, 30, 40, 50, 60, 70, 80, 100, 120))
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """Seconds of an engine's layer that no kernel has: ``gap_s``, and ``host_s`` at least in steps that prefill.
+    """Seconds next to each kernel of an engine: ``gap_s``, and ``host_s`` at least in steps that prefill.
 
     They are an engine's constants, fitted on runs: ``fit_overheads``.
     """
@@ -64,12 +65,16 @@ class Overheads:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineComparison:
-    """One run next to its predictions: seconds of 'tpot' and 'ttft' by level; None where there is none."""
+    """One run next to its predictions: seconds of 'tpot' and 'ttft' by level; None where there is none.
+
+    ``interval_s``: the 5th and 95th percentile around what is expected, by the runs of other models.
+    """
 
     run: EngineRun
     seconds: Mapping[Metric, Mapping[str, float | None]]
     active: float
     overheads: Overheads
+    interval_s: Mapping[Metric, tuple[float, float] | None]
 
     def measured_s(self, metric: Metric) -> float:
         """The measured seconds."""
@@ -79,6 +84,11 @@ class EngineComparison:
         """Predicted / measured - 1; None where there is no prediction."""
         seconds = self.seconds[metric][level]
         return None if seconds is None else seconds / self.measured_s(metric) - 1
+
+    def within(self, metric: Metric) -> bool | None:
+        """True if the interval has the measurement; None without an interval."""
+        interval_s = self.interval_s[metric]
+        return None if interval_s is None else interval_s[0] <= self.measured_s(metric) <= interval_s[1]
 
     def beats_bound(self, metric: Metric) -> bool:
         """True if the measurement is below the bound, so an input of one of the two is wrong."""
@@ -97,7 +107,7 @@ def engine_comparisons(runs: Sequence[EngineRun]) -> tuple[EngineComparison, ...
         gap_s[members], host_s[members] = overheads.gap_s, overheads.host_s
     expected = loads.times(gap_s, host_s)
     nulls = {metric: _null_seconds(runs, metric) for metric in METRICS}
-    return tuple(
+    comparisons = tuple(
         EngineComparison(
             run=run,
             seconds={
@@ -111,9 +121,69 @@ def engine_comparisons(runs: Sequence[EngineRun]) -> tuple[EngineComparison, ...
             },
             active=float(expected.active[index]),
             overheads=Overheads(gap_s=float(gap_s[index]), host_s=float(host_s[index])),
+            interval_s={metric: None for metric in METRICS},
         )
         for index, run in enumerate(runs)
     )
+    return _with_intervals(comparisons)
+
+
+def _with_intervals(comparisons: Sequence[EngineComparison]) -> tuple[EngineComparison, ...]:
+    """The comparisons with the intervals that plans would have, had they the runs of other models alone."""
+    ratios = engine_ratios(comparisons)
+    counted = {(ratio.run, ratio.phase) for ratio in ratios}
+    evidence: dict[tuple[object, ...], Evidence | None] = {}
+    complete = []
+    for one in comparisons:
+        intervals: dict[Metric, tuple[float, float] | None] = {}
+        for metric in METRICS:
+            expected_s, bound_s = one.seconds[metric]["expected"], one.seconds[metric]["bound"]
+            assert expected_s is not None
+            assert bound_s is not None
+            intervals[metric] = None
+            if (one.run.id, metric) in counted:
+                question, model = _question(one.run, metric), model_key(one.run.model)
+                # Lengths matter only where they are far from all that was measured.
+                key = metric, model, question.chip, question.kind, question.over_dcn, question.seq_len.bit_length()
+                if key not in evidence:
+                    others = [ratio for ratio in ratios if ratio.phase == metric and ratio.model != model]
+                    evidence[key] = evidence_for(question, others) if others else None
+                learnt = evidence[key]
+                intervals[metric] = None if learnt is None else learnt.interval_s(expected_s, bound_s)
+        complete.append(replace(one, interval_s=intervals))
+    return tuple(complete)
+
+
+def _question(run: EngineRun, metric: Metric) -> Question:
+    return Question.of(metric, run.model, run.generate_on.slice, run.prompt + run.generate // 2)
+
+
+def engine_ratios(comparisons: Sequence[EngineComparison]) -> tuple[MeasuredRatio, ...]:
+    """A row of ``rooftop/plan/engine_evidence.csv`` for the TPOT and TTFT of each benchmark.
+
+    Overheads are those of other models. Left out are measurements below a bound, a TTFT with a queue for places in the
+    cache or for servers that prefill, which no plan counts, and rows that repeat a measurement.
+    """
+    ratios: dict[tuple[str, float, float], list[MeasuredRatio]] = {}
+    for one in comparisons:
+        run, own = one.run, []
+        for metric in METRICS:
+            queued = metric == "ttft" and (run.prefill_on is not None or one.active < run.clients)
+            expected_s = one.seconds[metric]["expected"]
+            if expected_s is None or one.beats_bound(metric) or queued:
+                continue
+            own.append(
+                measured_ratio(
+                    _question(run, metric),
+                    run.model,
+                    framework=ENGINES[run.engine],
+                    measured_s=one.measured_s(metric),
+                    expected_s=expected_s,
+                    run=run.id,
+                )
+            )
+        ratios.setdefault((run.kind, run.ttft_s, run.tpot_s), own)
+    return tuple(ratio for own in ratios.values() for ratio in own)
 
 
 def fit_overheads(runs: Sequence[EngineRun], loads: _Loads, members: Sequence[int]) -> Overheads | None:
@@ -126,7 +196,10 @@ def fit_overheads(runs: Sequence[EngineRun], loads: _Loads, members: Sequence[in
         return None
     models = np.array([model_key(runs[index].model) for index in chosen])
     weights = np.array([1.0 / np.sum(models == model) for model in models])
-    measured = {"tpot": np.array([run.tpot_s for run in runs])[chosen], "ttft": np.array([run.ttft_s for run in runs])[chosen]}
+    measured = {
+        "tpot": np.array([run.tpot_s for run in runs])[chosen],
+        "ttft": np.array([run.ttft_s for run in runs])[chosen],
+    }
     best, least = Overheads(), np.inf
     for gap_s in _GAPS:
         for host_s in _HOST:
@@ -136,6 +209,16 @@ def fit_overheads(runs: Sequence[EngineRun], loads: _Loads, members: Sequence[in
             if error < least:
                 best, least = Overheads(gap_s=gap_s, host_s=host_s), error
     return best
+
+
+def overheads_of_engines(runs: Sequence[EngineRun]) -> dict[str, Overheads]:
+    """The overheads that fit all runs of each engine."""
+    loads = _Loads.of(runs)
+    fitted = {
+        engine: fit_overheads(runs, loads, [index for index, run in enumerate(runs) if run.engine == engine])
+        for engine in sorted({run.engine for run in runs})
+    }
+    return {engine: overheads for engine, overheads in fitted.items() if overheads is not None}
 
 
 def _by_model(runs: Sequence[EngineRun]) -> dict[tuple[str, str], list[int]]:
@@ -155,15 +238,16 @@ class _Configuration:
     servers: float
     prefill: PrefillServers | None
     steps: LoopSteps | None
+    kernels: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Loads:
-    """All runs, priced by their kernels; ``bounds`` and ``layers`` are arrays over runs."""
+    """All runs, priced by their kernels; ``bounds`` and ``kernels`` of a step are arrays over runs."""
 
     configurations: tuple[_Configuration, ...]
     bounds: Mapping[Metric, Floats]
-    layers: Floats
+    kernels: Floats
     load: ClosedLoop
     steps: LoopSteps
 
@@ -173,11 +257,12 @@ class _Loads:
         bounds: dict[Metric, Floats] = {metric: np.zeros(len(runs)) for metric in METRICS}
         configurations = []
         columns: dict[str, Floats] = {name: np.zeros(len(runs)) for name in (*_LOAD, *_STEPS)}
-        equal = np.zeros(len(runs), dtype=bool)
+        equal, kernels = np.zeros(len(runs), dtype=bool), np.zeros(len(runs))
         for members in _configurations(runs):
             chosen = [runs[index] for index in members]
             one, own_bounds = _price(chosen, members)
             configurations.append(one)
+            kernels[members] = one.kernels
             for metric in METRICS:
                 bounds[metric][members] = own_bounds[metric]
             for name in _LOAD:
@@ -189,21 +274,21 @@ class _Loads:
         return cls(
             configurations=tuple(configurations),
             bounds=bounds,
-            layers=np.array([run.model.layers for run in runs], np.float64),
-            load=ClosedLoop(**{name: columns[name] for name in _LOAD}, equal=equal),  # type: ignore[arg-type]
+            kernels=kernels,
+            load=ClosedLoop(**{name: columns[name] for name in _LOAD}, equal=equal),
             steps=LoopSteps(**{name: columns[name] for name in _STEPS}),
         )
 
     def aggregated(self, gap_s: Floats, host_s: Floats, members: npt.NDArray[np.int64]) -> LoopTimes:
-        """Times of ``members``, whose servers also prefill, with overheads of a layer."""
+        """Times of ``members``, whose servers also prefill, with overheads of a kernel."""
         load = replace(self.load, **{name: getattr(self.load, name)[members] for name in (*_LOAD, "equal")})
         steps = replace(self.steps, **{name: getattr(self.steps, name)[members] for name in _STEPS})
-        layers = self.layers[members]
-        return loop_times(load, steps.with_overheads(layers * gap_s[members], layers * host_s[members]))
+        kernels = self.kernels[members]
+        return loop_times(load, steps.with_overheads(kernels * gap_s[members], kernels * host_s[members]))
 
     def times(self, gap_s: Floats, host_s: Floats) -> LoopTimes:
-        """Times of all runs, with overheads of a layer."""
-        count = len(self.layers)
+        """Times of all runs, with overheads of a kernel."""
+        count = len(self.kernels)
         result = LoopTimes(ttft_s=np.zeros(count), tpot_s=np.zeros(count), active=np.zeros(count))
         together = np.array(
             [index for one in self.configurations if one.prefill is None for index in one.members], dtype=np.int64
@@ -211,12 +296,12 @@ class _Loads:
         parts = [(together, self.aggregated(gap_s, host_s, together))] if len(together) else []
         for one in self.configurations:
             if one.prefill is not None:
-                layers, at = float(self.layers[one.members[0]]), one.members[0]
+                kernels, at = one.kernels, one.members[0]
                 times = disaggregated_loop(
                     one.load,
                     one.servers,
-                    _with_gap(one.costs, layers * gap_s[at]),
-                    _with_host(one.prefill, layers * gap_s[at], layers * host_s[at]),
+                    _with_gap(one.costs, kernels * gap_s[at]),
+                    _with_host(one.prefill, kernels * gap_s[at], kernels * host_s[at]),
                 )
                 parts.append((np.array(one.members), times))
         for members, times in parts:
@@ -248,7 +333,7 @@ def _configurations(runs: Sequence[EngineRun]) -> list[list[int]]:
 
 def _price(runs: Sequence[EngineRun], members: list[int]) -> tuple[_Configuration, Mapping[Metric, Floats]]:
     """Steps and bounds of runs of one configuration."""
-    first, assumptions = runs[0], ServingAssumptions(engine=runs[0].kernels)
+    first, assumptions = runs[0], ServingAssumptions(engine=runs[0].kernels, gap_s=0.0, host_s=0.0)
     mean = (1 + first.shortest) / 2
     load = ClosedLoop(
         clients=np.array([run.clients for run in runs], np.float64),
@@ -281,7 +366,9 @@ def _price(runs: Sequence[EngineRun], members: list[int]) -> tuple[_Configuratio
     alone = {tokens: prefill.prefill(prefilling, tokens) for tokens in set(load.prompt.tolist())}
     bounds: dict[Metric, Floats] = {
         "tpot": np.max([np.broadcast_to(step.total(name), len(runs)) for name in _RESOURCES], axis=0),
-        "ttft": np.array([max(float(alone[tokens].total(name)) for name in _RESOURCES) for tokens in load.prompt.tolist()]),
+        "ttft": np.array(
+            [max(float(alone[tokens].total(name)) for name in _RESOURCES) for tokens in load.prompt.tolist()]
+        ),
     }
     configuration = _Configuration(
         members=members,
@@ -290,6 +377,7 @@ def _price(runs: Sequence[EngineRun], members: list[int]) -> tuple[_Configuratio
         servers=float(first.generate_on.count),
         prefill=servers,
         steps=LoopSteps.of(load, costs) if servers is None else None,
+        kernels=float(launches(problem.phase("generate", placement, 1.0))),
     )
     return configuration, bounds
 
@@ -313,12 +401,17 @@ def _costs(problem: ServingProblem, placement: Placement, run: EngineRun) -> Ste
     together = run.generate_on.mesh.get("expert", 1) if run.balanced else 1
     return StepCosts(
         generate_s=lambda batch, context: np.asarray(problem.generate_s(placement, batch, context)),
-        mixed_s=lambda prompt, batch, context: np.asarray(
-            problem.mixed_s(placement, prompt, batch, context, together)
-        ),
+        mixed_s=lambda prompt, batch, context: np.asarray(problem.mixed_s(placement, prompt, batch, context, together)),
         together=together,
-        kv_tokens=float(problem.room_tokens(placement, generating=True, share=run.memory)),
+        kv_tokens=_room_tokens(problem, placement, run),
     )
+
+
+def _room_tokens(problem: ServingProblem, placement: Placement, run: EngineRun) -> float:
+    """Tokens whose KV fits a server: in a share of all memory, or of that which weights leave."""
+    if run.memory_of_free:
+        return run.memory * problem.room_tokens(placement, generating=True)
+    return float(problem.room_tokens(placement, generating=True, share=run.memory))
 
 
 def _transfer_s(problem: ServingProblem, run: EngineRun, tokens: Floats) -> Floats:
@@ -360,7 +453,8 @@ def _ideal_s(run: EngineRun, metric: Metric) -> float:
 class EngineRunRecord(Record):
     """A benchmark of an engine next to its predictions: seconds and errors by metric ('tpot', 'ttft') and level.
 
-    ``active``: sequences that have a place in the cache at once. None: not known.
+    ``active``: sequences that have a place in the cache at once. ``overheads_s`` of a kernel: 'gap_s', and 'host_s' in
+    steps that prefill. None: not known.
     """
 
     id: str
@@ -381,6 +475,8 @@ class EngineRunRecord(Record):
     measured_s: Mapping[str, float]
     predicted_s: Mapping[str, Mapping[str, float | None]]
     error: Mapping[str, Mapping[str, float | None]]
+    interval_s: Mapping[str, tuple[float, float] | None]
+    overheads_s: Mapping[str, float]
     beats_bound: tuple[str, ...]
     assumed: tuple[str, ...]
     where_found: str
@@ -408,6 +504,8 @@ class EngineRunRecord(Record):
             measured_s={metric: one.measured_s(metric) for metric in METRICS},
             predicted_s={metric: one.seconds[metric] for metric in METRICS},
             error={metric: {level: one.error(metric, level) for level in ENGINE_LEVELS} for metric in METRICS},
+            interval_s={metric: one.interval_s[metric] for metric in METRICS},
+            overheads_s=vars(one.overheads),
             beats_bound=tuple(metric for metric in METRICS if one.beats_bound(metric)),
             assumed=run.assumed,
             where_found=run.where_found,
@@ -416,11 +514,16 @@ class EngineRunRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineGroup(Record):
-    """Benchmarks of one engine, chip, model and mode: errors by metric and level."""
+    """Benchmarks of one engine, chip, model and mode: errors by metric and level.
+
+    ``covered`` is the share of the ``with_interval`` runs, by metric, whose interval has the measurement.
+    """
 
     name: str
     runs: int
     errors: Mapping[str, Mapping[str, Errors | None]]
+    with_interval: Mapping[str, int]
+    covered: Mapping[str, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -477,6 +580,7 @@ def engine_report(path: Path | None = None) -> EngineReport:
 
 
 def _group(name: str, members: Sequence[EngineComparison]) -> EngineGroup:
+    inside = {metric: [within for one in members if (within := one.within(metric)) is not None] for metric in METRICS}
     return EngineGroup(
         name=name,
         runs=len(members),
@@ -484,4 +588,6 @@ def _group(name: str, members: Sequence[EngineComparison]) -> EngineGroup:
             metric: {level: Errors.of([one.error(metric, level) for one in members]) for level in ENGINE_LEVELS}
             for metric in METRICS
         },
+        with_interval={metric: len(inside[metric]) for metric in METRICS},
+        covered={metric: sum(inside[metric]) / len(inside[metric]) if inside[metric] else None for metric in METRICS},
     )

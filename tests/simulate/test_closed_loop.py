@@ -8,11 +8,13 @@ import pytest
 from rooftop.core.errors import RooftopError
 from rooftop.plan.serving.engines.closed_loop import (
     ClosedLoop,
+    LoopSteps,
     LoopTimes,
     PrefillServers,
     StepCosts,
     closed_loop,
     disaggregated_loop,
+    loop_times,
 )
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.simulate.serving.engine import simulate
@@ -143,3 +145,32 @@ def test_the_closed_form_of_disaggregated_servers_has_the_means_of_the_simulatio
     predicted = disaggregated_loop(load, 1.0, costs, prefill)
     assert predicted.tpot_s[0] == pytest.approx(np.mean(metrics.tpot_s), rel=0.12)
     assert predicted.ttft_s[0] == pytest.approx(np.mean(metrics.ttft_s), rel=0.35)
+
+
+def test_requests_of_equal_length_wait_longer_than_others_and_less_than_in_full_bunches() -> None:
+    times = AffineTimes()
+    steps = {
+        "generate_s": lambda batch, context: times.generate_base_s + 0.0 * batch,
+        "mixed_s": lambda tokens, batch, context: times.generate_base_s + times.prefill_token_s * tokens,
+        "kv_tokens": 1e9,
+    }
+    loads = [
+        ClosedLoop(clients=np.array([32.0]), prompt=np.array([1024.0]), generate=np.array([256.0]), equal=equal)
+        for equal in (False, True)
+    ]
+    spread, bunched = (closed_loop(load, StepCosts(**steps)) for load in loads)
+    full_s = times.generate_base_s + times.prefill_token_s * 8192
+    assert spread.tpot_s == pytest.approx(bunched.tpot_s)
+    assert spread.ttft_s[0] < bunched.ttft_s[0] < 2 * full_s + 0.1 * 5 * full_s / 2
+
+
+def test_overheads_make_steps_longer_and_those_that_prefill_at_least_as_long_as_the_host_needs() -> None:
+    load = ClosedLoop(clients=np.array([4.0]), prompt=np.array([100.0]), generate=np.array([100.0]))
+    costs = StepCosts(
+        generate_s=lambda batch, context: 0.010 + 0.0 * batch,
+        mixed_s=lambda tokens, batch, context: 0.012 + 0.0 * tokens,
+        kv_tokens=1e9,
+    )
+    steps = LoopSteps.of(load, costs).with_overheads(0.001, 0.050)
+    assert (steps.step_s[0], steps.mixed_s[0]) == (pytest.approx(0.011), pytest.approx(0.050))
+    assert loop_times(load, steps).ttft_s[0] > closed_loop(load, costs).ttft_s[0] + 0.03

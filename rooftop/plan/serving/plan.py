@@ -18,7 +18,7 @@ from rooftop.core.records import Record, read_record
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, kv_bytes_per_token
 from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
-from rooftop.plan.evidence import Evidence, Question, evidence_for
+from rooftop.plan.evidence import Evidence, Phase, Question, evidence_for
 from rooftop.plan.pricing import Bounds, scalar_ledger
 from rooftop.plan.serving.assumptions import SHARES, ServingAssumptions, ServingShare
 from rooftop.plan.serving.phase import serving_rules
@@ -40,13 +40,17 @@ DEFINITIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedShares(Record):
-    """The shares of a plan by name, their sources, those that the user gave, and the memory that it counts on."""
+    """The shares of a plan by name, their sources, those that the user gave, and the memory that it counts on.
+
+    ``engine``: the engine whose kernels are priced; None: our own programs.
+    """
 
     shares: Mapping[ServingShare, float]
     sources: Mapping[str, str]
     given: Mapping[str, float]
     mfu: float | None
     bounds: Bounds
+    engine: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +225,9 @@ class ServingPlanDocument(Record):
             slice=slice_,
             workload=self.workload,
             numerics=self.dtypes,
-            assumptions=ServingAssumptions(shares=self.assumptions.given, mfu=self.assumptions.mfu),
+            assumptions=ServingAssumptions(
+                shares=self.assumptions.given, mfu=self.assumptions.mfu, engine=self.assumptions.engine
+            ),
             mode=self.mode,
             bounds=self.assumptions.bounds,
             link=self.link,
@@ -465,6 +471,7 @@ class ServingPlan:
                 sources=problem.assumptions.sources(problem.slice.chip),
                 given=problem.assumptions.shares,
                 mfu=problem.assumptions.mfu,
+                engine=problem.assumptions.engine,
                 bounds=problem.bounds,
             ),
             draft=self._draft(),
@@ -515,10 +522,14 @@ class ServingPlan:
 
     @cached_property
     def evidence(self) -> ServingEvidence:
-        """Published decode steps and prefills of the chip and kind of model, and the intervals that they give."""
+        """Published decode steps and prefills of the chip and kind of model, and the intervals that they give.
+
+        Of a plan for an engine, published benchmarks of engines under load.
+        """
         problem = self.problem
-        decode = evidence_for(Question.of("decode", problem.model, problem.slice, round(problem.step_context)))
-        prefill = evidence_for(Question.of("prefill", problem.model, problem.prefill_server, problem.workload.prompt))
+        phases: tuple[Phase, Phase] = ("decode", "prefill") if problem.assumptions.engine is None else ("tpot", "ttft")
+        decode = evidence_for(Question.of(phases[0], problem.model, problem.slice, round(problem.step_context)))
+        prefill = evidence_for(Question.of(phases[1], problem.model, problem.prefill_server, problem.workload.prompt))
         return ServingEvidence(
             decode=decode,
             prefill=prefill,

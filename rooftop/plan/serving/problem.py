@@ -28,10 +28,11 @@ from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params
 from rooftop.models.attention import attention_kind
 from rooftop.models.counting import kv_cache_bytes
+from rooftop.models.mixers import recurrences
 from rooftop.models.widths import MOST_PADDING, ModelWidths
 from rooftop.plan.pricing import BOUNDS, Bounds, Work
 from rooftop.plan.serving.assumptions import ServingAssumptions
-from rooftop.plan.serving.engines.kernels import engine_kernels
+from rooftop.plan.serving.engines.kernels import ENGINES, engine_kernels
 from rooftop.plan.serving.engines.rows import EngineStep
 from rooftop.plan.serving.phase import Phase, ServingPhase, cached_bytes
 from rooftop.plan.serving.placement import Placed, Placement
@@ -101,6 +102,8 @@ class ServingProblem:
             raise unknown("link", self.link, LINKS)
         if self.kv_split is not None and self.kv_split not in KV_SPLITS:
             raise unknown("kv-split", self.kv_split, KV_SPLITS)
+        if self.assumptions.engine is not None:
+            self._require_engine(self.assumptions.engine)
         if self.book and self.draft is not None:
             raise RooftopError("bounds", self.bounds, "usable with a draft model")
         if self.prefill_slice is not None:
@@ -122,6 +125,24 @@ class ServingProblem:
         if self.draft is not None and count_params(self.draft.model).total >= self.params[0]:
             accepted = f"a model with fewer parameters than {self.model.name}, for which it guesses"
             raise RooftopError("draft", self.draft.model.name, accepted)
+
+    def _require_engine(self, engine: str) -> None:
+        """Raise RooftopError if an engine's kernels are not known for this problem."""
+        kernels = engine_kernels(engine, self.slice.chip.name)
+        for field, value, known in (
+            ("weights-dtype", self.numerics.weights, kernels.matmul),
+            ("kv-dtype", self.numerics.kv, kernels.attention),
+        ):
+            if value not in known:
+                accepted = ", ".join(name for name in known if name != "f8_block")
+                raise RooftopError(f"{field} with engine {engine} on {self.slice.chip.name}", value, accepted)
+        if self.draft is not None or self.assumptions.mfu is not None:
+            other = "mfu" if self.draft is None else "draft"
+            raise RooftopError("engine", engine, f"no --{other} next to it")
+        if self.book:
+            raise RooftopError("bounds", self.bounds, "usable with an engine")
+        if recurrences(self.model):
+            raise RooftopError("engine", engine, "a model of attention alone")
 
     @property
     def book(self) -> bool:
@@ -202,16 +223,17 @@ class ServingProblem:
         work = self._generate_work(phase, self.step_context if context is None else context)
         return serving_s(work, placement, self.rates, self.assumptions, phase.pipeline)
 
-    def mixed_s(
-        self, placement: Placement, prompt: Number, batch: Number, context: Number, prompts: int = 1
-    ) -> Number:
+    def mixed_s(self, placement: Placement, prompt: Number, batch: Number, context: Number, prompts: int = 1) -> Number:
         """Expected seconds of steps that prefill ``prompt`` tokens of each prompt and generate a token for ``batch``.
 
         The others hold ``context`` tokens of KV each; all may be arrays over steps. One pass over the weights is for
         all tokens.
         """
         shared = self.shared_prefill(placement)
-        prefilling, generating = self.phase("prefill", shared, prompts * prompt + batch), self.phase("generate", placement, batch)
+        prefilling, generating = (
+            self.phase("prefill", shared, prompts * prompt + batch),
+            self.phase("generate", placement, batch),
+        )
         step = self._engine_step(prefilling)
         if step is None:
             work = mixed_work(prefilling, generating, context, prompts)
@@ -222,7 +244,9 @@ class ServingProblem:
     def _generate_work(self, phase: Phase, context: Number) -> list[Work]:
         """The rows of a step, of our programs or of an engine."""
         step = self._engine_step(phase)
-        return generate_work(phase, context) if step is None else replace(step, batch=phase.tokens, context=context).work
+        return (
+            generate_work(phase, context) if step is None else replace(step, batch=phase.tokens, context=context).work
+        )
 
     def _prefill_work(self, phase: Phase, prompt: Number, before: float = 0.0, prompts: int = 1) -> list[Work]:
         """The rows of a prefill of ``prompts`` prompts of ``prompt`` tokens."""
@@ -237,8 +261,12 @@ class ServingProblem:
         if engine is None:
             return None
         kernels = engine_kernels(engine, self.slice.chip.name)
+        given = self.assumptions
         return EngineStep(
-            phase=phase, kernels=kernels, gap_s=self.assumptions.gap_s, host_s=self.assumptions.host_s
+            phase=phase,
+            kernels=kernels,
+            gap_s=kernels.gap_s if given.gap_s is None else given.gap_s,
+            host_s=kernels.host_s if given.host_s is None else given.host_s,
         )
 
     def prompts_s(self, placement: Placed, prompt: Number, count: int) -> Number:
@@ -367,6 +395,8 @@ class ServingProblem:
         """Reasons why no engine has these placements; empty if one does."""
         if self.book:
             return ["the book's arithmetic spreads everything evenly: plan with --bounds usable"]
+        if self.assumptions.engine is not None:
+            return [f"{ENGINES[self.assumptions.engine]} runs it, and no program of ours: plan without --engine"]
         return list(obstacles(SERVING, self.spec(generate, prefill)))
 
     def cache_kind(self, placement: Placement) -> tuple[object, ...]:
@@ -457,6 +487,8 @@ class ServingProblem:
     def _layers(self, sizes: Mapping[str, int]) -> str | None:
         if self.model.moe is None and ways(sizes, *EXPERT_AXES) > 1:
             return "no expert axis: the model has no experts"
+        if self.assumptions.engine is not None and ways(sizes, *COLUMN_AXES, *EXPERT_AXES) != prod(sizes.values()):
+            return "tensor and expert axes alone: the kernels of engines are known there"
         if ways(sizes, *STAGE_AXES) > self.model.layers:
             return f"at most one stage for each of {self.model.layers} layers"
         return None

@@ -18,7 +18,6 @@ from rooftop.arrays.rules import EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENC
 from rooftop.capabilities import PAGE_TOKENS
 from rooftop.core.rounding import next_multiple
 from rooftop.models.attention import attention_kind
-from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.rows import chunk_pairs
@@ -51,11 +50,10 @@ class PlannedTimes:
         shares = dict(problem.assumptions.shares)
         waits = {**shares, "latency": 0.0, "latency_2d": 0.0}
         self._plain = replace(problem, assumptions=replace(problem.assumptions, shares=waits))
-        self._waiting = replace(
-            problem, assumptions=replace(problem.assumptions, shares={**waits, "bytes": 1.0})
-        )
+        self._waiting = replace(problem, assumptions=replace(problem.assumptions, shares={**waits, "bytes": 1.0}))
         two_d = generate.ways(GATHER_AXES) > 1
-        self._hidden = 0.0 if problem.book else problem.assumptions.latency(problem.slice.chip, two_d=two_d)
+        unhidden = problem.book or problem.assumptions.engine is not None
+        self._hidden = 0.0 if unhidden else problem.assumptions.latency(problem.slice.chip, two_d=two_d)
         self._rate = problem.assumptions.share("hbm_read", problem.slice.chip)
         bounded = [window for _, window in self._windows if window is not None]
         far = 2.0**20 if len(bounded) < len(self._windows) else min(bounded) / 4

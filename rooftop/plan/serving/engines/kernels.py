@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.core.errors import unknown
+from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Number
-from rooftop.hardware import Chip
 
 #: Engines by the name that options and tables have.
 ENGINES: Mapping[str, str] = {"vllm": "vLLM", "trtllm": "TensorRT-LLM"}
@@ -39,7 +38,7 @@ class EngineKernels:
 
     ``matmul``, ``experts`` and ``attention`` (of one token of each sequence) are by dtype; 'f8_block' is FP8 with a
     scale for each block of weights. ``latent`` is attention to latents. ``all_reduce``: seconds by ranks, of
-    ``payloads`` bytes. ``gap_s``: seconds of a layer in which none of these runs: norms, quantising and gaps.
+    ``payloads`` bytes. ``gap_s`` and ``host_s`` of a kernel: see ``ServingAssumptions``.
     """
 
     engine: str
@@ -50,31 +49,37 @@ class EngineKernels:
     latent: KernelFit
     payloads: npt.NDArray[np.float64] = field(hash=False)
     all_reduce: Mapping[int, npt.NDArray[np.float64]] = field(hash=False)
+    gap_s: float
+    host_s: float
 
-    def all_reduce_s(self, payload: Number, ranks: int) -> Number:
-        """Seconds of an AllReduce of ``payload`` bytes in a node; a payload outside is scaled from the nearest."""
-        nearest = min(self.all_reduce, key=lambda known: abs(known - ranks))
-        known_s = self.all_reduce[nearest]
-        sizes = np.asarray(payload, dtype=np.float64)
-        inside = np.exp(np.interp(np.log(np.maximum(sizes, 1.0)), np.log(self.payloads), np.log(known_s)))
-        seconds: Number = inside * np.maximum(sizes / self.payloads[-1], 1.0)
+    def all_reduce_s(self, payload: Number, ranks: Number) -> Number:
+        """Seconds of an AllReduce of ``payload`` bytes by ``ranks`` GPUs of a node; 0 by one.
+
+        Other numbers of ranks are priced as the next larger one that was measured; larger payloads are scaled.
+        """
+        sizes = np.log(np.clip(payload, self.payloads[0], self.payloads[-1]))
+        larger = np.maximum(np.asarray(payload) / self.payloads[-1], 1.0)
+        seconds: Number = 0.0
+        fewer = 1
+        for known, known_s in self.all_reduce.items():
+            here = (np.asarray(ranks) > fewer) & ((np.asarray(ranks) <= known) | (known == max(self.all_reduce)))
+            measured_s = np.exp(np.interp(sizes, np.log(self.payloads), np.log(known_s))) * larger
+            seconds, fewer = np.where(here, measured_s, seconds), known
         return seconds
 
 
-def has_kernels(chip: Chip) -> bool:
-    """True if there are kernels of engines for a chip."""
-    return chip.name in _table()
+def _chips() -> list[str]:
+    return [name for name in _table() if name not in ("bytes", "overheads")]
 
 
 @cache
 def engine_kernels(engine: str, chip_name: str) -> EngineKernels:
     """The kernels of an engine on a chip. Raises RooftopError where nothing was measured."""
     table = _table()
-    if chip_name not in table:
-        chips = tuple(name for name in table if name != "bytes")
-        raise unknown(f"chip of engine {engine}", chip_name, chips)
+    if chip_name not in _chips():
+        raise RooftopError("engine", engine, f"nothing on {chip_name}: its kernels are known on {', '.join(_chips())}")
     if engine not in table[chip_name]:
-        raise unknown("engine", engine, tuple(table[chip_name]))
+        raise unknown("engine", engine, tuple(ENGINES))
     entry = table[chip_name][engine]
     if "like" in entry:
         base = table[chip_name][entry["like"]]
@@ -86,6 +91,8 @@ def engine_kernels(engine: str, chip_name: str) -> EngineKernels:
         latent=_fit(entry["latent"]),
         payloads=np.array(table["bytes"], dtype=np.float64),
         all_reduce={int(ranks): 1e-6 * np.array(figures) for ranks, figures in entry["all_reduce"].items()},
+        gap_s=1e-6 * table["overheads"][engine.split("-")[0]]["gap_us"],
+        host_s=1e-6 * table["overheads"][engine.split("-")[0]]["host_us"],
     )
 
 

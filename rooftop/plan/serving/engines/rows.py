@@ -1,9 +1,9 @@
 """The work of a step of a serving engine on GPUs, scope by scope, with each kernel at its measured time.
 
-Engines keep the stream whole on every GPU: a layer's two blocks end in an AllReduce over ``tensor``. Over ``expert`` each
-GPU has a copy of attention and its own sequences (attention data parallelism) and a part of the experts: all tokens are
-gathered before the experts, and their sums scattered after them. A step may prefill prompts next to sequences that
-generate; matmuls then work on all tokens at once.
+Engines keep the stream whole on every GPU: a layer's two blocks end in an AllReduce over ``tensor``. Over ``expert``
+each GPU has a copy of attention and its own sequences (attention data parallelism) and a part of the experts: all
+tokens are gathered before the experts, and their sums scattered after them. A step may prefill prompts next to
+sequences that generate; matmuls then work on all tokens at once.
 """
 
 from __future__ import annotations
@@ -26,17 +26,37 @@ from rooftop.roofline.achievable import kernel_flops
 from rooftop.roofline.rules import distinct_experts
 
 
+def launches(phase: Phase) -> Number:
+    """Kernels of a step, without those of its head: matmuls, each with one that quantises, and what is between them."""
+    model, moe = phase.model, phase.model.moe
+    quantised = phase.numerics.shared_weights != "bf16"
+    matmul = 2 if quantised else 1
+    summed = np.where(np.asarray(phase.ways(*COLUMN_AXES, *EXPERT_AXES)) > 1, 1.0, 0.0)
+    # Norm, projections, rotation with the write of the cache, core, projection out, sum; latents have norms too.
+    attention = 3 + 2 * matmul + summed + (2 + matmul if model.mla is not None else 0)
+    # Norm, gate and up, the gate's product, down, sum.
+    dense = 2 + 2 * matmul + summed
+    experts: Number = 0.0
+    if moe is not None:
+        shared = 1 + 2 * matmul if moe.shared_d_ff else 0
+        # Norm, router, choice, two to sort, quantise, two grouped matmuls, the gate's product, the sum of the choices.
+        experts = 10 + shared + summed
+    total: Number = model.attention_layers * attention + model.dense_layers * dense + model.moe_layers * experts
+    return total
+
+
 def _transfers_s(item: Work) -> Number:
-    return sum((0.0 if one.seconds is None else one.seconds for one in item.collectives), 0.0)
+    total: Number = sum((0.0 if one.seconds is None else one.seconds for one in item.collectives), 0.0)
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStep:
     """A step of one server: a token for each of ``batch`` sequences with ``context`` tokens of KV, and ``prompts``.
 
-    Each prompt has ``prompt`` new tokens after ``before`` whose KV is there. ``gap_s``: seconds of a layer in which no
-    kernel runs that was measured. A layer takes ``host_s`` at least where there are prompts: the step is then no graph,
-    and the host launches its kernels one by one. All but ``prompts`` may be arrays over steps.
+    Each prompt has ``prompt`` new tokens after ``before`` whose KV is there. ``gap_s``: seconds next to each kernel
+    in which none runs that was measured. A kernel takes ``host_s`` at least where there are prompts: the step is then
+    no graph, and the host launches its kernels one by one. All but ``prompts`` may be arrays over steps.
     """
 
     phase: Phase
@@ -53,8 +73,8 @@ class EngineStep:
     def work(self) -> list[Work]:
         """The rows of the step, of the busiest GPU."""
         work = [*self._attention(), *self._blocks(), *self._head()]
-        seconds = self._elementwise_s() + self.gap_s
-        layers = self.phase.model.layers
+        layers, kernels = self.phase.model.layers, launches(self.phase)
+        seconds = self._elementwise_s() + kernels / layers * self.gap_s
         work.append(
             self._row(
                 "layers/attn/norm", layers, seconds, hbm_bytes=self._elementwise_bytes,
@@ -62,9 +82,12 @@ class EngineStep:
             )
         )  # fmt: skip
         if self.prompts and self.host_s:
+            # The step is no graph.
             busy = sum((item.count * (item.matmul_s + _transfers_s(item)) for item in work), 0.0)
-            waits = np.maximum(layers * self.host_s - busy, 0.0)
-            work.append(self._row("launch", 1, waits, formula="the host launches the kernels of a prefill one by one"))
+            waits = np.maximum(kernels * self.host_s - busy, 0.0)
+            work.append(
+                self._row("layers/attn/norm", 1, waits, formula="the host launches the kernels of a prefill one by one")
+            )
         return work
 
     @property
@@ -177,7 +200,11 @@ class EngineStep:
         if moe.shared_d_ff:
             up, down = phase.mlp(moe.shared_d_ff)
             work += [self._matmul("layers/moe/shared", layers, matmuls) for matmuls in (up, down)]
-        return [*work, *self._exchange("layers/moe/combine", layers, "reduce_scatter"), *self._sum("layers/moe/combine", layers)]
+        return [
+            *work,
+            *self._exchange("layers/moe/combine", layers, "reduce_scatter"),
+            *self._sum("layers/moe/combine", layers),
+        ]
 
     def _head(self) -> list[Work]:
         phase = self.phase
@@ -210,7 +237,9 @@ class EngineStep:
         stored = dtype or phase.numerics.shared_weights
         flops_dtype = dtype or phase.numerics.flops
         flops = 2.0 * rows * sum((m.parameters for m in matmuls), 0.0)
-        moved = sum(phase.weight_bytes(matmuls, stored)) + rows * sum((m.k + m.n for m in matmuls), 0.0) * ACTIVATION_BYTES
+        moved = (
+            sum(phase.weight_bytes(matmuls, stored)) + rows * sum((m.k + m.n for m in matmuls), 0.0) * ACTIVATION_BYTES
+        )
         fit = self._fit(kernel)
         seconds = fit.seconds(moved / phase.rates.hbm_bytes_per_s, flops / phase.rates.flops_per_s[flops_dtype])
         return self._row(
@@ -228,10 +257,10 @@ class EngineStep:
             return []
         payload = self.own_tokens * self.phase.model.d_model * ACTIVATION_BYTES
         price = self.phase.placement.price("all_reduce", axes)
-        ranks = int(self.phase.ways(*axes))
-        slowest = price.expected_s(payload, self.phase.rates.network("all_reduce"))
+        ranks = np.asarray(self.phase.ways(*axes))
+        general_s = price.expected_s(payload, self.phase.rates.network("all_reduce"))
         within = ranks <= prod(self.phase.placement.slice.chip.pod_shape)
-        seconds = np.minimum(self.kernels.all_reduce_s(payload, ranks), slowest) if within else slowest
+        seconds = np.where(within, np.minimum(self.kernels.all_reduce_s(payload, ranks), general_s), general_s)
         return [self._collective(scope, count, "all_reduce", axes, payload, seconds)]
 
     def _exchange(self, scope: str, count: Number, kind: CollectiveKind) -> list[Work]:
