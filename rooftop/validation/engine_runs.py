@@ -167,7 +167,7 @@ def _run(row: TableRow) -> EngineRun:
 
 
 def _source(row: TableRow) -> Mapping[str, Any]:
-    """How the runs of a source were made: by a beginning of its rows' ids, or as benchmarks mostly are."""
+    """The client of a row's benchmark: by a beginning of the row's id, or as it mostly is."""
     sources: Mapping[str, Mapping[str, Any]] = serving_readings()["benchmark"]
     name = row.cells["where_found"].split("id=")[-1]
     match = max((one for one in sources if name.startswith(one)), key=len, default="default")

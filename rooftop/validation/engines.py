@@ -315,7 +315,9 @@ def _with_gap(costs: StepCosts, gap_s: float) -> StepCosts:
 
 
 def _with_host(prefill: PrefillServers, gap_s: float, host_s: float) -> PrefillServers:
-    return replace(prefill, prefill_s=lambda tokens: np.maximum(prefill.prefill_s(tokens) + gap_s, host_s))
+    return replace(
+        prefill, prefill_s=lambda tokens, together: np.maximum(prefill.prefill_s(tokens, together) + gap_s, host_s)
+    )
 
 
 def _configurations(runs: Sequence[EngineRun]) -> list[list[int]]:
@@ -352,12 +354,11 @@ def _price(runs: Sequence[EngineRun], members: list[int]) -> tuple[_Configuratio
     else:
         prefill, own = _server(first, first.prefill_on, assumptions)
         prefilling = prefill.shared_prefill(own)
-        # Each copy of the attention has a prompt of its own.
-        prompts = first.prefill_on.mesh.get("expert", 1)
+        copies = first.prefill_on.mesh.get("expert", 1)
         servers = PrefillServers(
             count=float(first.prefill_on.count),
-            prompts=float(prompts),
-            prefill_s=lambda tokens: np.asarray(prefill.prompts_s(prefilling, tokens, prompts)),
+            copies=float(copies),
+            prefill_s=lambda tokens, together: np.asarray(prefill.prompts_s(prefilling, tokens, copies * together)),
             transfer_s=lambda tokens: _transfer_s(problem, first, tokens),
         )
         # How many generate is not known here: one at least.

@@ -130,7 +130,10 @@ def test_the_closed_form_of_disaggregated_servers_has_the_means_of_the_simulatio
     metrics = served(
         closed(clients, 10 * clients, 1024, 256, shortest=0.8), times, policy, replicas=1, prefill_servers=1
     )
-    load = ClosedLoop(clients=np.array([float(clients)]), prompt=np.array([921.6]), generate=np.array([230.4]))
+    # Servers of ours prefill one prompt at a time.
+    load = ClosedLoop(
+        clients=np.array([float(clients)]), prompt=np.array([921.6]), generate=np.array([230.4]), budget=1024.0
+    )
     costs = StepCosts(
         generate_s=lambda batch, context: np.array([times.generate_s(batch[0], batch[0] * context[0])]),
         mixed_s=lambda tokens, batch, context: tokens,
@@ -138,8 +141,8 @@ def test_the_closed_form_of_disaggregated_servers_has_the_means_of_the_simulatio
     )
     prefill = PrefillServers(
         count=1.0,
-        prompts=1.0,
-        prefill_s=lambda tokens: times.prefill_base_s + times.prefill_token_s * tokens,
+        copies=1.0,
+        prefill_s=lambda tokens, together: times.prefill_base_s + times.prefill_token_s * tokens * together,
         transfer_s=lambda tokens: times.transfer_token_s * tokens,
     )
     predicted = disaggregated_loop(load, 1.0, costs, prefill)

@@ -33,7 +33,7 @@ from rooftop.models.widths import MOST_PADDING, ModelWidths
 from rooftop.plan.pricing import BOUNDS, Bounds, Work
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.engines.kernels import ENGINES, engine_kernels
-from rooftop.plan.serving.engines.rows import EngineStep
+from rooftop.plan.serving.engines.rows import KernelStep
 from rooftop.plan.serving.phase import Phase, ServingPhase, cached_bytes
 from rooftop.plan.serving.placement import Placed, Placement
 from rooftop.plan.serving.pricing import price_serving, serving_s, slowest_stage_s
@@ -248,29 +248,28 @@ class ServingProblem:
             generate_work(phase, context) if step is None else replace(step, batch=phase.tokens, context=context).work
         )
 
-    def _prefill_work(self, phase: Phase, prompt: Number, before: float = 0.0, prompts: int = 1) -> list[Work]:
-        """The rows of a prefill of ``prompts`` prompts of ``prompt`` tokens."""
+    def _prefill_work(self, phase: Phase, prompt: Number, before: float = 0.0, prompts: Number = 1) -> list[Work]:
+        """The rows of a prefill of ``prompts`` prompts of ``prompt`` tokens: our programs take one."""
         step = self._engine_step(phase)
         if step is None:
-            return prefill_work(phase, before, prompts)
+            return prefill_work(phase, before)
         return replace(step, prompt=prompt, prompts=prompts, before=before).work
 
-    def _engine_step(self, phase: Phase) -> EngineStep | None:
+    def _engine_step(self, phase: Phase) -> KernelStep | None:
         """An empty step of the engine whose kernels are priced; None: our programs."""
         engine = self.assumptions.engine
         if engine is None:
             return None
         kernels = engine_kernels(engine, self.slice.chip.name)
-        given = self.assumptions
-        return EngineStep(
+        return KernelStep(
             phase=phase,
             kernels=kernels,
-            gap_s=kernels.gap_s if given.gap_s is None else given.gap_s,
-            host_s=kernels.host_s if given.host_s is None else given.host_s,
+            gap_s=kernels.gap_s if self.assumptions.gap_s is None else self.assumptions.gap_s,
+            host_s=kernels.host_s if self.assumptions.host_s is None else self.assumptions.host_s,
         )
 
-    def prompts_s(self, placement: Placed, prompt: Number, count: int) -> Number:
-        """Expected seconds of one prefill of ``count`` prompts of ``prompt`` tokens, which may be an array."""
+    def prompts_s(self, placement: Placed, prompt: Number, count: Number) -> Number:
+        """Expected seconds of an engine's prefill of ``count`` prompts of ``prompt`` tokens; both may be arrays."""
         work = self._prefill_work(self.phase("prefill", placement, prompt * count), prompt, 0.0, count)
         return serving_s(work, placement, self.rates, self.assumptions)
 

@@ -163,23 +163,24 @@ def _bunched_s(own_s: Floats, steps: LoopSteps, waves: Floats) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillServers:
-    """``count`` servers that only prefill, ``prompts`` at once in ``prefill_s(tokens of each)``.
+    """``count`` servers that only prefill, each with so many ``copies`` of attention.
 
-    ``transfer_s``: seconds of a prompt's KV on its way to a server that generates.
+    ``prefill_s`` takes the tokens of a prompt, and the prompts that each copy prefills at once; under load those that
+    fill a step. ``transfer_s``: seconds of a prompt's KV on its way to a server that generates.
     """
 
     count: float
-    prompts: float
-    prefill_s: Callable[[Floats], Floats]
+    copies: float
+    prefill_s: Callable[[Floats, Floats], Floats]
     transfer_s: Callable[[Floats], Floats]
 
 
 def disaggregated_loop(load: ClosedLoop, servers: float, costs: StepCosts, prefill: PrefillServers) -> LoopTimes:
     """Mean TTFT and TPOT where ``servers`` servers generate and others prefill."""
     most = load.places(costs.kv_tokens)
-    prefill_s = prefill.prefill_s(load.prompt)
-    prompt_s = prefill_s / (prefill.prompts * prefill.count)
-    own_s = prefill_s + prefill.transfer_s(load.prompt)
+    together = np.maximum(np.floor(load.budget / load.prompt), 1.0)
+    prompt_s = prefill.prefill_s(load.prompt, together) / (together * prefill.copies * prefill.count)
+    own_s = prefill.prefill_s(load.prompt, np.ones_like(load.prompt)) + prefill.transfer_s(load.prompt)
     ttft_s = own_s
     active = np.minimum(load.clients / servers, most)
     tpot_s = costs.generate_s(active, load.context)

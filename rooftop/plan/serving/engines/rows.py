@@ -51,12 +51,12 @@ def _transfers_s(item: Work) -> Number:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineStep:
+class KernelStep:
     """A step of one server: a token for each of ``batch`` sequences with ``context`` tokens of KV, and ``prompts``.
 
     Each prompt has ``prompt`` new tokens after ``before`` whose KV is there. ``gap_s``: seconds next to each kernel
     in which none runs that was measured. A kernel takes ``host_s`` at least where there are prompts: the step is then
-    no graph, and the host launches its kernels one by one. All but ``prompts`` may be arrays over steps.
+    no graph, and the host launches its kernels one by one. Figures may be arrays over steps.
     """
 
     phase: Phase
@@ -66,7 +66,7 @@ class EngineStep:
     batch: Number = 0.0
     context: Number = 0.0
     prompt: Number = 0.0
-    prompts: int = 0
+    prompts: Number = 0
     before: float = 0.0
 
     @property
@@ -81,7 +81,7 @@ class EngineStep:
                 formula="norms, rotations, gates and quantising, and gaps between kernels",
             )
         )  # fmt: skip
-        if self.prompts and self.host_s:
+        if np.any(np.asarray(self.prompts) > 0) and self.host_s:
             # The step is no graph.
             busy = sum((item.count * (item.matmul_s + _transfers_s(item)) for item in work), 0.0)
             waits = np.maximum(kernels * self.host_s - busy, 0.0)
@@ -129,7 +129,7 @@ class EngineStep:
         ]
         if np.any(np.asarray(self.batch) > 0):
             work.append(self._generating(layers))
-        if self.prompts:
+        if np.any(np.asarray(self.prompts) > 0):
             work.append(self._prefilling(layers))
         work.append(self._matmul("layers/attn/out", layers, phase.attention_out))
         return [*work, *self._sum("layers/attn/out", layers)]
