@@ -44,7 +44,7 @@ Metric = Literal["tpot", "ttft"]
 METRICS: tuple[Metric, ...] = ("tpot", "ttft")
 _RESOURCES = ("hbm", "mxu", "ici", "dcn")
 _LOAD = ("clients", "prompt", "generate", "requests", "budget", "reserved")
-_STEPS = ("active", "chunks", "step_s", "mixed_s", "full_s", "room", "together")
+_STEPS = ("active", "chunks", "step_s", "mixed_s", "full_s", "full_tokens", "together")
 #: Overheads that are tried, in seconds of a kernel.
 _GAPS = tuple(1e-7 * gap for gap in (0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32))
 _HOST = tuple(1e-6 * host for host in (0, 10, 20, 30, 40, 50, 60, 70, 80, 100, 120))
@@ -402,7 +402,9 @@ def _costs(problem: ServingProblem, placement: Placement, run: EngineRun) -> Ste
     together = run.generate_on.mesh.get("expert", 1) if run.balanced else 1
     return StepCosts(
         generate_s=lambda batch, context: np.asarray(problem.generate_s(placement, batch, context)),
-        mixed_s=lambda prompt, batch, context: np.asarray(problem.mixed_s(placement, prompt, batch, context, together)),
+        mixed_s=lambda prompt, count, batch, context: np.asarray(
+            problem.mixed_s(placement, prompt, batch, context, together * count)
+        ),
         together=together,
         kv_tokens=_room_tokens(problem, placement, run),
     )

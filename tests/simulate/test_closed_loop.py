@@ -101,11 +101,11 @@ def in_closed_form(clients: int, prompt: int, output: int, times: AffineTimes) -
         generate_s=lambda batch, context: (
             times.generate_base_s + times.generate_seq_s * batch + times.context_token_s * batch * context
         ),
-        mixed_s=lambda tokens, batch, context: (
+        mixed_s=lambda tokens, count, batch, context: (
             times.generate_base_s
             + times.generate_seq_s * batch
             + times.context_token_s * batch * context
-            + times.prefill_token_s * tokens
+            + times.prefill_token_s * tokens * count
         ),
         kv_tokens=float(times.kv_tokens),
     )
@@ -136,7 +136,7 @@ def test_the_closed_form_of_disaggregated_servers_has_the_means_of_the_simulatio
     )
     costs = StepCosts(
         generate_s=lambda batch, context: np.array([times.generate_s(batch[0], batch[0] * context[0])]),
-        mixed_s=lambda tokens, batch, context: tokens,
+        mixed_s=lambda tokens, count, batch, context: tokens,
         kv_tokens=float(times.kv_tokens),
     )
     prefill = PrefillServers(
@@ -154,7 +154,7 @@ def test_requests_of_equal_length_wait_longer_than_others_and_less_than_in_full_
     times = AffineTimes()
     steps = {
         "generate_s": lambda batch, context: times.generate_base_s + 0.0 * batch,
-        "mixed_s": lambda tokens, batch, context: times.generate_base_s + times.prefill_token_s * tokens,
+        "mixed_s": lambda tokens, count, batch, context: times.generate_base_s + times.prefill_token_s * tokens * count,
         "kv_tokens": 1e9,
     }
     loads = [
@@ -171,7 +171,7 @@ def test_overheads_make_steps_longer_and_those_that_prefill_at_least_as_long_as_
     load = ClosedLoop(clients=np.array([4.0]), prompt=np.array([100.0]), generate=np.array([100.0]))
     costs = StepCosts(
         generate_s=lambda batch, context: 0.010 + 0.0 * batch,
-        mixed_s=lambda tokens, batch, context: 0.012 + 0.0 * tokens,
+        mixed_s=lambda tokens, count, batch, context: 0.012 + 0.0 * tokens,
         kv_tokens=1e9,
     )
     steps = LoopSteps.of(load, costs).with_overheads(0.001, 0.050)

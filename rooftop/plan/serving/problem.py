@@ -223,7 +223,9 @@ class ServingProblem:
         work = self._generate_work(phase, self.step_context if context is None else context)
         return serving_s(work, placement, self.rates, self.assumptions, phase.pipeline)
 
-    def mixed_s(self, placement: Placement, prompt: Number, batch: Number, context: Number, prompts: int = 1) -> Number:
+    def mixed_s(
+        self, placement: Placement, prompt: Number, batch: Number, context: Number, prompts: Number = 1
+    ) -> Number:
         """Expected seconds of steps that prefill ``prompt`` tokens of each prompt and generate a token for ``batch``.
 
         The others hold ``context`` tokens of KV each; all may be arrays over steps. One pass over the weights is for

@@ -40,7 +40,7 @@ def generate_work(phase: Phase, context: Number) -> list[Work]:
     return [*_embed(phase), *attention, *_blocks(phase), *_sends(phase), *_head(phase, phase.own_tokens)]
 
 
-def prefill_work(phase: Phase, before: float = 0.0, sequences: int = 1, others: Number = 0.0) -> list[Work]:
+def prefill_work(phase: Phase, before: float = 0.0, sequences: Number = 1, others: Number = 0.0) -> list[Work]:
     """``phase.tokens`` new tokens of ``sequences`` equal sequences, each after ``before`` tokens whose KV is there.
 
     ``others`` of the tokens are of sequences that generate in the same step: their attention is not here.
@@ -50,7 +50,7 @@ def prefill_work(phase: Phase, before: float = 0.0, sequences: int = 1, others: 
     return [*_embed(phase), *attention, *_blocks(phase), *_sends(phase), *_head(phase, last)]
 
 
-def mixed_work(phase: Phase, generating: Phase, context: Number, prompts: int = 1) -> list[Work]:
+def mixed_work(phase: Phase, generating: Phase, context: Number, prompts: Number = 1) -> list[Work]:
     """A step that prefills prompts and generates: ``phase`` has the tokens of both, ``generating`` those of the latter.
 
     The matmuls work on all tokens at once; the attention of sequences that generate is a kernel of its own.
@@ -158,7 +158,7 @@ def _attention_generate(phase: Phase, context: Number) -> list[Work]:
     ]  # fmt: skip
 
 
-def _attention_prefill(phase: Phase, before: float, sequences: int, others: Number) -> list[Work]:
+def _attention_prefill(phase: Phase, before: float, sequences: Number, others: Number) -> list[Work]:
     model, layers, tokens = phase.model, phase.model.attention_layers, phase.own_tokens
     d_qk, d_v = phase.kind.head_sizes
     heads, ring = phase.widths.heads, phase.ways(*EXPERT_AXES, *SEQUENCE_AXES)

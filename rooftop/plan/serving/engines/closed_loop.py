@@ -60,13 +60,13 @@ class ClosedLoop:
 class StepCosts:
     """Seconds of a server's steps, and its room: figures and arguments are arrays [R].
 
-    ``generate_s`` takes the batch and the tokens of each cache; ``mixed_s`` the tokens of a prompt, and those two: of a
-    step that prefills ``together`` prompts, on as many copies of attention, which wait for one another. ``kv_tokens``
-    fit the cache.
+    ``generate_s`` takes the batch and the tokens of each cache; ``mixed_s`` the tokens of a prompt, the number of such
+    prompts in a step, and those two. ``together`` copies of attention prefill as many prompts each, and wait for one
+    another. ``kv_tokens`` fit the cache.
     """
 
     generate_s: Callable[[Floats, Floats], Floats]
-    mixed_s: Callable[[Floats, Floats, Floats], Floats]
+    mixed_s: Callable[[Floats, Floats, Floats, Floats], Floats]
     kv_tokens: float
     together: int = 1
 
@@ -75,7 +75,8 @@ class StepCosts:
 class LoopSteps:
     """Steps of a closed loop, arrays [R]: ``active`` sequences have a place, a prompt takes ``chunks`` steps.
 
-    Seconds of a step that generates, of one that also prefills (a chunk of) ``together`` prompts, and of a full one.
+    Seconds of a step that generates, of one that also prefills (a chunk of) ``together`` prompts, and of a full one, of
+    ``full_tokens`` tokens of prompts on each copy of attention.
     """
 
     active: Floats
@@ -83,7 +84,7 @@ class LoopSteps:
     step_s: Floats
     mixed_s: Floats
     full_s: Floats
-    room: Floats
+    full_tokens: Floats
     together: Floats | float = 1.0
 
     @classmethod
@@ -92,13 +93,14 @@ class LoopSteps:
         active = np.minimum(load.places(costs.kv_tokens), load.clients)
         room = np.maximum(load.budget - active, 1.0)
         chunks = np.ceil(load.prompt / room)
+        fitting = np.clip(np.floor(room / load.prompt), 1.0, active)
         return cls(
             active=active,
             chunks=chunks,
             step_s=costs.generate_s(active, load.context),
-            mixed_s=costs.mixed_s(load.prompt / chunks, active, load.context),
-            full_s=costs.mixed_s(np.minimum(room, load.prompt * active), active / 2, load.prompt),
-            room=room,
+            mixed_s=costs.mixed_s(load.prompt / chunks, np.ones_like(active), active, load.context),
+            full_s=costs.mixed_s(np.minimum(room, load.prompt), fitting, active / 2, load.prompt),
+            full_tokens=np.minimum(room, load.prompt) * fitting,
             together=float(costs.together),
         )
 
@@ -139,7 +141,7 @@ def loop_times(load: ClosedLoop, steps: LoopSteps) -> LoopTimes:
     own_s = under_way_s + chunks * mixed_s + meeting * prompt_s
     # Until there is a prompt for each copy.
     own_s = own_s + (steps.together - 1) / 2 * np.minimum(cycle_s / active, _LONGEST_WAIT * steps.step_s)
-    waves = load.prompt * active / (steps.room * steps.together)
+    waves = load.prompt * active / (steps.full_tokens * steps.together)
     if np.any(load.equal):
         own_s = np.where(load.equal, _bunched_s(own_s, steps, waves), own_s)
     # A queue for places: the clients that have none wait for as many answers to end.

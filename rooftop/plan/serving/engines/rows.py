@@ -34,6 +34,7 @@ def launches(phase: Phase) -> Number:
     summed = np.where(np.asarray(phase.ways(*COLUMN_AXES, *EXPERT_AXES)) > 1, 1.0, 0.0)
     # Norm, projections, rotation with the write of the cache, core, projection out, sum; latents have norms too.
     attention = 3 + 2 * matmul + summed + (2 + matmul if model.mla is not None else 0)
+    attention = attention + (0 if model.qk_norm is None else 1)
     # Norm, gate and up, the gate's product, down, sum.
     dense = 2 + 2 * matmul + summed
     experts: Number = 0.0
@@ -127,6 +128,9 @@ class KernelStep:
             self._matmul("layers/attn/qkv", layers, phase.attention),
             *([self._matmul("layers/attn/qkv", layers, phase.attention_up)] if phase.attention_up else ()),
         ]
+        if phase.model.qk_norm == "width":
+            # The squares of all heads' queries and keys are summed over the GPUs: two numbers a token, float32.
+            work += self._sum("layers/attn/qkv", layers, 2 * 4.0 * self.own_tokens)
         if np.any(np.asarray(self.batch) > 0):
             work.append(self._generating(layers))
         if np.any(np.asarray(self.prompts) > 0):
@@ -250,12 +254,13 @@ class KernelStep:
     def _fit(self, dtype: str) -> KernelFit:
         return self.kernels.matmul[dtype]
 
-    def _sum(self, scope: str, count: Number) -> list[Work]:
+    def _sum(self, scope: str, count: Number, payload: Number | None = None) -> list[Work]:
         """The AllReduce of a block's stream over ``tensor``, by the engine's own kernel within a node."""
         axes = self.phase.placement.used(COLUMN_AXES)
         if not axes:
             return []
-        payload = self.own_tokens * self.phase.model.d_model * ACTIVATION_BYTES
+        if payload is None:
+            payload = self.own_tokens * self.phase.model.d_model * ACTIVATION_BYTES
         price = self.phase.placement.price("all_reduce", axes)
         ranks = np.asarray(self.phase.ways(*axes))
         general_s = price.expected_s(payload, self.phase.rates.network("all_reduce"))
