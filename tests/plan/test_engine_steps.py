@@ -127,6 +127,16 @@ def test_a_plan_for_an_engine_has_its_evidence_and_no_program() -> None:
     assert own["evidence"]["decode"]["level"] == "bound"
 
 
+def test_prompts_of_an_engine_are_prefilled_in_steps_that_generate() -> None:
+    plan = rooftop.plan_serving(
+        "llama3.1-70b", on="h100:4", engine="vllm", weights_dtype="fp8", prompt=1024, generate=1024,
+        batching="interleaved", batch_seqs=32,
+    ).plan  # fmt: skip
+    steps = plan.problem.mixed_s(plan.generate_on, 1024.0, 32.0, plan.problem.step_context) - plan.step_s
+    assert plan.tpot_s == pytest.approx(plan.step_s + 31 / 1024 * steps)
+    assert steps < plan.prefill_s
+
+
 @pytest.mark.parametrize(
     ("options", "accepted"),
     [

@@ -299,15 +299,26 @@ class ServingPlan:
         """Time per output token (see DEFINITIONS)."""
         return self.tpot_at(self.token_s)
 
+    @property
+    def _prompt_between_s(self) -> float:
+        """Seconds that the prefill of another prompt puts between two tokens."""
+        problem = self.problem
+        if problem.assumptions.engine is None:
+            return self.prompt_interval_s
+        new, context = float(problem.workload.new_prompt_tokens), problem.step_context
+        mixed_s = problem.mixed_s(self.generate_on, new, float(self.batch), context)
+        return max(float(mixed_s) - self.step_s, 0.0)
+
     def tpot_at(self, token_s: float) -> float:
         """Time per output token if, with nothing else to do, ``token_s`` pass between two tokens of a sequence.
 
-        Interleaved, the prefills of the other sequences of the batch come between two tokens: (B - 1)/G of them each.
-        Disaggregated, the KV's transfer comes between the first and the second token.
+        Interleaved, the prefills of the other sequences of the batch come between two tokens: (B - 1)/G of them each;
+        an engine does them in the same steps, which they make longer. Disaggregated, the KV's transfer comes between
+        the first and the second token.
         """
         out = self.problem.workload.generate
         if self.problem.mode == "interleaved":
-            return rules.interleaved_token_s(token_s, self.prompt_interval_s, self.batch, out)
+            return rules.interleaved_token_s(token_s, self._prompt_between_s, self.batch, out)
         moved = 0.0 if self.problem.book or out == 1 else self.transfer_s / (out - 1)
         return token_s + moved
 
