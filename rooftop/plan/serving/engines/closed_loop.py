@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-#: Steps that a prompt waits for the next one, where copies of attention prefill together.
+#: Steps that a prompt waits at most for another, where copies of attention prefill together: assumed, engines set it.
 _LONGEST_WAIT = 10.0
 
 
