@@ -223,6 +223,7 @@ class _ServingOptions(_FrontOptions):
     hit_rate: float
     host_dram: int | None
     mfu: float | None
+    engine: str | None
     contexts: str | None
 
 
@@ -278,6 +279,10 @@ class _ServingOptions(_FrontOptions):
     help="Fix the prefill's efficiency: 2 x parameters x tokens at this share of peak.",
 )  # fmt: skip
 @assume_option(help="hbm_read=0.9,latency=0.5 (docs/plan-serve.md).")
+@option(
+    "--engine", group=ASSUMPTIONS, type=Name("vllm", "trtllm"),
+    help="Price the kernels of this engine, on H100 and B200. Default: our own programs.",
+)  # fmt: skip
 @bounds_option(default="usable")
 @price_option()
 @option("--contexts", group=OUTPUT, metavar="LIST", help="Contexts of the Pareto front: 2k,8k,32k.")

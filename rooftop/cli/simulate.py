@@ -36,6 +36,7 @@ from rooftop.core.files import write_json
 
 _EXAMPLES = (
     "rooftop simulate plan.json --requests-per-second 2 --duration 1h",
+    "rooftop simulate plan.json --concurrency 64",
     "rooftop simulate plan.json --trace trace.jsonl --prefix-cache --replicas 4 --routing affinity",
 )
 
@@ -47,6 +48,8 @@ class _SimulateOptions(TypedDict):
     trace: Path | None
     requests_per_second: float | None
     duration: float
+    concurrency: int | None
+    requests: int | None
     prompt: str | None
     generate: str | None
     burstiness: float
@@ -70,6 +73,8 @@ class _SimulateOptions(TypedDict):
 @option("--trace", group=WORKLOAD, type=PATH, help="Requests: JSONL or CSV.")
 @option("--requests-per-second", group=WORKLOAD, type=QUANTITY, help="Or drawn at this rate; the plan's by default.")
 @duration_option(default="10m")
+@option("--concurrency", group=WORKLOAD, type=COUNT, help="Clients that each wait for an answer, instead of a rate.")
+@option("--requests", group=WORKLOAD, type=COUNT, help="Requests of all clients; 10 for each by default.")
 @option("--prompt", group=WORKLOAD, metavar="N", help="Tokens of a prompt: 512, or 128:1024. The plan's by default.")
 @option("--generate", group=WORKLOAD, metavar="N", help="Tokens of an answer, likewise.")
 @burstiness_option()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rooftop.present.document import Document
     from rooftop.validation import AccuracyReport, PublishedRuns
     from rooftop.validation.accuracy import ComparisonRecord
+    from rooftop.validation.engines import EngineReport
     from rooftop.validation.serving import ServingReport
 
 
@@ -120,6 +121,7 @@ class ValidationResult(Result):
 
     report: AccuracyReport
     serving: ServingReport
+    engines: EngineReport
     published: PublishedRuns
     notes: Mapping[str, Sequence[str]]
     reasons: Mapping[str, str]
@@ -141,13 +143,14 @@ class ValidationResult(Result):
                 serving_rows=self.published.serving_rows,
             ),
             serving=self.serving.record,
+            engines=self.engines.record,
         ).to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """A run a row, those of training first."""
         serving = [one.record for one in self.serving.comparisons]
-        return [flat(row.to_json()) for row in (*self._training_rows, *serving)]
+        return [flat(row.to_json()) for row in (*self._training_rows, *serving, *self.engines.record.rows)]
 
     @property
     def _training_rows(self) -> tuple[ComparisonRecord, ...]:
@@ -162,7 +165,11 @@ class ValidationResult(Result):
     @property
     def summary(self) -> str:
         """Mean absolute error of each kind of chip."""
-        lines = [f"{len(self.report.comparisons)} training runs, {len(self.serving.comparisons)} of serving"]
+        engines = len(self.engines.comparisons)
+        lines = [
+            f"{len(self.report.comparisons)} training runs, {len(self.serving.comparisons)} of serving, "
+            f"{engines} of engines under load"
+        ]
         for group in self.report.groups:
             errors = group.errors["calibrated"] or group.errors["uncalibrated"]
             if group.by == "chip" and errors is not None:
@@ -237,20 +244,30 @@ def validate(*, runs: Path | str | None = None, assume: str | None = None) -> Va
     """Predict published runs of training and serving, and compare with the measured times.
 
     Args:
-        runs: Another table of runs with the same columns (CSV).
+        runs: Another table of runs (CSV): with the columns of either table that comes with rooftop.
         assume: Shares of transfers that hide, 'weight_gather=1,tensor=0.5'.
 
     Raises RooftopError for a table that cannot be read, naming the cell.
     """
     from rooftop import validation
     from rooftop.plan.training.assumptions import Assumptions
+    from rooftop.validation.engine_runs import is_engine_table
+    from rooftop.validation.engines import EngineReport, engine_report
     from rooftop.validation.predict import predict
-    from rooftop.validation.serving import serving_report
+    from rooftop.validation.runs import PublishedRuns
+    from rooftop.validation.serving import ServingReport, serving_report
 
     assumptions = Assumptions() if assume is None else Assumptions().with_hidden(assume)
     path = None if runs is None else Path(runs)
-    serving = serving_report(path)
-    published = validation.load_published(path, training=not serving.comparisons)
+    engines = EngineReport(comparisons=(), unusable=())
+    if is_engine_table(path):
+        engines = engine_report(path)
+    if path is not None and (engines.comparisons or engines.unusable):
+        serving = ServingReport(comparisons=(), unusable=())
+        published = PublishedRuns(runs=(), unusable=(), serving_rows=0)
+    else:
+        serving = serving_report(path)
+        published = validation.load_published(path, training=not serving.comparisons)
     predicted, notes, unpredicted = [], {}, {}
     for run in published.runs:
         try:
@@ -266,6 +283,7 @@ def validate(*, runs: Path | str | None = None, assume: str | None = None) -> Va
     return ValidationResult(
         report=report,
         serving=serving,
+        engines=engines,
         published=published,
         notes=notes,
         reasons=validation.load_reasons(),

@@ -41,6 +41,7 @@ from rooftop.plan.pricing import BOUNDS
 from rooftop.plan.serving import answer as serving
 from rooftop.plan.serving.answer import ServingAnswer
 from rooftop.plan.serving.assumptions import ServingAssumptions
+from rooftop.plan.serving.engines.kernels import ENGINES
 from rooftop.plan.serving.fleet import (
     OBJECTIVES,
     FleetAnswerDocument,
@@ -71,6 +72,7 @@ Progress: TypeAlias = Callable[[int, int, str], None]
 #: Tokens of a prompt by default, of models made for as many and an answer.
 PROMPT = 8192
 #: Number formats that a search over chips tries by default.
+_SEARCHED_OF_ENGINES = ("bf16", "f8_e4m3")
 _SEARCHED = ("int8", "bf16")
 
 
@@ -202,6 +204,7 @@ def plan_serving(
     kv_sharing: CountLike = 1,
     mfu: float | str | None = None,
     assume: str | None = None,
+    engine: str | None = None,
     bounds: str = "usable",
     price: float | str | None = None,
     objective: str = "cost",
@@ -240,6 +243,8 @@ def plan_serving(
         kv_sharing: Layers that share one KV cache.
         mfu: Share of peak that a prefill reaches, instead of our own estimate.
         assume: Assumptions: 'hbm_read=0.9,latency=0.5'.
+        engine: Engine whose kernels are priced on a GPU, 'vllm' or 'trtllm', instead of our own programs. Matmuls are
+            then in the weights' dtype unless ``matmul_dtype`` says otherwise.
         bounds: 'usable' HBM, or the 'book' arithmetic.
         price: Dollars per chip-hour, instead of the list price.
         objective: Minimize 'cost' or 'chips' in a search.
@@ -258,7 +263,7 @@ def plan_serving(
         draft=draft, draft_length=draft_length, acceptance=acceptance, batching=batching, mesh=mesh,
         prefill_mesh=prefill_mesh, prefill_on=prefill_on, kv_split=kv_split, link=link, weights_dtype=weights_dtype,
         kv_dtype=kv_dtype, matmul_dtype=matmul_dtype, embeddings_dtype=embeddings_dtype, weight_group=weight_group,
-        kv_sharing=kv_sharing, mfu=mfu, assume=assume, bounds=bounds, price=price,
+        kv_sharing=kv_sharing, mfu=mfu, assume=assume, engine=engine, bounds=bounds, price=price,
     )  # fmt: skip
     problem = question.problem
     if not question.searching and problem.workload.requests_per_second is None:
@@ -344,6 +349,7 @@ def _question(
     kv_sharing: CountLike,
     mfu: float | str | None = None,
     assume: str | None,
+    engine: str | None = None,
     bounds: str,
     price: float | str | None,
 ) -> _Question:
@@ -360,7 +366,7 @@ def _question(
     config, answer_tokens = model_of(model), parse_count(generate, "generate")
     published = None if weights_dtype is not None or bounds == "book" else published_weights(config)
     if published is None:
-        formats = _formats(_dtypes(weights_dtype, "weights-dtype", searching), weight_group)
+        formats = _formats(_dtypes(weights_dtype, "weights-dtype", searching, engine), weight_group)
     elif weight_group is None:
         formats = [published]
     else:
@@ -369,16 +375,19 @@ def _question(
         ServingNumerics(
             weights=weights.dtype,
             kv=kv,
-            flops=parse_dtype(matmul_dtype, "matmul-dtype"),
+            flops=weights.dtype if engine and matmul_dtype == "bf16" else parse_dtype(matmul_dtype, "matmul-dtype"),
             embeddings="bf16" if embeddings_dtype is None else parse_dtype(embeddings_dtype, "embeddings-dtype"),
             weight_group=weights.group,
             only_experts=weights.only_experts,
             kv_sharing=parse_count(kv_sharing, "kv-sharing"),
         )
-        for weights, kv in product(formats, _dtypes(kv_dtype, "kv-dtype", searching))
+        for weights, kv in product(formats, _dtypes(kv_dtype, "kv-dtype", searching, engine))
     ]
     modes = [one_of("batching", batching, MODES)] if batching is not None else list(MODES if searching else MODES[:1])
-    assumptions = ServingAssumptions(mfu=None if mfu is None else parse_share(mfu, "mfu"))
+    assumptions = ServingAssumptions(
+        mfu=None if mfu is None else parse_share(mfu, "mfu"),
+        engine=None if engine is None else one_of("engine", engine, tuple(ENGINES)),
+    )
     longest_prompt = max(1, config.max_seq_len - answer_tokens)
     problem = ServingProblem(
         model=config,
@@ -441,9 +450,10 @@ def _servers(on: ServersLike, price: float | str | None) -> tuple[dict[str, list
     return result, True
 
 
-def _dtypes(dtypes: DtypesLike | None, field: str, searching: bool) -> list[str]:
+def _dtypes(dtypes: DtypesLike | None, field: str, searching: bool, engine: str | None) -> list[str]:
     if dtypes is None:
-        return list(_SEARCHED) if searching else ["bf16"]
+        searched = _SEARCHED if engine is None else _SEARCHED_OF_ENGINES
+        return list(searched) if searching else ["bf16"]
     names = dtypes.split(",") if isinstance(dtypes, str) else dtypes
     if len(names) > 1 and not searching:
         raise RooftopError(field, ",".join(names), "one dtype each on one slice; lists where chips are searched")

@@ -27,12 +27,14 @@ from rooftop.simulate.serving import engine as simulator
 from rooftop.simulate.serving.metrics import ServingMetrics, SimulationReport, Targets
 from rooftop.simulate.serving.records import Deployment
 from rooftop.simulate.serving.timeline import timeline
-from rooftop.simulate.serving.traces import Lengths, RequestTrace, draw_trace, read_trace
+from rooftop.simulate.serving.traces import Lengths, RequestTrace, closed_trace, draw_trace, read_trace
 
 #: Tokens of a request: a number, or LOW:HIGH to draw from.
 LengthsLike: TypeAlias = Lengths | CountLike
 #: Servers of a role that are simulated at most.
 MOST_SERVERS = 10_000
+#: Requests of each client of a closed loop.
+_REQUESTS_PER_CLIENT = 10
 #: Seconds of traffic that a timeline shows.
 _TIMELINE_S = 60.0
 
@@ -122,6 +124,8 @@ def simulate(
     trace: RequestTrace | Path | str | None = None,
     requests_per_second: float | str | None = None,
     duration: TimeLike = 600.0,
+    concurrency: CountLike | None = None,
+    requests: CountLike | None = None,
     prompt: LengthsLike | None = None,
     generate: LengthsLike | None = None,
     burstiness: float | str = 1.0,
@@ -147,6 +151,8 @@ def simulate(
         trace: Requests, or the path of a JSONL or CSV file of them; by default they are drawn.
         requests_per_second: Rate of drawn requests; by default the plan's.
         duration: Time span of drawn requests.
+        concurrency: Clients, each of which sends its next request when its last answer ends; in the place of a rate.
+        requests: Requests of all clients; by default 10 for each.
         prompt: Tokens of a prompt: 512 or '128:1024'; by default the plan's.
         generate: Tokens of an answer, likewise.
         burstiness: Shape of the times between requests: 1 is Poisson, below it requests come in bursts.
@@ -200,22 +206,34 @@ def simulate(
         host_kv_tokens=0 if host_dram is None else times.host_tokens(parse_bytes(host_dram, "host-dram")),
     )
     work = planned.problem.workload
-    if trace is None and requests_per_second is None:
-        requests_per_second = work.requests_per_second
-    requests = trace_of(
-        trace,
-        requests_per_second=requests_per_second,
-        duration=duration,
-        prompt=work.prompt if prompt is None else prompt,
-        generate=work.generate if generate is None else generate,
-        burstiness=burstiness,
-        seed=seed,
-        hash_tokens=hash_tokens,
-    )
-    if prefix_cache and requests.hashes is None:
+    lengths = (work.prompt if prompt is None else prompt, work.generate if generate is None else generate)
+    if concurrency is not None:
+        for field, value in (("trace", trace), ("requests-per-second", requests_per_second)):
+            if value is not None:
+                raise RooftopError("concurrency", concurrency, f"this or --{field}, not both")
+        served = _closed(concurrency, requests, *lengths, seed)
+    elif requests is not None:
+        raise RooftopError("requests", requests, "requests of clients, with --concurrency")
+    else:
+        if trace is None and requests_per_second is None:
+            requests_per_second = work.requests_per_second
+            if requests_per_second is None:
+                accepted = "this, --trace or --concurrency: there is no rate"
+                raise RooftopError("requests-per-second", None, accepted)
+        served = trace_of(
+            trace,
+            requests_per_second=requests_per_second,
+            duration=duration,
+            prompt=lengths[0],
+            generate=lengths[1],
+            burstiness=burstiness,
+            seed=seed,
+            hash_tokens=hash_tokens,
+        )
+    if prefix_cache and served.hashes is None:
         raise RooftopError("prefix-cache", "requests without hashes", "a --trace whose hashes say what prompts share")
     targets = targets_of(work.ttft_s if ttft is None else ttft, work.tpot_s if tpot is None else tpot)
-    simulation = simulator.simulate(requests, deployment, on_progress)
+    simulation = simulator.simulate(served, deployment, on_progress)
     return SimulationResult(
         plan=planned, deployment=deployment, metrics=ServingMetrics(simulation=simulation, targets=targets)
     )
@@ -248,6 +266,20 @@ def trace_of(
         prompt=_lengths(prompt, "prompt"),
         output=_lengths(generate, "generate"),
         burstiness=parse_quantity(burstiness, "burstiness"),
+        seed=seed,
+    )
+
+
+def _closed(
+    concurrency: CountLike, requests: CountLike | None, prompt: LengthsLike, generate: LengthsLike, seed: int
+) -> RequestTrace:
+    """The requests of a closed loop; see ``simulate``. Raises RooftopError."""
+    clients = parse_count(concurrency, "concurrency")
+    return closed_trace(
+        clients=clients,
+        requests=_REQUESTS_PER_CLIENT * clients if requests is None else parse_count(requests, "requests"),
+        prompt=_lengths(prompt, "prompt"),
+        output=_lengths(generate, "generate"),
         seed=seed,
     )
 

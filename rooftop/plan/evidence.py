@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import csv
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,9 +27,17 @@ from rooftop.hardware import Chip, Slice
 from rooftop.models import ModelConfig
 
 Kind = Literal["dense", "experts"]
-Phase = Literal["train", "decode", "prefill"]
+Phase = Literal["train", "decode", "prefill", "tpot", "ttft"]
 Level = Literal["expected", "bound"]
 
+#: Runs of a phase in words; the last two are benchmarks of engines under load.
+_RUNS: Mapping[Phase, str] = {
+    "train": "training",
+    "decode": "decode steps",
+    "prefill": "prefills",
+    "tpot": "TPOT of engines under load on GPUs",
+    "ttft": "TTFT of engines under load on GPUs",
+}
 #: Degrees of freedom that the variances of other chips are worth.
 _PRIOR = 2
 #: Sequences more than so many times as long as any that was measured are outside the evidence.
@@ -88,9 +98,15 @@ class Question:
         return cls(phase=phase, chip=chip.name, family=chip.kind, kind=kind, seq_len=seq_len, over_dcn=over_dcn)
 
     def __str__(self) -> str:
+        if self.under_load:
+            return _RUNS[self.phase]
         models = "mixtures of experts" if self.kind == "experts" else "dense models"
-        runs = {"train": "training", "decode": "decode steps", "prefill": "prefills"}[self.phase]
-        return f"{runs} of {models} on {self.chip}"
+        return f"{_RUNS[self.phase]} of {models} on {self.chip}"
+
+    @property
+    def under_load(self) -> bool:
+        """True if benchmarks of serving engines are evidence."""
+        return self.phase in ("tpot", "ttft")
 
 
 def measured_ratio(
@@ -158,9 +174,9 @@ def model_key(model: ModelConfig) -> str:
 
 
 @cache
-def measured_ratios() -> tuple[MeasuredRatio, ...]:
-    """The rows of ``evidence.csv``."""
-    with Path(__file__).with_name("evidence.csv").open(encoding="utf-8", newline="") as file:
+def measured_ratios(name: str = "evidence.csv") -> tuple[MeasuredRatio, ...]:
+    """The rows of ``evidence.csv``, or of ``engine_evidence.csv``: benchmarks of engines."""
+    with Path(__file__).with_name(name).open(encoding="utf-8", newline="") as file:
         return tuple(
             MeasuredRatio(
                 phase=cast(Phase, row["phase"]),
@@ -189,8 +205,11 @@ def was_measured(question: Question) -> bool:
 
 
 def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = None) -> Evidence:
-    """The evidence for a planned time among ``ratios``: by default those of all published runs."""
-    ratios = measured_ratios() if ratios is None else ratios
+    """The evidence for a planned time among ``ratios``: by default those of all published runs of its phase."""
+    if ratios is None:
+        ratios = measured_ratios("engine_evidence.csv" if question.under_load else "evidence.csv")
+    if question.under_load:
+        return _under_load(question, [one for one in ratios if one.phase == question.phase])
     ratios = [one for one in ratios if (one.phase, one.kind) == (question.phase, question.kind)]
     own = [one for one in ratios if one.chip == question.chip]
     if not own:
@@ -205,12 +224,36 @@ def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = No
             factor=None,
             unlike=(),
         )
+    unlike = _unlike(question, own)
+    return _evidence(question, own, _factor(own, _others(ratios, question), len(unlike)), unlike)
+
+
+def _under_load(question: Question, ratios: Sequence[MeasuredRatio]) -> Evidence:
+    """The evidence for an engine's latency: its kernels are priced one by one, and miss alike on all GPUs.
+
+    Benchmarks of all chips and kinds of models count together, each model alike.
+    """
+    unlike = _unlike(question, ratios)
+    if not any((one.chip, one.kind) == (question.chip, question.kind) for one in ratios):
+        models = "mixtures of experts" if question.kind == "experts" else "dense models"
+        unlike.append(f"none of {models} on {question.chip}")
+    return _evidence(question, ratios, _pooled_factor(ratios, len(unlike)), unlike)
+
+
+def _unlike(question: Question, own: Sequence[MeasuredRatio]) -> list[str]:
+    """The ways in which a plan is outside of the evidence."""
     unlike = []
     longest = max(one.seq_len for one in own)
     if question.seq_len > _LONGER * longest:
         unlike.append(f"none longer than {longest:,} tokens")
     if question.over_dcn and not any(one.over_dcn for one in own):
         unlike.append("none over nodes" if question.family == "gpu" else "none over DCN")
+    return unlike
+
+
+def _evidence(
+    question: Question, own: Sequence[MeasuredRatio], factor: tuple[float, float], unlike: Sequence[str]
+) -> Evidence:
     return Evidence(
         level="expected",
         subject=str(question),
@@ -219,7 +262,7 @@ def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = No
         frameworks=tuple(sorted({one.framework for one in own})),
         mean_error=fmean(one.error for one in own),
         mean_absolute_error=fmean(abs(one.error) for one in own),
-        factor=_factor(own, _others(ratios, question), len(unlike)),
+        factor=factor,
         unlike=tuple(unlike),
     )
 
@@ -273,6 +316,30 @@ def _factor(own: Sequence[MeasuredRatio], others: Sequence[_Spread], unlike: int
     deviation = math.sqrt(model * (1 + 1 / spread.models + unlike) + run)
     margin = _student(max(freedom, 2)) * deviation
     return math.exp(spread.mean - margin), math.exp(spread.mean + margin)
+
+
+def _pooled_factor(ratios: Sequence[MeasuredRatio], unlike: int) -> tuple[float, float]:
+    """The 5th and 95th percentile of many ratios, each model counted alike, for a run of another model.
+
+    Their distances from the median grow as those of a mean over as many models do: by sqrt(1 + 1/models).
+    """
+    models = Counter(one.model for one in ratios)
+    ordered = sorted((math.log(one.ratio), 1 / models[one.model]) for one in ratios)
+    total, below, places = len(models), 0.0, []
+    for _, weight in ordered:
+        places.append((below + weight / 2) / total)
+        below += weight
+
+    def percentile(share: float) -> float:
+        after = bisect_left(places, share)
+        if after in (0, len(places)):
+            return ordered[min(after, len(places) - 1)][0]
+        part = (share - places[after - 1]) / (places[after] - places[after - 1])
+        return ordered[after - 1][0] + part * (ordered[after][0] - ordered[after - 1][0])
+
+    median, wider = percentile(0.5), math.sqrt(1 + 1 / len(models) + unlike)
+    low, high = (median + wider * (percentile(share) - median) for share in (0.05, 0.95))
+    return math.exp(low), math.exp(high)
 
 
 def _student(freedom: int) -> float:

@@ -86,7 +86,7 @@ class Transfer:
     ``hides`` names the assumption that it falls under; ``when`` is 1 where it takes place and 0 where it does not.
     ``pieces`` start one by one; less than 1 piece is a part of one that starts once. ``summed`` is 1 where the compiler
     sums everything on every device instead of scattering it (``rooftop.arrays.tiles.summed_whole``). A ``ring`` is how
-    a collective matmul does it.
+    a collective matmul does it. ``seconds``: what is expected of the kernel that does it, where that was measured.
     """
 
     kind: TransferKind
@@ -97,6 +97,7 @@ class Transfer:
     pieces: Number = 1.0
     summed: Number = 0.0
     ring: RingSteps | None = None
+    seconds: Number | None = None
 
     @property
     def priced_as(self) -> CollectiveKind:

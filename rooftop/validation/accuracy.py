@@ -145,7 +145,12 @@ class Errors(Record):
     @classmethod
     def at(cls, level: str, comparisons: Iterable[Compared]) -> Errors | None:
         """The errors at a level of those that have one; None if none has."""
-        signed = np.array([error for one in comparisons if (error := one.error(level)) is not None])
+        return cls.of(one.error(level) for one in comparisons)
+
+    @classmethod
+    def of(cls, errors: Iterable[float | None]) -> Errors | None:
+        """The errors that there are; None if there is none."""
+        signed = np.array([error for error in errors if error is not None])
         if not signed.size:
             return None
         absolute = np.abs(signed)

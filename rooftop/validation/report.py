@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rooftop.core.records import Record, field_values
 from rooftop.validation.accuracy import ComparisonRecord, Group
+from rooftop.validation.engines import EnginesRecord
 from rooftop.validation.runs import Unusable
 from rooftop.validation.serving import ServingRecord
 
@@ -51,8 +52,9 @@ class ValidationSummary(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRecord(Record):
-    """Runs of training and of serving next to their predictions, in seconds."""
+    """Runs of training and of serving, and benchmarks of engines, next to their predictions, in seconds."""
 
     rows: tuple[ComparisonRecord, ...]
     summary: ValidationSummary
     serving: ServingRecord
+    engines: EnginesRecord

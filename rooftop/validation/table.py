@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,32 +71,45 @@ class TableRow:
         return words[word.lower()]
 
 
-def read_table(path: Path | None = None) -> list[TableRow]:
-    """The rows of a CSV table of measurements; without a path, of the table that comes with rooftop.
+def table_columns(path: Path) -> list[str]:
+    """The header of a CSV file. Raises RooftopError on a file that cannot be read."""
+    try:
+        return [column.strip() for column in next(csv.reader(io.StringIO(_content(path), newline="")), [])]
+    except csv.Error as error:
+        raise RooftopError("table of runs", str(path), f"a CSV file ({error})") from None
+
+
+def read_table(
+    path: Path | None = None, *, columns: Sequence[str] = COLUMNS, packaged: str = "measured_runs.csv"
+) -> list[TableRow]:
+    """The rows of a CSV table of measurements; without a path, of the table ``packaged`` that comes with rooftop.
 
     Further columns are kept in ``cells``. Raises RooftopError on a file that cannot be read, a missing column, or a
     row with more or fewer cells than the header.
     """
     if path is None:
-        name = "measured_runs.csv"
+        name = packaged
         content = Path(__file__).with_name("data").joinpath(name).read_text(encoding="utf-8")
     else:
-        name = str(path)
-        try:
-            content = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-            raise RooftopError("table of runs", name, f"a CSV file that can be read ({reason})") from None
+        name, content = str(path), _content(path)
     try:
-        return _rows(name, content)
+        return _rows(name, content, columns)
     except csv.Error as error:
         raise RooftopError("table of runs", name, f"a CSV file ({error})") from None
 
 
-def _rows(name: str, content: str) -> list[TableRow]:
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise RooftopError("table of runs", str(path), f"a CSV file that can be read ({reason})") from None
+
+
+def _rows(name: str, content: str, columns: Sequence[str]) -> list[TableRow]:
     reader = csv.reader(io.StringIO(content, newline=""), strict=True)
     header = [column.strip() for column in next(reader, [])]
-    missing = [column for column in COLUMNS if column not in header]
+    missing = [column for column in columns if column not in header]
     if missing:
         raise RooftopError(f"{name} header", ",".join(header), f"every column; missing: {', '.join(missing)}")
     rows = []

@@ -64,6 +64,14 @@ def test_at_low_load_latencies_are_those_of_the_plan(rooftop: Run, tmp_path: Pat
     assert report["plan"]["ttft_s"] == planned["ttft_s"]
 
 
+def test_clients_wait_for_their_answers(rooftop: Run, plan_file: str) -> None:
+    report = rooftop("simulate", plan_file, "--concurrency", "4", "--json").json
+    assert (report["trace"]["clients"], report["requests"]["offered"], report["requests"]["finished"]) == (4, 40, 40)
+    # A closed loop is always full: Little's law with 4 requests, but for the last ones.
+    inside = report["requests"]["per_second"] * report["e2e_s"]["mean"]
+    assert 3.5 < inside <= 4
+
+
 def test_json_is_one_object_and_the_same_every_time(rooftop: Run, plan_file: str, tmp_path: Path) -> None:
     command = ("simulate", plan_file, "--requests-per-second", "10", "--duration", "60s", "--ttft", "500ms", "--json")
     answer = rooftop(*command, "-o", str(tmp_path / "simulation.json"))
@@ -132,6 +140,10 @@ def test_a_recommended_fleet_is_simulated_as_it_is(rooftop: Run, tmp_path: Path)
     ("options", "status", "message"),
     [
         ((), 2, "requests-per-second: got nothing"),
+        (("--concurrency", "8", "--requests-per-second", "1"), 2, "this or --requests-per-second, not both"),
+        (("--concurrency", "8", "--trace", "x.csv"), 2, "this or --trace, not both"),
+        (("--concurrency", "8", "--requests", "7"), 2, "requests: got 7; accepted: 8 to"),
+        (("--requests", "7"), 2, "requests of clients, with --concurrency"),
         (("--requests-per-second", "0"), 2, "requests-per-second: got '0'"),
         (("--requests-per-second", "1", "--trace", "x.csv"), 2, "this or --trace, not both"),
         (("--trace", "nowhere.csv"), 2, "a file that can be read"),

@@ -38,10 +38,18 @@ def _table() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingAssumptions:
-    """Shares by name (see ``SHARES``) that replace those of ``serving.toml``; ``mfu`` fixes a prefill's efficiency."""
+    """Shares by name (see ``SHARES``) that replace those of ``serving.toml``; ``mfu`` fixes a prefill's efficiency.
+
+    ``engine``: the engine whose kernels are priced on a GPU; None: our own programs. ``gap_s`` are seconds next to each
+    kernel in which the engine runs none that was measured, ``host_s`` those that a kernel of a step that prefills takes
+    at least: they are launched one by one. None: as ``kernels.toml`` has them.
+    """
 
     shares: Mapping[str, float] = field(default_factory=dict)
     mfu: float | None = None
+    engine: str | None = None
+    gap_s: float | None = None
+    host_s: float | None = None
 
     def __post_init__(self) -> None:
         require_shares(self.shares, SHARES, "assume", positive=("hbm_read",))

@@ -107,6 +107,7 @@ def _runnable(problem: ServingProblem) -> ServingProblem:
     mode = "interleaved" if problem.draft is not None else problem.mode
     return replace(
         problem,
+        assumptions=replace(problem.assumptions, engine=None),
         numerics=_numerics(problem.numerics),
         workload=_workload(problem.workload, problem.model.max_seq_len),
         mode=mode,

@@ -18,7 +18,7 @@ from rooftop.core.records import Record, read_record
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, kv_bytes_per_token
 from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
-from rooftop.plan.evidence import Evidence, Question, evidence_for
+from rooftop.plan.evidence import Evidence, Phase, Question, evidence_for
 from rooftop.plan.pricing import Bounds, scalar_ledger
 from rooftop.plan.serving.assumptions import SHARES, ServingAssumptions, ServingShare
 from rooftop.plan.serving.phase import serving_rules
@@ -40,13 +40,17 @@ DEFINITIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedShares(Record):
-    """The shares of a plan by name, their sources, those that the user gave, and the memory that it counts on."""
+    """The shares of a plan by name, their sources, those that the user gave, and the memory that it counts on.
+
+    ``engine``: the engine whose kernels are priced; None: our own programs.
+    """
 
     shares: Mapping[ServingShare, float]
     sources: Mapping[str, str]
     given: Mapping[str, float]
     mfu: float | None
     bounds: Bounds
+    engine: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +225,9 @@ class ServingPlanDocument(Record):
             slice=slice_,
             workload=self.workload,
             numerics=self.dtypes,
-            assumptions=ServingAssumptions(shares=self.assumptions.given, mfu=self.assumptions.mfu),
+            assumptions=ServingAssumptions(
+                shares=self.assumptions.given, mfu=self.assumptions.mfu, engine=self.assumptions.engine
+            ),
             mode=self.mode,
             bounds=self.assumptions.bounds,
             link=self.link,
@@ -293,15 +299,26 @@ class ServingPlan:
         """Time per output token (see DEFINITIONS)."""
         return self.tpot_at(self.token_s)
 
+    @property
+    def _prompt_between_s(self) -> float:
+        """Seconds that the prefill of another prompt puts between two tokens."""
+        problem = self.problem
+        if problem.assumptions.engine is None:
+            return self.prompt_interval_s
+        new, context = float(problem.workload.new_prompt_tokens), problem.step_context
+        mixed_s = problem.mixed_s(self.generate_on, new, float(self.batch), context)
+        return max(float(mixed_s) - self.step_s, 0.0)
+
     def tpot_at(self, token_s: float) -> float:
         """Time per output token if, with nothing else to do, ``token_s`` pass between two tokens of a sequence.
 
-        Interleaved, the prefills of the other sequences of the batch come between two tokens: (B - 1)/G of them each.
-        Disaggregated, the KV's transfer comes between the first and the second token.
+        Interleaved, the prefills of the other sequences of the batch come between two tokens: (B - 1)/G of them each;
+        an engine does them in the same steps, which they make longer. Disaggregated, the KV's transfer comes between
+        the first and the second token.
         """
         out = self.problem.workload.generate
         if self.problem.mode == "interleaved":
-            return rules.interleaved_token_s(token_s, self.prompt_interval_s, self.batch, out)
+            return rules.interleaved_token_s(token_s, self._prompt_between_s, self.batch, out)
         moved = 0.0 if self.problem.book or out == 1 else self.transfer_s / (out - 1)
         return token_s + moved
 
@@ -465,6 +482,7 @@ class ServingPlan:
                 sources=problem.assumptions.sources(problem.slice.chip),
                 given=problem.assumptions.shares,
                 mfu=problem.assumptions.mfu,
+                engine=problem.assumptions.engine,
                 bounds=problem.bounds,
             ),
             draft=self._draft(),
@@ -515,10 +533,14 @@ class ServingPlan:
 
     @cached_property
     def evidence(self) -> ServingEvidence:
-        """Published decode steps and prefills of the chip and kind of model, and the intervals that they give."""
+        """Published decode steps and prefills of the chip and kind of model, and the intervals that they give.
+
+        Of a plan for an engine, published benchmarks of engines under load.
+        """
         problem = self.problem
-        decode = evidence_for(Question.of("decode", problem.model, problem.slice, round(problem.step_context)))
-        prefill = evidence_for(Question.of("prefill", problem.model, problem.prefill_server, problem.workload.prompt))
+        phases: tuple[Phase, Phase] = ("decode", "prefill") if problem.assumptions.engine is None else ("tpot", "ttft")
+        decode = evidence_for(Question.of(phases[0], problem.model, problem.slice, round(problem.step_context)))
+        prefill = evidence_for(Question.of(phases[1], problem.model, problem.prefill_server, problem.workload.prompt))
         return ServingEvidence(
             decode=decode,
             prefill=prefill,

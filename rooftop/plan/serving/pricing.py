@@ -70,6 +70,8 @@ class _Steps:
 
     def exposed_s(self, item: Work, transfer: Transfer, duration: _Duration, stream_s: Number) -> Number:
         """Seconds of a transfer that nothing hides."""
+        if transfer.seconds is not None:
+            return transfer.when * transfer.seconds
         if transfer.hides == "ring":
             # A transfer overlaps attention to the previous block: the shorter of the two is hidden.
             hidden: Number = np.minimum(self.ring * duration.total_s, np.maximum(item.matmul_s, stream_s))

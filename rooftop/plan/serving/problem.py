@@ -28,13 +28,16 @@ from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params
 from rooftop.models.attention import attention_kind
 from rooftop.models.counting import kv_cache_bytes
+from rooftop.models.mixers import recurrences
 from rooftop.models.widths import MOST_PADDING, ModelWidths
-from rooftop.plan.pricing import BOUNDS, Bounds
+from rooftop.plan.pricing import BOUNDS, Bounds, Work
 from rooftop.plan.serving.assumptions import ServingAssumptions
+from rooftop.plan.serving.engines.kernels import ENGINES, engine_kernels
+from rooftop.plan.serving.engines.rows import KernelStep
 from rooftop.plan.serving.phase import Phase, ServingPhase, cached_bytes
 from rooftop.plan.serving.placement import Placed, Placement
 from rooftop.plan.serving.pricing import price_serving, serving_s, slowest_stage_s
-from rooftop.plan.serving.rows import generate_work, prefill_work
+from rooftop.plan.serving.rows import generate_work, mixed_work, prefill_work
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.plan.shapes import require_planned
 from rooftop.roofline.rates import Rates
@@ -99,6 +102,8 @@ class ServingProblem:
             raise unknown("link", self.link, LINKS)
         if self.kv_split is not None and self.kv_split not in KV_SPLITS:
             raise unknown("kv-split", self.kv_split, KV_SPLITS)
+        if self.assumptions.engine is not None:
+            self._require_engine(self.assumptions.engine)
         if self.book and self.draft is not None:
             raise RooftopError("bounds", self.bounds, "usable with a draft model")
         if self.prefill_slice is not None:
@@ -120,6 +125,24 @@ class ServingProblem:
         if self.draft is not None and count_params(self.draft.model).total >= self.params[0]:
             accepted = f"a model with fewer parameters than {self.model.name}, for which it guesses"
             raise RooftopError("draft", self.draft.model.name, accepted)
+
+    def _require_engine(self, engine: str) -> None:
+        """Raise RooftopError if an engine's kernels are not known for this problem."""
+        kernels = engine_kernels(engine, self.slice.chip.name)
+        for field, value, known in (
+            ("weights-dtype", self.numerics.weights, kernels.matmul),
+            ("kv-dtype", self.numerics.kv, kernels.attention),
+        ):
+            if value not in known:
+                accepted = ", ".join(name for name in known if name != "f8_block")
+                raise RooftopError(f"{field} with engine {engine} on {self.slice.chip.name}", value, accepted)
+        if self.draft is not None or self.assumptions.mfu is not None:
+            other = "mfu" if self.draft is None else "draft"
+            raise RooftopError("engine", engine, f"no --{other} next to it")
+        if self.book:
+            raise RooftopError("bounds", self.bounds, "usable with an engine")
+        if recurrences(self.model):
+            raise RooftopError("engine", engine, "a model of attention alone")
 
     @property
     def book(self) -> bool:
@@ -181,18 +204,76 @@ class ServingProblem:
         if self.book:
             return book_generate(self.model, self.numerics, self.slice.devices, self.rates, batch, tokens)
         phase = replace(self.phase("generate", placement, batch, model), guesses=guesses)
-        work = generate_work(phase, tokens)
+        work = self._generate_work(phase, tokens)
         return price_serving(work, placement, self.rates, self.assumptions, phase.pipeline)
 
     def generate_s(
-        self, placement: Placed, batch: Number, *, model: ModelConfig | None = None, guesses: int = 0
+        self,
+        placement: Placed,
+        batch: Number,
+        context: Number | None = None,
+        *,
+        model: ModelConfig | None = None,
+        guesses: int = 0,
     ) -> Number:
         """Expected seconds of such a step, without its rows."""
         if self.book:
-            return self.generate(placement, batch).expected_s
+            return self.generate(placement, batch, context).expected_s
         phase = replace(self.phase("generate", placement, batch, model), guesses=guesses)
-        work = generate_work(phase, self.step_context)
+        work = self._generate_work(phase, self.step_context if context is None else context)
         return serving_s(work, placement, self.rates, self.assumptions, phase.pipeline)
+
+    def mixed_s(
+        self, placement: Placement, prompt: Number, batch: Number, context: Number, prompts: Number = 1
+    ) -> Number:
+        """Expected seconds of steps that prefill ``prompt`` tokens of each prompt and generate a token for ``batch``.
+
+        The others hold ``context`` tokens of KV each; all may be arrays over steps. One pass over the weights is for
+        all tokens.
+        """
+        shared = self.shared_prefill(placement)
+        prefilling, generating = (
+            self.phase("prefill", shared, prompts * prompt + batch),
+            self.phase("generate", placement, batch),
+        )
+        step = self._engine_step(prefilling)
+        if step is None:
+            work = mixed_work(prefilling, generating, context, prompts)
+        else:
+            work = replace(step, batch=batch, context=context, prompt=prompt, prompts=prompts).work
+        return serving_s(work, shared, self.rates, self.assumptions)
+
+    def _generate_work(self, phase: Phase, context: Number) -> list[Work]:
+        """The rows of a step, of our programs or of an engine."""
+        step = self._engine_step(phase)
+        return (
+            generate_work(phase, context) if step is None else replace(step, batch=phase.tokens, context=context).work
+        )
+
+    def _prefill_work(self, phase: Phase, prompt: Number, before: float = 0.0, prompts: Number = 1) -> list[Work]:
+        """The rows of a prefill of ``prompts`` prompts of ``prompt`` tokens: our programs take one."""
+        step = self._engine_step(phase)
+        if step is None:
+            return prefill_work(phase, before)
+        return replace(step, prompt=prompt, prompts=prompts, before=before).work
+
+    def _engine_step(self, phase: Phase) -> KernelStep | None:
+        """An empty step of the engine whose kernels are priced; None: our programs."""
+        engine = self.assumptions.engine
+        if engine is None:
+            return None
+        kernels = engine_kernels(engine, self.slice.chip.name)
+        return KernelStep(
+            phase=phase,
+            kernels=kernels,
+            gap_s=kernels.gap_s if self.assumptions.gap_s is None else self.assumptions.gap_s,
+            host_s=kernels.host_s if self.assumptions.host_s is None else self.assumptions.host_s,
+        )
+
+    def prompts_s(self, placement: Placed, prompt: Number, count: Number) -> Number:
+        """Expected seconds of an engine's prefill of ``count`` prompts of ``prompt`` tokens; both may be arrays."""
+        work = self._prefill_work(self.phase("prefill", placement, prompt * count), prompt, 0.0, count)
+        return serving_s(work, placement, self.rates, self.assumptions)
 
     def prefill(
         self, placement: Placed, tokens: float, before: float = 0.0, *, model: ModelConfig | None = None
@@ -202,7 +283,8 @@ class ServingProblem:
             mfu = self.assumptions.mfu or 1.0
             return book_prefill(model or self.model, self.numerics, placement.slice.devices, self.rates, tokens, mfu)
         phase = self.phase("prefill", placement, float(tokens), model)
-        return price_serving(prefill_work(phase, before), placement, self.rates, self.assumptions)
+        work = self._prefill_work(phase, float(tokens), before)
+        return price_serving(work, placement, self.rates, self.assumptions)
 
     def prompt_s(self, placement: Placed) -> Number:
         """Expected seconds until a prompt is prefilled: the cached part is read, then the models run."""
@@ -222,7 +304,7 @@ class ServingProblem:
         phase = self.phase("prefill", placement, new)
         if phase.pipeline is None or self.book or self.assumptions.mfu is not None:
             return prompt_s
-        work = prefill_work(phase, self.workload.prompt - new)
+        work = self._prefill_work(phase, new, self.workload.prompt - new)
         slowest = slowest_stage_s(work, placement, self.rates, self.assumptions, phase.pipeline)
         interval: Number = np.where(np.asarray(phase.stages) > 1, slowest, prompt_s)
         return interval
@@ -232,7 +314,7 @@ class ServingProblem:
         if self.book or self.assumptions.mfu is not None:
             return self.prefill(placement, tokens, before, model=model).expected_s
         phase = self.phase("prefill", placement, tokens, model)
-        return serving_s(prefill_work(phase, before), placement, self.rates, self.assumptions)
+        return serving_s(self._prefill_work(phase, tokens, before), placement, self.rates, self.assumptions)
 
     @cached_property
     def prompt_kv_bytes(self) -> float:
@@ -277,6 +359,18 @@ class ServingProblem:
         plain = kv / (1 + self.numerics.kv_scale_bytes(self.model) / self.numerics.kv_bytes)
         return ServingMemory(weights=weights, scales=scales + kv - plain, kv=plain, activations=activations)
 
+    def room_tokens(self, placement: Placement, *, generating: bool, share: float = 1.0) -> int:
+        """Tokens whose KV fits a server, next to its weights and working memory in a ``share`` of its HBM."""
+        many = 2.0**20
+        both = {"prefilling": self.mode == "interleaved" or not generating, "generating": generating}
+        empty, full = (self.memory(placement, batch, **both) for batch in (0.0, many))
+        # Activations are those of the batch that fits, which is small next to its cache: one sequence's are taken.
+        working = float(self.memory(placement, 1.0, **both).activations)
+        tokens = self.held_tokens if generating else self.workload.prompt
+        per_token = (full.total - full.activations - empty.total + empty.activations) / many / tokens
+        left = share * self.capacity - float(empty.total - empty.activations) - working
+        return max(0, int(left / float(per_token)))
+
     def spec(self, generate: Placement, prefill: Placement | None = None) -> ServingSpec:
         """The engine of these placements; without ``prefill`` one that prefills where it generates."""
         numerics = self.numerics
@@ -302,6 +396,8 @@ class ServingProblem:
         """Reasons why no engine has these placements; empty if one does."""
         if self.book:
             return ["the book's arithmetic spreads everything evenly: plan with --bounds usable"]
+        if self.assumptions.engine is not None:
+            return [f"{ENGINES[self.assumptions.engine]} runs it, and no program of ours: plan without --engine"]
         return list(obstacles(SERVING, self.spec(generate, prefill)))
 
     def cache_kind(self, placement: Placement) -> tuple[object, ...]:
@@ -392,6 +488,8 @@ class ServingProblem:
     def _layers(self, sizes: Mapping[str, int]) -> str | None:
         if self.model.moe is None and ways(sizes, *EXPERT_AXES) > 1:
             return "no expert axis: the model has no experts"
+        if self.assumptions.engine is not None and ways(sizes, *COLUMN_AXES, *EXPERT_AXES) != prod(sizes.values()):
+            return "tensor and expert axes alone: the kernels of engines are known there"
         if ways(sizes, *STAGE_AXES) > self.model.layers:
             return f"at most one stage for each of {self.model.layers} layers"
         return None

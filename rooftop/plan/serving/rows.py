@@ -40,11 +40,23 @@ def generate_work(phase: Phase, context: Number) -> list[Work]:
     return [*_embed(phase), *attention, *_blocks(phase), *_sends(phase), *_head(phase, phase.own_tokens)]
 
 
-def prefill_work(phase: Phase, before: float = 0.0, sequences: int = 1) -> list[Work]:
-    """``phase.tokens`` new tokens of ``sequences`` equal sequences, each after ``before`` tokens whose KV is there."""
-    last = np.ceil(sequences / phase.ways(*REPLICA_AXES))
-    attention = [*_attention_prefill(phase, before, sequences), *_mixers(phase, last, chunked=True)]
+def prefill_work(phase: Phase, before: float = 0.0, sequences: Number = 1, others: Number = 0.0) -> list[Work]:
+    """``phase.tokens`` new tokens of ``sequences`` equal sequences, each after ``before`` tokens whose KV is there.
+
+    ``others`` of the tokens are of sequences that generate in the same step: their attention is not here.
+    """
+    last = np.ceil(sequences / phase.ways(*REPLICA_AXES)) + others / phase.ways(*REPLICA_AXES, *EXPERT_AXES)
+    attention = [*_attention_prefill(phase, before, sequences, others), *_mixers(phase, last, chunked=True)]
     return [*_embed(phase), *attention, *_blocks(phase), *_sends(phase), *_head(phase, last)]
+
+
+def mixed_work(phase: Phase, generating: Phase, context: Number, prompts: Number = 1) -> list[Work]:
+    """A step that prefills prompts and generates: ``phase`` has the tokens of both, ``generating`` those of the latter.
+
+    The matmuls work on all tokens at once; the attention of sequences that generate is a kernel of its own.
+    """
+    reads = [item for item in _attention_generate(generating, context) if item.scope == "layers/attn/core"]
+    return [*prefill_work(phase, 0.0, prompts, generating.tokens), *reads]
 
 
 def chunk_pairs(model: ModelConfig, new: float, before: float, block: int) -> float:
@@ -65,6 +77,17 @@ def chunk_pairs(model: ModelConfig, new: float, before: float, block: int) -> fl
             pairs += whole * min(before, window) + (reach - whole) * (window - (whole + reach) / 2)
         total += windows.count(window) * pairs
     return total / len(windows)
+
+
+def _pairs(model: ModelConfig, new: Number, before: float, block: int) -> Number:
+    """``chunk_pairs`` of one number of new tokens, or of several at once."""
+    if np.ndim(new) == 0:
+        return chunk_pairs(model, float(new), before, block)
+    sizes, index = np.unique(new, return_inverse=True)
+    pairs: Number = np.array([chunk_pairs(model, float(size), before, block) for size in sizes])[index].reshape(
+        np.shape(new)
+    )
+    return pairs
 
 
 def _embed(phase: Phase) -> list[Work]:
@@ -135,13 +158,13 @@ def _attention_generate(phase: Phase, context: Number) -> list[Work]:
     ]  # fmt: skip
 
 
-def _attention_prefill(phase: Phase, before: float, sequences: int) -> list[Work]:
+def _attention_prefill(phase: Phase, before: float, sequences: Number, others: Number) -> list[Work]:
     model, layers, tokens = phase.model, phase.model.attention_layers, phase.own_tokens
     d_qk, d_v = phase.kind.head_sizes
     heads, ring = phase.widths.heads, phase.ways(*EXPERT_AXES, *SEQUENCE_AXES)
-    new = float(phase.tokens) / sequences
+    new = (phase.tokens - others) / sequences
     here = np.ceil(sequences / phase.ways(*REPLICA_AXES))
-    pairs = here * chunk_pairs(model, new, before, phase.rates.attention_block)
+    pairs = here * _pairs(model, new, before, phase.rates.attention_block)
     scores = pairs / ring * heads
     chip = phase.placement.slice.chip
     flops = float(kernel_flops(chip, d_qk, d_v)) * scores

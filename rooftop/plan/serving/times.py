@@ -18,7 +18,6 @@ from rooftop.arrays.rules import EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENC
 from rooftop.capabilities import PAGE_TOKENS
 from rooftop.core.rounding import next_multiple
 from rooftop.models.attention import attention_kind
-from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.rows import chunk_pairs
@@ -50,10 +49,11 @@ class PlannedTimes:
         # With no latency hidden a step is affine in the context; the smaller of latency and streams is hidden.
         shares = dict(problem.assumptions.shares)
         waits = {**shares, "latency": 0.0, "latency_2d": 0.0}
-        self._plain = replace(problem, assumptions=ServingAssumptions(shares=waits))
-        self._waiting = replace(problem, assumptions=ServingAssumptions(shares={**waits, "bytes": 1.0}))
+        self._plain = replace(problem, assumptions=replace(problem.assumptions, shares=waits))
+        self._waiting = replace(problem, assumptions=replace(problem.assumptions, shares={**waits, "bytes": 1.0}))
         two_d = generate.ways(GATHER_AXES) > 1
-        self._hidden = 0.0 if problem.book else problem.assumptions.latency(problem.slice.chip, two_d=two_d)
+        unhidden = problem.book or problem.assumptions.engine is not None
+        self._hidden = 0.0 if unhidden else problem.assumptions.latency(problem.slice.chip, two_d=two_d)
         self._rate = problem.assumptions.share("hbm_read", problem.slice.chip)
         bounded = [window for _, window in self._windows if window is not None]
         far = 2.0**20 if len(bounded) < len(self._windows) else min(bounded) / 4
@@ -73,14 +73,14 @@ class PlannedTimes:
     @cached_property
     def kv_tokens(self) -> int:
         """Tokens whose KV fits a generate server, all sequences together."""
-        return self._room(self._generate, generating=True)
+        return self._problem.room_tokens(self._generate, generating=True)
 
     @cached_property
     def prefill_kv_tokens(self) -> int:
         """Tokens whose KV fits a prefill server."""
         if self._problem.mode == "interleaved":
             return self.kv_tokens
-        return self._room(self._prefill_times.placement, generating=False)
+        return self._problem.room_tokens(self._prefill_times.placement, generating=False)
 
     @property
     def kv_groups(self) -> int:
@@ -152,17 +152,6 @@ class PlannedTimes:
         tokens = problem.held_tokens
         phase = problem.phase("generate", self._generate, 1.0)
         return float(phase.cached_bytes(tokens, stored=True)) / tokens
-
-    def _room(self, placement: Placement, *, generating: bool) -> int:
-        problem, many = self._problem, 2.0**20
-        both = {"prefilling": problem.mode == "interleaved" or not generating, "generating": generating}
-        empty, full = (problem.memory(placement, batch, **both) for batch in (0.0, many))
-        # Activations are those of the batch that fits, which is small next to its cache: one sequence's are taken.
-        working = float(problem.memory(placement, 1.0, **both).activations)
-        tokens = problem.held_tokens if generating else problem.workload.prompt
-        per_token = (full.total - full.activations - empty.total + empty.activations) / many / tokens
-        left = problem.capacity - float(empty.total - empty.activations) - working
-        return max(0, int(left / float(per_token)))
 
 
 class _PrefillTimes:

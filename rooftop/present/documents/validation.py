@@ -1,4 +1,4 @@
-"""The document of ``rooftop validate``: predicted next to published times, of training and of serving."""
+"""The document of ``rooftop validate``: predicted next to published times of training, serving and engines."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ _SERVING = {
 }
 
 
+_ENGINE_LEVELS = {"bound": "bound", "kernels": f"ker{HYPHEN}nels", "expected": f"expec{HYPHEN}ted", "null": "null"}
+
+
 def validation(data: Mapping[str, Any], *, worst: int = 10) -> Document:
     """Errors of predictions by group, the ``worst`` runs, and what is missing."""
     return Document(
@@ -28,6 +31,7 @@ def validation(data: Mapping[str, Any], *, worst: int = 10) -> Document:
         charts=(
             *(_training(data, worst) if data["rows"] else ()),
             *(_serving(data["serving"], worst) if data["serving"]["rows"] else ()),
+            *(_engines(data["engines"]) if data["engines"]["rows"] or data["engines"]["unusable"] else ()),
         ),
     )
 
@@ -220,3 +224,56 @@ def _decode(data: Mapping[str, Any]) -> Table:
         ),
         rows=tuple(rows),
     )
+
+
+# ---- engines under load ---------------------------------------------------------------------------------------------
+
+
+def _engines(data: Mapping[str, Any]) -> Iterator[Chart]:
+    """Errors of mean TPOT and TTFT by engine, chip and model, what beats its bound, and rows that are not used."""
+    yield _latency(data["groups"], "tpot", "Predicted against published TPOT of engines under load", "Engines")
+    yield _latency(data["groups"], "ttft", "Predicted against published TTFT of engines under load", "")
+    lines = [
+        "Errors of mean TPOT and TTFT in %, mean absolute; clients wait for each answer. Kernels: the engine's kernels "
+        "alone, measured one by one; expected: with the overheads of a kernel that other models' runs have."
+    ]
+    lines += [
+        f"measured below the bound of its {', '.join(run['beats_bound']).upper()}, so an input is wrong: {run['id']}"
+        for run in data["rows"]
+        if run["beats_bound"]
+    ]
+    unusable = Counter(entry["why"] for entry in data["unusable"])
+    lines += [f"not used: {count} with {why}" if count > 1 else f"not used: {why}" for why, count in unusable.items()]
+    yield prose("\n".join(lines))
+
+
+def _latency(groups: Sequence[Mapping[str, Any]], metric: str, title: str, section: str) -> Table:
+    rows = [
+        (
+            group["name"],
+            str(group["runs"]),
+            *(_mean(group["errors"][metric][level]) for level in _ENGINE_LEVELS),
+            *(_of_errors(group["errors"][metric]["expected"])),
+            _covered(group, metric),
+        )
+        for group in groups
+    ]
+    names = ("runs", *_ENGINE_LEVELS.values(), "median", "signed", "in 90%")
+    return Table(
+        title=title,
+        section=section,
+        columns=(TableColumn("runs of", "text", wrap=True), *columns(*names, text=0)),
+        rows=tuple(rows),
+    )
+
+
+def _of_errors(errors: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Median absolute and mean signed error."""
+    if errors is None:
+        return "-", "-"
+    return f"{100 * errors['median_absolute']:.1f}", f"{100 * errors['mean']:+.1f}"
+
+
+def _covered(group: Mapping[str, Any], metric: str) -> str:
+    covered = group["covered"][metric]
+    return "-" if covered is None else f"{100 * covered:.0f} of {group['with_interval'][metric]}"

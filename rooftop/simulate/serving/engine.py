@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from heapq import heappop, heappush
+
+import numpy as np
 
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.cache import CachedSequence
@@ -33,7 +36,10 @@ _ARRIVED, _DONE, _WAKE = 0, 1, 2
 def simulate(
     trace: RequestTrace, deployment: Deployment, on_progress: Callable[[int, int, str], None] | None = None
 ) -> Simulation:
-    """Serve ``trace`` until the last request has ended. Raises RooftopError if pages do not divide its hashes."""
+    """Serve ``trace`` until the last request has ended. Raises RooftopError if pages do not divide its hashes.
+
+    The result's trace has the times at which the requests of a closed loop came.
+    """
     page_tokens = deployment.times.page_tokens
     if trace.hashes is not None and trace.hash_tokens % page_tokens:
         raise RooftopError("hash_tokens", trace.hash_tokens, f"a multiple of the pages' {page_tokens} tokens")
@@ -56,7 +62,12 @@ class _Events:
         for server in self.servers:
             server.together = self.servers if deployment.lockstep else [server]
         count = len(trace)
-        self.arrival_s = trace.arrival_s.tolist()
+        self.arrival_s: list[float] = trace.arrival_s.tolist()
+        if trace.clients is not None:
+            # In a closed loop a request waits for a client.
+            self.arrival_s[trace.clients :] = [math.inf] * max(0, count - trace.clients)
+        #: The next request that waits for a client; ``count`` if none does.
+        self.waiting = count if trace.clients is None else min(trace.clients, count)
         self.output = trace.output_tokens.tolist()
         self.prompt = trace.prompt_tokens.tolist()
         nan, zero = [math.nan] * count, [0] * count
@@ -79,10 +90,10 @@ class _Events:
         self.pushed = 0
 
     def run(self) -> Simulation:
-        arrival_s, heap, count = self.arrival_s, self.heap, len(self.trace)
+        arrival_s, heap = self.arrival_s, self.heap
         request = 0
         while True:
-            if request < count and (not heap or arrival_s[request] <= heap[0][0]):
+            if request < self.waiting and (not heap or arrival_s[request] <= heap[0][0]):
                 self.arrive(request)
                 request += 1
             elif heap:
@@ -97,8 +108,9 @@ class _Events:
                     self.landed(server, sequence, sender, now)
             else:
                 break
+        trace = self.trace
         return Simulation(
-            trace=self.trace,
+            trace=trace if trace.clients is None else replace(trace, arrival_s=np.array(arrival_s)),
             deployment=self.deployment,
             servers=self.servers,
             requests=self.requests,
@@ -127,6 +139,7 @@ class _Events:
         )
         if refused is not None:
             self.requests.refused[request] = refused
+            self.next_of_client(self.arrival_s[request])
             return
         sequence = CachedSequence(id=request, prompt_tokens=prompt, max_tokens=output, keys=keys)
         self.sequences[request] = sequence
@@ -256,7 +269,7 @@ class _Events:
             entry = heappop(server.ends)
             if self.generates(entry):
                 self.leave(server, entry[1])
-                self.ended(server, entry[1])
+                self.ended(server, entry[1], now)
         for chunk in step.chunks:
             if chunk.last:
                 self.prefilled(server, chunk.sequence, now)
@@ -273,7 +286,7 @@ class _Events:
         requests.tokens[request] += 1
         requests.last_s[request] = now
         if requests.tokens[request] == self.output[request]:
-            self.ended(server, request)
+            self.ended(server, request, now)
         elif server.role == "prefill":
             loads = [one.scheduler.outstanding for one in self.back]
             target = self.back[Routing().choose(self.handovers, loads)]
@@ -307,11 +320,18 @@ class _Events:
         else:
             server.newcomers.remove(request)
 
-    def ended(self, server: SimulatedServer, request: int) -> None:
+    def ended(self, server: SimulatedServer, request: int, now: float) -> None:
         server.scheduler.finish(self.sequences.pop(request))
         self.finished += 1
+        self.next_of_client(now)
         if self.on_progress is not None and self.finished % self.report_every == 0:
             self.on_progress(self.finished, len(self.trace), "requests served")
+
+    def next_of_client(self, now: float) -> None:
+        """Let the next request of a closed loop come: a client has its answer."""
+        if self.waiting < len(self.trace):
+            self.arrival_s[self.waiting] = now
+            self.waiting += 1
 
     def joining_gap(self, request: int, now: float) -> None:
         gap = now - self.requests.last_s[request]

@@ -201,9 +201,10 @@ class SimulatedDeployment(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedTrace(Record):
-    """Number, time span, mean lengths and longest sequence of the requests."""
+    """Number, time span, mean lengths and longest sequence of the requests; ``clients`` of a closed loop."""
 
     requests: int
+    clients: int | None
     seconds: float
     mean_prompt_tokens: float
     mean_output_tokens: float
@@ -215,6 +216,7 @@ class SimulatedTrace(Record):
         """The figures of a trace."""
         return cls(
             requests=len(trace),
+            clients=trace.clients,
             seconds=float(trace.arrival_s[-1]),
             mean_prompt_tokens=float(trace.prompt_tokens.mean()),
             mean_output_tokens=float(trace.output_tokens.mean()),

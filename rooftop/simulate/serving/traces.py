@@ -39,6 +39,9 @@ class RequestTrace:
 
     ``hashes`` has, per request, a hash for each ``hash_tokens`` tokens of its prompt (the last may stand for fewer), in
     which all tokens before count; if it goes on, of the tokens generated too. Requests with equal hashes share KV.
+
+    With ``clients`` the loop is closed: so many requests come at once, and each other one when an answer ends. Its
+    ``arrival_s`` is then 0 until the requests have been served.
     """
 
     arrival_s: Floats
@@ -46,6 +49,7 @@ class RequestTrace:
     output_tokens: Ints
     hashes: tuple[tuple[int, ...], ...] | None = None
     hash_tokens: int = 512
+    clients: int | None = None
 
     def __post_init__(self) -> None:
         if not len(self.arrival_s):
@@ -57,6 +61,8 @@ class RequestTrace:
                 raise RooftopError(name, int(getattr(self, name).min()), "positive whole numbers")
         if self.hash_tokens < 1:
             raise RooftopError("hash_tokens", self.hash_tokens, "a positive whole number")
+        if self.clients is not None and self.clients < 1:
+            raise RooftopError("clients", self.clients, "a positive whole number")
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -98,6 +104,24 @@ def draw_trace(
         arrival_s=np.cumsum(gaps),
         prompt_tokens=prompt.draw(random, requests),
         output_tokens=output.draw(random, requests),
+    )
+
+
+def closed_trace(*, clients: int, requests: int, prompt: Lengths, output: Lengths, seed: int = 0) -> RequestTrace:
+    """``requests`` requests of ``clients`` clients, each of which sends its next one when its last answer ends.
+
+    Lengths are drawn independently. Raises RooftopError.
+    """
+    if not 1 <= clients <= MOST_DRAWN:
+        raise RooftopError("clients", clients, f"1 to {MOST_DRAWN:,}")
+    if not clients <= requests <= MOST_DRAWN:
+        raise RooftopError("requests", requests, f"{clients:,} to {MOST_DRAWN:,}, one or more for each client")
+    random = np.random.default_rng(seed)
+    return RequestTrace(
+        arrival_s=np.zeros(requests),
+        prompt_tokens=prompt.draw(random, requests),
+        output_tokens=output.draw(random, requests),
+        clients=clients,
     )
 
 

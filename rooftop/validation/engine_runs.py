@@ -1,0 +1,246 @@
+"""Published benchmarks of serving engines under load: mean TTFT and TPOT of clients that wait for their answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import DTYPE_BYTES
+from rooftop.hardware import Slice
+from rooftop.hardware import chip as find_chip
+from rooftop.models import ModelConfig, load_model
+from rooftop.plan.serving.engines.kernels import ENGINES
+from rooftop.plan.serving.workload import ServingNumerics
+from rooftop.validation.readings import Gap
+from rooftop.validation.serving_runs import serving_readings
+from rooftop.validation.table import TableRow, read_table, table_columns
+
+#: Columns of a table of such benchmarks: a row a run. Further ones are ignored.
+ENGINE_COLUMNS: tuple[str, ...] = (
+    *("source", "model", "chip", "num_chips", "engine", "engine_version", "mode", "weights", "isl", "osl"),
+    *("concurrency", "tp", "ep", "attention_dp", "ttft_ms", "tpot_ms", "request_rate_or_note", "where_found"),
+)
+_TABLE = "serving_measured.csv"
+_WORKERS = re.compile(r"(prefill|decode) workers (\d+) x tp(\d+)(?: dp(\d+))?(?: ep(\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """``count`` equal servers. ``mesh``: axis -> devices, of a tensor or an expert axis."""
+
+    count: int
+    slice: Slice
+    mesh: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRun:
+    """One published benchmark: ``clients`` with requests of ``prompt`` tokens, answered with ``generate``.
+
+    ``kernels``: the engine's in ``kernels.toml``. ``prefill_on`` None: the servers that generate also prefill.
+    ``requests`` of a client, whose lengths are at least the share ``shortest`` of those stated. ``memory``: the share
+    that the engine uses of HBM, or (``memory_of_free``) of what weights leave; ``reserved`` that of an answer for which
+    there is room when a request is let in. ``balanced``: copies of attention prefill at the same time.
+    """
+
+    id: str
+    source: str
+    model: ModelConfig
+    engine: str
+    version: str | None
+    kernels: str
+    numerics: ServingNumerics
+    generate_on: Workers
+    prefill_on: Workers | None
+    prompt: int
+    generate: int
+    clients: int
+    requests: float
+    shortest: float
+    budget: int
+    memory: float
+    memory_of_free: bool
+    reserved: float
+    balanced: bool
+    ttft_s: float
+    tpot_s: float
+    where_found: str
+    assumed: tuple[str, ...]
+    line: int
+
+    @property
+    def mode(self) -> str:
+        """'aggregated' or 'disaggregated'."""
+        return "aggregated" if self.prefill_on is None else "disaggregated"
+
+    @property
+    def kind(self) -> str:
+        """Engine, chip, model and mode: the rows that are reported together."""
+        mode = "" if self.prefill_on is None else ", disaggregated"
+        return f"{ENGINES[self.engine]} {self.generate_on.slice.chip.name} {self.model.name}{mode}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnusableEngineRun:
+    """A row that says too little, or has a bad cell."""
+
+    source: str
+    model: str
+    engine: str
+    why: str
+    line: int
+
+
+def is_engine_table(path: Path | None) -> bool:
+    """True if a table has the columns of benchmarks of engines; without a path there is one."""
+    return path is None or {"ttft_ms", "tpot_ms", "concurrency"} <= set(table_columns(path))
+
+
+def load_engine_runs(path: Path | None = None) -> tuple[list[EngineRun], list[UnusableEngineRun]]:
+    """The runs of a table, by default of the one that comes with rooftop, and the rows that cannot be used."""
+    runs: list[EngineRun] = []
+    unusable: list[UnusableEngineRun] = []
+    for row in read_table(path, columns=ENGINE_COLUMNS, packaged=_TABLE):
+        try:
+            runs.append(_run(row))
+        except (Gap, RooftopError) as why:
+            cells = row.cells
+            unusable.append(
+                UnusableEngineRun(
+                    source=cells["source"], model=cells["model"], engine=cells["engine"], why=str(why), line=row.number
+                )
+            )
+    return runs, unusable
+
+
+def _run(row: TableRow) -> EngineRun:
+    facts: Mapping[str, Any] = serving_readings()["engine"]
+    engine = row.required("engine").lower()
+    if engine not in facts:
+        raise row.error("engine", ", ".join(facts))
+    own, source = facts[engine], _source(row)
+    model = _model(row.required("model"))
+    chip = row.required("chip").lower().split("_")[0]
+    clients = row.count("concurrency")
+    if clients is None:
+        raise Gap("concurrency not stated")
+    mode = row.required("mode").lower()
+    if mode not in ("agg", "disagg"):
+        raise row.error("mode", "agg or disagg")
+    if mode == "agg":
+        prefill_on, (generate_on, assumed) = None, _server(row, chip)
+    else:
+        (prefill_on, generate_on), assumed = _workers(row, chip), ()
+    numerics, from_numerics = _numerics(row, model, own, find_chip(chip).flops_per_s)
+    return EngineRun(
+        id=f"{row.cells['where_found'].split('id=')[-1]}",
+        source=row.required("source"),
+        model=model,
+        engine=engine,
+        version=row.text("engine_version"),
+        kernels=own.get("kernels_by_version", {}).get(row.text("engine_version"), {}).get(chip, engine),
+        numerics=numerics,
+        generate_on=generate_on,
+        prefill_on=prefill_on,
+        prompt=row.required_count("isl"),
+        generate=row.required_count("osl"),
+        clients=clients,
+        requests=float(source["requests"]),
+        shortest=float(source["shortest"]),
+        budget=int(own["budget"]),
+        memory=float(own["memory"]),
+        memory_of_free=bool(own["memory_of_free"]),
+        reserved=float(own["reserved"]),
+        balanced=bool(own["balanced"]),
+        ttft_s=row.value("ttft_ms") / 1e3,
+        tpot_s=row.value("tpot_ms") / 1e3,
+        where_found=row.cells["where_found"],
+        assumed=(*assumed, *from_numerics, *source["assumed"], *own["assumed"]),
+        line=row.number,
+    )
+
+
+def _source(row: TableRow) -> Mapping[str, Any]:
+    """The client of a row's benchmark: by a beginning of the row's id, or as it mostly is."""
+    sources: Mapping[str, Mapping[str, Any]] = serving_readings()["benchmark"]
+    name = row.cells["where_found"].split("id=")[-1]
+    match = max((one for one in sources if name.startswith(one)), key=len, default="default")
+    return sources[match]
+
+
+@cache
+def _model(name: str) -> ModelConfig:
+    """The preset of a model of Hugging Face."""
+    short = name.rsplit("/", 1)[-1].lower()
+    for tried in (short, name):
+        try:
+            return load_model(tried)
+        except RooftopError:
+            continue
+    raise Gap(f"no preset {short!r}")
+
+
+def _server(row: TableRow, chip: str) -> tuple[Workers, tuple[str, ...]]:
+    """The server of an aggregated run.
+
+    One of the files behind the table multiplies the sizes of an expert-parallel server with one another: 64 ways of
+    8 GPUs. Other files name the same runs with 8.
+    """
+    tensor, copies, experts = (
+        row.count(name) or 1 if row.cells[name] != "0" else 1 for name in ("tp", "attention_dp", "ep")
+    )
+    ways, chips = tensor * copies, row.count("num_chips") or tensor * copies
+    assumed: tuple[str, ...] = ()
+    if experts > 1 and ways == experts * experts:
+        chips, assumed = experts, (f"{ways} ways of {experts} experts are a server of {experts} GPUs",)
+    elif tensor == copies > 1 and experts == ways:
+        chips, assumed = tensor, (f"{ways} ways of {experts} experts are a server of {tensor} GPUs",)
+    elif copies > 1 and ways != chips:
+        chips = ways
+    return _group(row, chip, 1, chips if copies == 1 else 1, chips if copies > 1 else 1), assumed
+
+
+def _workers(row: TableRow, chip: str) -> tuple[Workers, Workers]:
+    """Servers that prefill, and servers that generate, from 'prefill workers 1 x tp1 dp8 ep8, decode workers ...'."""
+    roles = {
+        role: _group(row, chip, int(count), int(tensor), int(copies or 1))
+        for role, count, tensor, copies, _ in _WORKERS.findall(row.cells["request_rate_or_note"])
+    }
+    if set(roles) != {"prefill", "decode"}:
+        raise row.error("request_rate_or_note", "'prefill workers 1 x tp1 dp8, decode workers 2 x tp8'")
+    return roles["prefill"], roles["decode"]
+
+
+def _group(row: TableRow, chip: str, count: int, tensor: int, copies: int) -> Workers:
+    known = find_chip(chip)
+    devices = tensor * copies
+    fits = [prod(shape) for shape in known.slice_shapes if devices % prod(shape) == 0]
+    per_node = max(fits, default=0)
+    if known.kind != "gpu" or not per_node or (devices > per_node and per_node < prod(known.pod_shape)):
+        raise row.error("num_chips", f"GPUs of whole nodes, or a part of one; {devices} {known.name} are not")
+    on = Slice(known, (per_node, devices // per_node))
+    return Workers(count=count, slice=on, mesh={"tensor": tensor} if copies == 1 else {"expert": copies})
+
+
+def _numerics(
+    row: TableRow, model: ModelConfig, engine: Mapping[str, Any], rates: Mapping[str, float]
+) -> tuple[ServingNumerics, tuple[str, ...]]:
+    word = row.text("weights")
+    dtype = {"fp8": "f8_e4m3", "fp4": "f4_e2m1", "nvfp4": "f4_e2m1", "bf16": "bf16", None: "bf16"}.get(word, word)
+    if dtype not in DTYPE_BYTES:
+        raise row.error("weights", "fp8, fp4, bf16, or nothing")
+    if dtype not in rates:
+        raise row.error("weights", f"a format of the matrix unit: {', '.join(rates)}")
+    by_chip = engine.get("kv_by_chip", {}).get(row.required("chip").lower().split("_")[0], engine["kv"])
+    kv = "bf16" if dtype == "bf16" else str(engine.get("kv_by_version", {}).get(row.text("engine_version"), by_chip))
+    assumed = (f"KV in {kv}",) if word is not None else ("weights not stated: bf16, and so is the KV",)
+    numerics = ServingNumerics(
+        weights=dtype, kv=kv, flops=dtype, embeddings="bf16", weight_group=16 if dtype == "f4_e2m1" else None
+    )
+    return numerics, assumed

@@ -1,0 +1,198 @@
+"""Steps of serving engines on GPUs: their kernels, what overheads add, and plans that are made of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rooftop
+from rooftop.core.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.models import load_model
+from rooftop.plan.evidence import MeasuredRatio, Question, evidence_for, measured_ratios
+from rooftop.plan.serving.assumptions import ServingAssumptions
+from rooftop.plan.serving.engines.kernels import ENGINES, engine_kernels
+from rooftop.plan.serving.engines.rows import launches
+from rooftop.plan.serving.plan import ServingPlan
+from rooftop.plan.serving.problem import ServingProblem
+from rooftop.plan.serving.workload import ServingNumerics, ServingWorkload
+
+
+def _problem(model: str = "llama3.1-70b", on: str = "h100:4", **changes: Any) -> ServingProblem:
+    axes = changes.pop("axes", {"tensor": int(on.split(":")[1])})
+    return ServingProblem(
+        model=load_model(model),
+        slice=Slice.parse(on),
+        workload=ServingWorkload(prompt=1024, generate=1024),
+        numerics=ServingNumerics(weights="f8_e4m3", flops="f8_e4m3"),
+        assumptions=ServingAssumptions(engine="vllm", **changes),
+        mode="interleaved",
+        axes=axes,
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("chip", ["h100", "b200"])
+def test_kernels_are_slower_than_peak_and_faster_than_a_tenth_of_it(engine: str, chip: str) -> None:
+    kernels = engine_kernels(engine, chip)
+    for fits in (kernels.matmul, kernels.attention, {"latent": kernels.latent}):
+        for fit in fits.values():
+            assert 0.25 < fit.hbm <= 1
+            assert 0.25 < fit.peak <= 1
+            assert 1e-6 < fit.start_s < 50e-6
+
+
+def test_an_all_reduce_takes_as_long_as_was_measured_and_longer_with_more_bytes() -> None:
+    kernels = engine_kernels("vllm", "h100")
+    assert kernels.all_reduce_s(np.array([65536.0]), 8) == pytest.approx(6.4e-6)
+    sizes = np.geomspace(1e3, 1e10, 50)
+    for ranks in (2, 4, 8):
+        assert (np.diff(kernels.all_reduce_s(sizes, ranks)) >= 0).all()
+    assert kernels.all_reduce_s(1e6, np.array([1, 2, 8])).tolist()[0] == 0.0
+    # Twice the largest payload takes twice as long.
+    largest = kernels.payloads[-1]
+    assert kernels.all_reduce_s(2 * largest, 4) == pytest.approx(2 * kernels.all_reduce_s(largest, 4))
+
+
+def test_a_step_is_longer_than_its_bound_and_its_kernels_and_gaps() -> None:
+    problem = _problem(gap_s=0.0)
+    (placement,) = problem.generate_placements()
+    step = problem.generate(placement, 32.0)
+    assert step.expected_s > max(float(step.total(name)) for name in ("hbm", "mxu", "ici"))
+    gap_s = 1e-6
+    slower = replace(problem, assumptions=replace(problem.assumptions, gap_s=gap_s)).generate(placement, 32.0)
+    kernels = float(launches(problem.phase("generate", placement, 1.0)))
+    # 80 layers of 15 kernels: 4 matmuls, each with one that quantises, 5 others, and 2 sums.
+    assert kernels == 80 * 15
+    assert slower.expected_s - step.expected_s == pytest.approx(kernels * gap_s)
+
+
+def test_a_short_prefill_waits_for_the_host() -> None:
+    problem = _problem(gap_s=0.0, host_s=50e-6)
+    (placement,) = problem.generate_placements()
+    kernels = float(launches(problem.phase("generate", placement, 1.0)))
+    assert problem.prefill(placement, 16.0).expected_s == pytest.approx(kernels * 50e-6, rel=0.02)
+    assert problem.prefill(placement, 8192.0).expected_s > 1.5 * kernels * 50e-6
+
+
+def test_steps_over_arrays_are_those_one_by_one() -> None:
+    problem = _problem()
+    (placement,) = problem.generate_placements()
+    batches, contexts, prompts = (
+        np.array([1.0, 16.0, 64.0]),
+        np.array([100.0, 2000.0, 500.0]),
+        np.array([64.0, 1024.0, 8000.0]),
+    )
+    together = problem.mixed_s(placement, prompts, batches, contexts)
+    alone = [problem.mixed_s(placement, p, b, c) for p, b, c in zip(prompts, batches, contexts, strict=True)]
+    assert together == pytest.approx(np.array(alone, dtype=np.float64))
+    generated = problem.generate_s(placement, batches, contexts)
+    assert generated == pytest.approx(
+        [float(problem.generate(placement, b, c).expected_s) for b, c in zip(batches, contexts, strict=True)]
+    )
+
+
+def test_attention_data_parallelism_has_sequences_of_its_own_on_each_gpu() -> None:
+    tensor, expert = (_problem("minimax-m2.5", axes=axes, gap_s=0.0) for axes in ({"tensor": 4}, {"expert": 4}))
+    core = {}
+    for name, problem in (("tensor", tensor), ("expert", expert)):
+        (placement, *_) = problem.generate_placements()
+        rows = {row.scope: row for row in problem.generate(placement, 64.0).rows}
+        core[name] = rows["layers/attn/core"]
+        kinds = {one.kind for row in rows.values() for one in row.collectives}
+        assert kinds == ({"all_reduce"} if name == "tensor" else {"all_gather", "reduce_scatter"})
+    # The same KV in all: a quarter of the heads of all sequences, or all heads of a quarter of them.
+    assert core["tensor"].hbm_bytes == pytest.approx(core["expert"].hbm_bytes)
+
+
+def test_a_plan_for_an_engine_has_its_evidence_and_no_program() -> None:
+    result = rooftop.plan_serving(
+        "llama3.1-70b", on="h100:4", engine="vllm", weights_dtype="fp8", prompt=1024, generate=1024,
+        batching="interleaved", batch_seqs=32,
+    )  # fmt: skip
+    data = result.to_json()
+    assert (data["assumptions"]["engine"], data["executable"]) == ("vllm", False)
+    assert "vLLM runs it" in data["obstacles"][0]
+    low, high = data["evidence"]["tpot_s"]
+    # Measured: 16.49 ms with 32 clients.
+    assert low < 0.01649 < high
+    assert low < data["tpot_s"] < high < 2 * low
+    assert "TPOT of engines under load on GPUs: 4 models, TensorRT-LLM, vLLM" in data["evidence"]["decode"]["text"]
+    again = ServingPlan.from_json(data)
+    assert (again.problem.assumptions.engine, again.tpot_s) == ("vllm", pytest.approx(result.plan.tpot_s))
+    own = rooftop.plan_serving("llama3.1-70b", on="h100:4", prompt=1024, generate=1024, batch_seqs=32).to_json()
+    assert own["evidence"]["decode"]["level"] == "bound"
+
+
+def test_prompts_of_an_engine_are_prefilled_in_steps_that_generate() -> None:
+    plan = rooftop.plan_serving(
+        "llama3.1-70b", on="h100:4", engine="vllm", weights_dtype="fp8", prompt=1024, generate=1024,
+        batching="interleaved", batch_seqs=32,
+    ).plan  # fmt: skip
+    steps = plan.problem.mixed_s(plan.generate_on, 1024.0, 32.0, plan.problem.step_context) - plan.step_s
+    assert plan.tpot_s == pytest.approx(plan.step_s + 31 / 1024 * steps)
+    assert steps < plan.prefill_s
+
+
+@pytest.mark.parametrize(
+    ("options", "accepted"),
+    [
+        ({"on": "v5e:4x4"}, "its kernels are known on h100, b200"),
+        ({"engine": "abacus"}, "vllm"),
+        ({"weights_dtype": "int8"}, "bf16, f8_e4m3"),
+        ({"kv_dtype": "int8"}, "bf16, f8_e4m3"),
+        ({"mfu": 0.4}, "no --mfu"),
+        ({"draft": "llama3.2-1b"}, "no --draft"),
+        ({"bounds": "book"}, "usable"),
+        ({"mesh": "context=4"}, "tensor and expert axes alone"),
+    ],
+)
+def test_engines_refuse_what_they_have_no_kernels_for(options: dict[str, Any], accepted: str) -> None:
+    arguments: dict[str, Any] = {"on": "h100:4", "engine": "vllm", "prompt": 1024, "batch_seqs": 8} | options
+    with pytest.raises(RooftopError) as caught:
+        rooftop.plan_serving("llama3.1-70b", **arguments)
+    assert accepted in str(caught.value)
+
+
+def test_the_fleet_of_an_engine_is_searched() -> None:
+    result = rooftop.plan_serving(
+        "llama3.1-8b", on="h100", engine="vllm", prompt=1024, generate=256, requests_per_second=20, ttft="500ms"
+    )
+    assert result.recommendation is not None
+    assert result.plan.problem.numerics.weights in ("bf16", "f8_e4m3")
+    assert result.plan.problem.numerics.flops == result.plan.problem.numerics.weights
+
+
+def _latency(**changes: Any) -> MeasuredRatio:
+    fields: dict[str, Any] = {
+        **{"phase": "tpot", "chip": "h100", "family": "gpu", "kind": "dense", "framework": "vLLM", "model": "a"},
+        **{"seq_len": 1024, "over_dcn": False, "ratio": 1.0, "run": "one"},
+    }
+    return MeasuredRatio(**{**fields, **changes})
+
+
+def test_benchmarks_of_all_gpus_count_together_and_each_model_alike() -> None:
+    many = [_latency(model="a", ratio=ratio, chip="b200") for ratio in np.linspace(0.9, 1.1, 401)]
+    few = [_latency(model="b", ratio=ratio) for ratio in np.linspace(1.9, 2.1, 5)]
+    question = Question(phase="tpot", chip="h100", family="gpu", kind="dense", seq_len=1024, over_dcn=False)
+    known = evidence_for(question, [*many, *few])
+    assert known.factor is not None
+    # Half of the weight is on either model, although one has eighty times the runs.
+    assert known.factor[0] < 0.95
+    assert known.factor[1] > 2.0
+    assert (known.models, known.unlike) == (2, ())
+    elsewhere = evidence_for(replace(question, kind="experts"), [*many, *few])
+    assert elsewhere.unlike == ("none of mixtures of experts on h100",)
+    assert elsewhere.factor is not None
+    assert elsewhere.factor[1] / elsewhere.factor[0] > known.factor[1] / known.factor[0]
+
+
+def test_the_evidence_of_engines_is_on_both_chips_and_of_both_kinds() -> None:
+    ratios = measured_ratios("engine_evidence.csv")
+    kinds = {(one.phase, one.chip, one.kind) for one in ratios}
+    assert kinds >= {
+        (phase, chip, kind) for phase in ("tpot", "ttft") for chip in ("h100", "b200") for kind in ("dense", "experts")
+    }

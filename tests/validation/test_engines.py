@@ -1,0 +1,180 @@
+"""Benchmarks of serving engines under load: what is read, what is left out, and how far predictions are off."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import rooftop
+from rooftop.core.errors import RooftopError
+from rooftop.plan.evidence import measured_ratios
+from rooftop.plan.serving.engines.kernels import engine_kernels
+from rooftop.validation.engine_runs import ENGINE_COLUMNS, load_engine_runs
+from rooftop.validation.engines import (
+    ENGINE_LEVELS,
+    METRICS,
+    EngineReport,
+    engine_comparisons,
+    engine_ratios,
+    engine_report,
+    overheads_of_engines,
+)
+
+ROW = {
+    **{"source": "mine", "model": "meta-llama/Llama-3.1-70B", "chip": "h100_sxm", "num_chips": "4", "engine": "vllm"},
+    **{"mode": "agg", "weights": "fp8", "isl": "1024", "osl": "512", "concurrency": "16", "tp": "4", "ep": "1"},
+    **{"attention_dp": "1", "ttft_ms": "100", "tpot_ms": "15", "where_found": "here id=one"},
+}
+
+
+def table(tmp_path: Path, *changes: Mapping[str, str], columns: tuple[str, ...] = ENGINE_COLUMNS) -> Path:
+    file = tmp_path / "mine.csv"
+    with file.open("w", encoding="utf-8", newline="") as out:
+        writer = csv.DictWriter(out, columns, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(ROW | change for change in changes)
+    return file
+
+
+@pytest.fixture(scope="module")
+def report() -> EngineReport:
+    """Report on the package's own table."""
+    return engine_report()
+
+
+def test_every_row_is_predicted_or_has_a_reason(report: EngineReport) -> None:
+    assert (len(report.comparisons), [one.why for one in report.unusable]) == (1034, ["concurrency not stated"])
+    lines = sorted([one.run.line for one in report.comparisons] + [one.line for one in report.unusable])
+    assert lines == list(range(2, 1037))
+    for one in report.comparisons:
+        assert all(one.seconds[metric][level] for metric in METRICS for level in ENGINE_LEVELS)
+
+
+def test_expectations_are_not_below_bounds(report: EngineReport) -> None:
+    for one in report.comparisons:
+        for metric in METRICS:
+            assert one.seconds[metric]["expected"] >= 0.999 * one.seconds[metric]["bound"]
+
+
+def test_what_beats_its_bound(report: EngineReport) -> None:
+    assert [one.run.id for one in report.comparisons if one.beats_bound("ttft")] == []
+    # Two runs whose file has no concurrency: the other columns do not say how many clients there were.
+    beaten = {one.run.id for one in report.comparisons if one.beats_bound("tpot")}
+    assert beaten == {
+        f"qwen3_32b_qwen3_32b_h100_sxm_vllm_agg_4000x1000_c_{end}" for end in ("tp1_0_epnone_4", "tp2_0_epnone_3")
+    }
+
+
+def test_servers_are_read_as_the_files_mean_them(report: EngineReport) -> None:
+    meshes = {
+        (one.run.model.name, one.run.generate_on.slice.name, *one.run.generate_on.mesh.items())
+        for one in report.comparisons
+    }
+    # Tables that multiply 8 x 8 ways mean 8 GPUs.
+    assert ("deepseek-v3", "b200:8", ("expert", 8)) in meshes
+    assert {slice_name for _, slice_name, _ in meshes} <= {
+        f"{chip}:{size}" for chip in ("h100", "b200") for size in (1, 2, 4, 8)
+    } | {"h100:8x2"}
+
+
+def test_a_queue_for_places_in_the_cache_is_seen(report: EngineReport) -> None:
+    (one,) = (
+        one
+        for one in report.comparisons
+        if one.run.kind == "vLLM h100 llama3.1-70b"
+        and (one.run.generate_on.slice.chips, one.run.prompt, one.run.clients) == (2, 8192, 64)
+    )
+    # A minute of waiting, in which half of the clients have no place.
+    assert one.run.ttft_s == pytest.approx(59.2, abs=0.1)
+    assert 25 < one.active < 35
+    assert one.seconds["ttft"]["expected"] == pytest.approx(one.run.ttft_s, rel=0.35)
+
+
+def test_how_far_predictions_are_off(report: EngineReport) -> None:
+    """Left out: the model that is predicted. Measured here, and no worse than the best peer's 17.4 and 51 %."""
+    everything = report.groups[-1]
+    assert (everything.name, everything.runs) == ("all", 1034)
+    tpot, ttft = (everything.errors[metric]["expected"] for metric in METRICS)
+    assert tpot is not None
+    assert ttft is not None
+    assert tpot.mean_absolute < 0.13
+    assert ttft.mean_absolute < 0.32
+    for metric in METRICS:
+        errors = everything.errors[metric]
+        assert errors["bound"].mean_absolute > 2 * errors["expected"].mean_absolute
+        assert errors["null"].mean_absolute > 2 * errors["expected"].mean_absolute
+
+
+def test_intervals_of_other_models_hold_nine_in_ten(report: EngineReport) -> None:
+    everything = report.groups[-1]
+    assert everything.with_interval["tpot"] > 900
+    assert everything.with_interval["ttft"] > 800
+    assert 0.85 <= everything.covered["tpot"] <= 0.96
+    assert 0.85 <= everything.covered["ttft"] <= 0.96
+
+
+def test_overheads_are_those_of_other_models() -> None:
+    runs, _ = load_engine_runs()
+    chosen = [run for run in runs if run.engine == "vllm"][::7]
+    comparisons = engine_comparisons(chosen)
+    # A model's own runs change nothing of what is expected of it.
+    slower = [replace(run, tpot_s=3 * run.tpot_s) if run.model.name == "qwen3-32b" else run for run in chosen]
+    for one, other in zip(comparisons, engine_comparisons(slower), strict=True):
+        if one.run.model.name == "qwen3-32b":
+            assert other.seconds["tpot"]["expected"] == one.seconds["tpot"]["expected"]
+    assert any(
+        other.overheads != one.overheads
+        for one, other in zip(comparisons, engine_comparisons(slower), strict=True)
+        if one.run.model.name != "qwen3-32b"
+    )
+
+
+def test_plans_have_the_overheads_and_the_evidence_of_todays_predictions(report: EngineReport) -> None:
+    """``python bench/engine_evidence.py`` writes and prints them anew."""
+    fitted = overheads_of_engines([one.run for one in report.comparisons])
+    for engine, overheads in fitted.items():
+        kernels = engine_kernels(engine, "b200")
+        assert (kernels.gap_s, kernels.host_s) == pytest.approx((overheads.gap_s, overheads.host_s))
+    ratios, written = engine_ratios(report.comparisons), measured_ratios("engine_evidence.csv")
+    assert [one.cells for one in written] == [one.cells for one in ratios]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"model": "Nobody/Knows"}, "no preset 'knows'"),
+        ({"concurrency": ""}, "concurrency not stated"),
+        ({"engine": "abacus"}, "mine.csv line 2 engine: got 'abacus'; accepted: vllm, trtllm"),
+        ({"weights": "int3"}, "line 2 weights: got 'int3'"),
+        ({"chip": "h100_sxm", "weights": "fp4"}, "line 2 weights: got 'fp4'"),
+        ({"num_chips": "3", "tp": "3"}, "GPUs of whole nodes"),
+        ({"mode": "both"}, "accepted: agg or disagg"),
+        ({"mode": "disagg"}, "prefill workers 1 x tp1"),
+        ({"ttft_ms": "soon"}, "line 2 ttft_ms: got 'soon'"),
+        ({"chip": "abacus"}, "abacus"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_listed(tmp_path: Path, change: Mapping[str, str], why: str) -> None:
+    runs, unusable = load_engine_runs(table(tmp_path, change, {}))
+    assert [run.line for run in runs] == [3]
+    assert [one.line for one in unusable] == [2]
+    assert why in unusable[0].why
+
+
+def test_a_table_of_ones_own(tmp_path: Path) -> None:
+    result = rooftop.validate(runs=table(tmp_path, {}, {"concurrency": "64", "tpot_ms": "0.001"}))
+    data = result.to_json()
+    assert [row["concurrency"] for row in data["engines"]["rows"]] == [16, 64]
+    assert [row["beats_bound"] for row in data["engines"]["rows"]] == [[], ["tpot"]]
+    assert data["rows"] == data["serving"]["rows"] == []
+    assert {row["error"]["tpot"]["null"] for row in data["engines"]["rows"]} == {None}
+
+
+def test_a_table_without_a_column(tmp_path: Path) -> None:
+    file = table(tmp_path, {}, columns=tuple(name for name in ENGINE_COLUMNS if name != "mode"))
+    with pytest.raises(RooftopError, match="missing: mode"):
+        rooftop.validate(runs=file)
