@@ -82,6 +82,9 @@ class _Durations:
         """Seconds of a transfer."""
         fixed_s, seconds_per_byte = self._line(transfer.priced_as, transfer.axes)
         slice_ = self.strategies.layouts.slice
+        if transfer.shares:
+            price = self.strategies.price(transfer.priced_as, transfer.axes).scaled(transfer.shares)
+            fixed_s, seconds_per_byte = price.expected_line(self.rates.network(transfer.priced_as))
         if transfer.kind == "permute_ring" and slice_.chip.kind == "tpu" and slice_.num_slices > 1:
             # XLA hands all of a permute between slices to the hosts, in every hop of a rotation.
             devices, within = self.strategies.devices(*transfer.axes), self.strategies.within_slice(*transfer.axes)
@@ -216,6 +219,8 @@ class _Times:
             yield item, self.factor * (compute + waiting), paid, exposed
 
 
+#: The parts of a model outside the layers that all stages share.
+_ENDS: tuple[StagePart, ...] = ("first", "last")
 #: The phase of work, and the part of the model that it belongs to.
 _Owner = tuple[Phase, StagePart]
 
@@ -306,16 +311,31 @@ class _Busy:
 
 
 def price_work(
-    work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions, last_chunk: Number
+    work: Sequence[Work],
+    strategies: Strategies,
+    rates: Rates,
+    assumptions: Assumptions,
+    last_chunk: Number,
+    *,
+    fills_stages: bool = False,
 ) -> Ledger:
     """The ledger of ``work``, with pipeline idle time as its last rows; figures broadcast to [C, K].
 
-    ``last_chunk`` is the share of a pipeline stage's layers that the last part of the model has.
+    ``last_chunk`` is the share of a pipeline stage's layers that the last part of the model has. ``fills_stages``: a
+    stage with fewer layers than the longest one does the rest of the model instead of waiting.
     """
     times = _Times.of(work, strategies, rates, assumptions)
     rows = list(_rows(times, strategies, rates))
     idle = _idle(work, rows, strategies, assumptions, last_chunk)
-    return Ledger((*rows, *_padding(work, rows), idle))
+    padding = _padding(work, rows)
+    if fills_stages and padding:
+        instead = sum(
+            (row.count * row.expected_s for item, row in zip(work, rows, strict=True) if item.part in _ENDS), 0.0
+        )
+        waiting = sum((row.expected_s for row in padding), 0.0)
+        left = np.maximum(1.0 - instead / np.where(waiting > 0, waiting, 1.0), 0.0)
+        padding = [replace(row, expected_s=left * row.expected_s, serial_s=left * row.serial_s) for row in padding]
+    return Ledger((*rows, *padding, idle))
 
 
 def expected_s(
