@@ -70,11 +70,11 @@ def distinct_parts(
     for size in np.minimum(sizes, experts):
         own = max(round(experts / size), 1)
         # A part has some experts of one group, or several groups whole.
-        within, each = (1, own) if own <= group else (own // group, group)
+        within, size_of_one = (1, own) if own <= group else (own // group, group)
         used = 0.0
         for count in range(1, min(within, active_groups) + 1):
             ways = math.comb(within, count) * math.comb(groups - within, active_groups - count)
-            missed = math.comb(choosable - count * each, active) / math.comb(choosable, active)
+            missed = math.comb(choosable - count * size_of_one, active) / math.comb(choosable, active)
             used += ways / math.comb(groups, active_groups) * (1.0 - missed)
         expected.append(size * used)
     return np.array(expected)[index].reshape(np.shape(parts))

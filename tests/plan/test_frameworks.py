@@ -65,7 +65,7 @@ def test_distinct_parts_are_the_mean_of_all_choices(
 
 def test_a_token_goes_once_to_each_node() -> None:
     """Network bytes fall to those of distinct nodes, of which DeepSeek's routing allows four."""
-    each, once = (
+    copies, once = (
         planned("deepseek-v3", "h100:8x8", "expert=64", Framework(dispatch=dispatch))  # type: ignore[arg-type]
         for dispatch in ("experts", "nodes")
     )
@@ -76,20 +76,20 @@ def test_a_token_goes_once_to_each_node() -> None:
             if (row.scope, row.phase) == ("layers/moe/combine", "forward")
             for collective in row.collectives
         )
-        for plan in (each, once)
+        for plan in (copies, once)
     ]
     nodes = float(distinct_parts(256, 8, 8.0, groups=8, active_groups=4))
     assert 3 < nodes < 4
     assert network[1] / network[0] == pytest.approx(nodes / 8)
-    assert once.expected_s < each.expected_s
+    assert once.expected_s < copies.expected_s
 
 
 def test_in_one_node_a_token_goes_once_to_each_gpu() -> None:
-    each, once = (
+    copies, once = (
         planned("qwen3-30b-a3b", "h100:8", "expert=8", Framework(dispatch=dispatch))  # type: ignore[arg-type]
         for dispatch in ("experts", "nodes")
     )
-    nvlink = [float(plan.ledger.total("ici")) for plan in (each, once)]
+    nvlink = [float(plan.ledger.total("ici")) for plan in (copies, once)]
     gpus = float(distinct_parts(128, 8, 8.0))
     exchanges = nvlink[0] - nvlink[1]
     moe = [
@@ -99,7 +99,7 @@ def test_in_one_node_a_token_goes_once_to_each_gpu() -> None:
             if row.scope in ("layers/moe/dispatch", "layers/moe/combine")
             for collective in row.collectives
         )
-        for plan in (each, once)
+        for plan in (copies, once)
     ]
     assert exchanges == pytest.approx(moe[0] - moe[1])
     assert moe[1] / moe[0] == pytest.approx(gpus / 8)
@@ -110,10 +110,14 @@ def test_separate_kernels_read_and_write_what_fused_ones_do_not() -> None:
         planned("llama3-8b", "h100:8", "fsdp=8", Framework(kernels=kernels))  # type: ignore[arg-type]
         for kernels in (None, "fused", "eager")
     )
-    for scope in ("layers/mlp/norm", "layers/mlp/act"):
-        traffic = [moved(plan, scope, "forward", "backward") for plan in (xla, fused, eager)]
-        assert traffic == sorted(traffic)
-        assert traffic[0] < traffic[1] < traffic[2]
+    norms, acts = (
+        [moved(plan, scope, "forward", "backward") for plan in (xla, fused, eager)]
+        for scope in ("layers/mlp/norm", "layers/mlp/act")
+    )
+    assert norms[0] < norms[1] < norms[2]
+    # XLA:GPU's gradient of SwiGLU writes its result again: 3 and 6 passes, for 3 and 5.
+    assert acts[0] / acts[1] == pytest.approx(9 / 8)
+    assert acts[1] < acts[2]
     # SwiGLU reads two arrays and writes one; backward it reads three and writes two.
     tokens = 256 * 4096 / 8
     assert moved(fused, "layers/mlp/act", "forward", "backward") == pytest.approx(32 * 8 * tokens * 14336 * 2)
@@ -176,10 +180,10 @@ def test_gathers_next_to_gradients_are_hidden() -> None:
 
 
 def test_an_experts_own_matmul_starts_alone() -> None:
-    one, each = (
+    together, apart = (
         planned("qwen3-30b-a3b", "h100:8", "expert=8", Framework(groups_experts=groups)) for groups in (True, False)
     )
-    assert seconds(each, "layers/moe/experts", "forward") > seconds(one, "layers/moe/experts", "forward")
+    assert seconds(apart, "layers/moe/experts", "forward") > seconds(together, "layers/moe/experts", "forward")
 
 
 def test_slower_attention() -> None:

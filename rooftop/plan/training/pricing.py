@@ -120,6 +120,20 @@ class _Durations:
         overlap = self.rates.overlap
         return whole & (overlap.whole_slice_gather == "all_reduce") | (overlap.asynchronous == "gathers")
 
+    def alone(self, transfer: Transfer) -> Number:
+        """1 where XLA:GPU leaves a transfer without computation next to it, [C, 1]; 0 on TPUs.
+
+        Its scheduler has no estimate for groups that go over nodes and have some GPUs of a node but not all, and takes
+        them to need no time: a gather ends where it starts.
+        """
+        slice_ = self.strategies.layouts.slice
+        ranks = self.strategies.price(transfer.priced_as, transfer.axes).ranks
+        if slice_.chip.kind != "gpu" or ranks is None:
+            # Of groups of layouts, some may have whole nodes.
+            return 0.0
+        devices = self.strategies.devices(*transfer.axes)
+        return np.where((ranks < devices) & (ranks < slice_.shape[0]), 1.0, 0.0)
+
     def between_s(self, transfer: Transfer) -> Number:
         """Seconds of that part of a gather which is between slices."""
         if transfer.hides != "weight_gather" or self.strategies.layouts.slice.num_slices == 1:
@@ -231,7 +245,8 @@ class _Busy:
 
     ``compute`` by phase and part of the model, and of it by window that in which transfers can hide, the ``room``.
     ``transfers`` by window and by the assumption under which they hide, and then by phase and part; where XLA's order
-    decides, ``parts`` has the seconds of layers in it; ``rings`` has those of rings that nothing hides. ``staged``: the
+    decides, ``parts`` has the seconds of layers in it; ``rings`` has those of rings that nothing hides, and ``alone``
+    those of transfers that no computation is next to. ``staged``: the
     candidates whose tasks wait for all that they saved to go to the host, and to come back.
     """
 
@@ -240,6 +255,7 @@ class _Busy:
     transfers: dict[Group, dict[_Owner, Number]] = field(default_factory=dict)
     parts: LayerParts = field(default_factory=LayerParts)
     rings: dict[Group, Number] = field(default_factory=dict)
+    alone: dict[Group, Number] = field(default_factory=dict)
     staged: Number = 0.0
 
     @classmethod
@@ -269,6 +285,9 @@ class _Busy:
                     known[id(transfer)] = durations.transfer_s(transfer)
                 key = _hidden_with(item, transfer, asynchronous)
                 by_kind[key] = by_kind.get(key, 0.0) + known[id(transfer)]
+                if assumptions.own_program and not _is_zero(alone := durations.alone(transfer)):
+                    shown = item.count * alone * known[id(transfer)]
+                    busy.alone[key] = busy.alone.get(key, 0.0) + shown
                 if transfer.ring is not None:
                     exposed = item.count * durations.ring_exposed_s(transfer, transfer.ring)
                     busy.rings[key] = busy.rings.get(key, 0.0) + exposed
@@ -303,7 +322,7 @@ class _Busy:
                 continue
             # The network hides in one window together; copies to the host have a path of their own.
             room = (1.0 - self.staged) * self.room.get(window, 0.0) if hides == "offload" else network.get(window, 0.0)
-            hidden = np.minimum(hideable[hides] * total, room)
+            hidden = np.minimum(hideable[hides] * (total - self.alone.get((window, hides), 0.0)), room)
             if hides != "offload":
                 network[window] = room - hidden
             exposed[window, hides] = 1.0 - hidden / np.where(total > 0, total, 1.0)

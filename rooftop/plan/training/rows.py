@@ -355,9 +355,11 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     per_expert = routed / local
     gathered = routed * model.d_model * element
     passes = _EXCHANGE_PASSES * step.passed(sent)
-    if step.framework.kernels is not None:
-        # Rows are put in order once on either side; a dispatcher of nodes has one copy for each GPU until then.
-        passes = (_PERMUTE_PASSES if step.framework.dispatch == "nodes" else 2.0 * _PERMUTE_PASSES) * sent
+    if step.slice.chip.kind == "gpu":
+        # PyTorch's AllToAll needs rows in order on either side; a dispatcher of nodes has one copy for each GPU until
+        # then. XLA:GPU gathers and scatters rows by index, 10.7 passes in the five times that they are moved.
+        twice = step.framework.kernels is not None and step.framework.dispatch == "experts"
+        passes = _PERMUTE_PASSES * sent * (2.0 if twice else 1.0)
     move = Work(
         scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=passes, collectives=dispatch,
         formula="k T D bytes put into slots and sent to their experts by an AllToAll, with the weights of k experts",
@@ -392,7 +394,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
         *matmuls(step, "layers/moe/router", count, [step.router], own, again=again),
         move,
         recompute(move, recomputed("mlp_normed")),
-        backward(move, 1.0),
+        _moved_back(step, move),
         *matmuls(
             step,
             "layers/moe/experts",
@@ -441,6 +443,14 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     return work
 
 
+def _moved_back(step: TrainingStep, move: Work) -> Work:
+    """The way back of gradients of rows; XLA:GPU has gradients of experts' weights next to it."""
+    back = backward(move, 1.0)
+    if step.slice.chip.kind != "gpu" or step.framework.kernels is not None:
+        return back
+    return replace(back, collectives=tuple(replace(one, hides="gradient_scatter") for one in back.collectives))
+
+
 def _exchange(step: TrainingStep, payload: Number) -> tuple[Transfer, ...]:
     """The AllToAll of tokens over the devices that have experts."""
     whole, both = step.whole_experts, (*EXPERT_AXES, *COLUMN_AXES)
@@ -485,8 +495,9 @@ def _head(step: TrainingStep) -> list[Work]:
         formula="float32 logits read twice; maximum and sums over the split vocabulary",
     )  # fmt: skip
     losses = [loss, backward(loss, 1.0, collectives=False)]
-    if step.assumptions.own_program and step.slice.chip.kind == "tpu":
+    if step.assumptions.own_program:
         unembed = _in_chunks(step, table, unembed)
+    if step.assumptions.own_program and step.slice.chip.kind == "tpu":
         formula = "float32 logits read for the sums over the split vocabulary; gradients are fused into matmuls"
         losses = [replace(loss, hbm_bytes=_stored_logits(step, logits), formula=formula)]
     work = [*norm(step, "final_norm", count, 0.0), *unembed]
@@ -511,13 +522,15 @@ def _stored_logits(step: TrainingStep, logits: Number) -> Number:
 
 
 def _in_chunks(step: TrainingStep, table: MatmulShape, unembed: Sequence[Work]) -> list[Work]:
-    """The unembedding as XLA:TPU runs it: chunk by chunk, with the loss fused into it.
+    """The unembedding as our program runs it: chunk by chunk, on TPUs with the loss fused into it.
 
     Each chunk reads the matrix, and writes its float32 logits. Both gradients read these, with the derivative of the
-    softmax computed on the way; that of the matrix reads and writes the sum of the chunks before.
+    softmax computed on the way; that of the matrix reads and writes the sum of the chunks before. TPUs round these
+    float32 operands as the matrix unit reads them; cuBLAS multiplies both as float32.
     """
     forward, both = unembed
-    element, dtype = step.element_bytes, step.numerics.compute
+    element = step.element_bytes
+    dtype = step.numerics.compute if step.slice.chip.kind == "tpu" else "f32"
     chunks = np.maximum(np.ceil(step.tokens / LOSS_CHUNK), 1.0)
     logits = _stored_logits(step, step.tokens * table.n)
     rows, matrix = step.tokens * table.k * element, table.parameters * element
@@ -779,6 +792,8 @@ def _post_norms(step: TrainingStep) -> bool:
 #: Passes over the rows of experts on their way there or back, as counted in compiled programs: rows gathered by index,
 #: zeros in empty slots, and copies into the layouts of the AllToAll and of the matmuls.
 _EXCHANGE_PASSES = 4.0
+#: Passes of XLA:GPU over the checkpoints of a layer: written to their stacks by copies, and copied out of them.
+_STACK_PASSES = 5.0
 #: Passes (a read or a write) of a kernel that puts the rows of experts in order, by token or by expert.
 _PERMUTE_PASSES = 2.0
 
@@ -810,7 +825,8 @@ class _ElementwisePasses:
     """HBM passes (a read or a write of bf16) of elementwise work in one execution, by scope.
 
     ``norm`` has the residual sum before it; ``act_more`` are those of an activation beyond one kernel that reads its
-    inputs and writes its result, forward; backward there are twice as many.
+    inputs and writes its result, forward; backward there are twice as many. ``again``: an activation that is recomputed
+    is a kernel of its own, not a second result of its gradient's.
     """
 
     norm: float
@@ -818,21 +834,25 @@ class _ElementwisePasses:
     rope: float
     rope_backward: float
     act_more: float = 0.0
+    again: bool = True
 
 
 #: By ``Framework.kernels``. Fused kernels read their inputs and write their results once: a sum 3 passes, a norm 2, its
 #: gradient 3, and 3 for the sum of two gradients; rotation 2. Eager PyTorch has a kernel for each operation, with
 #: float32 between them: RMSNorm converts (3 passes), squares (4), averages (2), scales (4), converts (3) and multiplies
 #: (2), about half as much again backward; rotation converts, multiplies and converts back (10); SwiGLU is two kernels.
+#: XLA:GPU fuses nothing into cuBLAS's matmuls: as counted in compiled layers (docs/compile.md).
 _ELEMENTWISE: Mapping[str | None, _ElementwisePasses] = {
     None: _ElementwisePasses(norm=_NORM_PASSES, norm_backward=3.0, rope=ROPE_PASSES, rope_backward=2 * ROPE_PASSES),
+    "xla:gpu": _ElementwisePasses(norm=3.5, norm_backward=5.5, rope=2.0, rope_backward=2.0, again=False),
     "fused": _ElementwisePasses(norm=5.0, norm_backward=6.0, rope=2.0, rope_backward=2.0),
     "eager": _ElementwisePasses(norm=21.0, norm_backward=30.0, rope=10.0, rope_backward=12.0, act_more=2.0),
 }
 
 
 def _passes(step: TrainingStep) -> _ElementwisePasses:
-    return _ELEMENTWISE[step.framework.kernels]
+    xla = "xla:gpu" if step.slice.chip.kind == "gpu" else None
+    return _ELEMENTWISE[step.framework.kernels or xla]
 
 
 #: HBM passes of collective matmuls beyond those of plain ones, as counted in compiled layers
@@ -1071,7 +1091,7 @@ def activation(
     output piece by piece: the activation is then fused with nothing but the copy of kept inputs.
     """
     again = step.strategies.recomputed("mlp_act") if again is None else again
-    if step.framework.kernels is not None:
+    if step.framework.kernels is not None or step.slice.chip.kind == "gpu":
         return _activation_kernels(step, scope, count, hidden, again=again)
     apart = dense * step.rings * hidden * step.element_bytes
     alone = apart * step.strategies.recomputed("mlp_up")
@@ -1094,8 +1114,10 @@ def _activation_kernels(step: TrainingStep, scope: str, count: Number, hidden: N
         elementwise_bytes=(matrices + passes.act_more) * hidden * step.element_bytes,
         formula="T F elements, a kernel of its own: its inputs read, its result written",
     )  # fmt: skip
-    moved = (2 * matrices - 1 + 2 * passes.act_more) * hidden * step.element_bytes
-    return [forward, recompute(forward, again), replace(backward(forward, 2.0), elementwise_bytes=moved)]
+    # A kernel that gives the activation again, too, writes one array more.
+    moved = (2 * matrices - passes.again + 2 * passes.act_more) * hidden * step.element_bytes
+    once_more = recompute(forward if passes.again else replace(forward, elementwise_bytes=0.0), again)
+    return [forward, once_more, replace(backward(forward, 2.0), elementwise_bytes=moved)]
 
 
 def offloads(step: TrainingStep, count: Number, scopes: Mapping[str, str], *, moe_layer: bool) -> list[Work]:
@@ -1118,15 +1140,19 @@ def _unstacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bo
 
     Layers are scanned, so that checkpoints of all are stacked. XLA copies a layer's out of the stack (a read and a
     write), and does not fuse that with what reads them. A stage takes a microbatch's out of its buffer in the same way.
-    The layer's input is counted with the norms.
+    The layer's input is counted with the norms. XLA:GPU copies them into the stack, too; other frameworks on GPUs have
+    no stacks.
     """
+    if step.framework.kernels is not None:
+        return 0.0
     names = [name for name in scopes if name != "layer_input"]
     elements = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)
     if moe_layer and np.any(step.staged):
         inside = [name for name in names if name in MLP_CHECKPOINTS]
         # A stage keeps nothing of what happens next to its experts.
         elements = elements - step.staged * step.strategies.kept("save", step.model, moe_layer=True, names=inside)
-    return 2.0 * (1.0 + step.staged) * elements * step.tokens / step.tensor * step.element_bytes
+    passes = _STACK_PASSES if step.slice.chip.kind == "gpu" else 2.0
+    return passes * (1.0 + step.staged) * elements * step.tokens / step.tensor * step.element_bytes
 
 
 def _unless(condition: Number) -> Number:
