@@ -209,6 +209,9 @@ def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = No
         unlike.append(f"none longer than {longest:,} tokens")
     if question.over_dcn and not any(one.over_dcn for one in own):
         unlike.append("none over nodes" if question.family == "gpu" else "none over DCN")
+    factor = _factor(own, _others(ratios, question), len(unlike), of_frameworks)
+    if of_frameworks:
+        unlike.append("they are priced as their frameworks run them")
     return Evidence(
         level="expected",
         subject=str(question),
@@ -217,7 +220,7 @@ def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = No
         frameworks=tuple(sorted({one.framework for one in own})),
         mean_error=fmean(one.error for one in own),
         mean_absolute_error=fmean(abs(one.error) for one in own),
-        factor=_factor(own, _others(ratios, question), len(unlike), of_frameworks),
+        factor=factor,
         unlike=tuple(unlike),
     )
 
