@@ -4,8 +4,9 @@
 No figure of a plan was chosen with these ratios, so they say how far off the next plan of the kind may be.
 
 The ratios are modelled as log-normal: a mean per chip and kind of model, a deviation per model, and one per run. Both
-variances are shrunk towards those of the other chips of the same kind, worth ``_PRIOR`` degrees of freedom. The
-interval is Student's prediction interval for a run of a model that is not among those measured.
+variances are shrunk towards those of the other chips of the same kind, worth ``_PRIOR`` degrees of freedom. Where
+several frameworks ran on chips of a family, each deviates too, and a plan is one more. The interval is Student's
+prediction interval for a run of a model that is not among those measured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, variance
 from typing import Literal, cast
 
 from rooftop.core.records import Record, derived, field_values
@@ -208,9 +209,11 @@ def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = No
     """The evidence for a planned time among ``ratios``: by default those of all published runs of its phase."""
     if ratios is None:
         ratios = measured_ratios("engine_evidence.csv" if question.under_load else "evidence.csv")
+    ratios = [one for one in ratios if one.phase == question.phase]
     if question.under_load:
-        return _under_load(question, [one for one in ratios if one.phase == question.phase])
-    ratios = [one for one in ratios if (one.phase, one.kind) == (question.phase, question.kind)]
+        return _under_load(question, ratios)
+    of_frameworks = _of_frameworks(ratios, question)
+    ratios = [one for one in ratios if one.kind == question.kind]
     own = [one for one in ratios if one.chip == question.chip]
     if not own:
         return Evidence(
@@ -225,7 +228,10 @@ def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = No
             unlike=(),
         )
     unlike = _unlike(question, own)
-    return _evidence(question, own, _factor(own, _others(ratios, question), len(unlike)), unlike)
+    factor = _factor(own, _others(ratios, question), len(unlike), of_frameworks)
+    if of_frameworks:
+        unlike.append("they are priced as their frameworks run them")
+    return _evidence(question, own, factor, unlike)
 
 
 def _under_load(question: Question, ratios: Sequence[MeasuredRatio]) -> Evidence:
@@ -269,13 +275,18 @@ def _evidence(
 
 @dataclass(frozen=True)
 class _Spread:
-    """Log-ratios of a chip and kind: their mean over models, and sums of squares with their degrees of freedom."""
+    """Log-ratios of a chip and kind: their mean over models by ``names``, and sums of squares."""
 
     mean: float
-    models: int
+    names: frozenset[str]
     between: float
     within: float
     runs: int
+
+    @property
+    def models(self) -> int:
+        """The number of models."""
+        return len(self.names)
 
     @classmethod
     def of(cls, ratios: Sequence[MeasuredRatio]) -> _Spread:
@@ -285,7 +296,7 @@ class _Spread:
         mean = fmean(means)
         return cls(
             mean=mean,
-            models=len(means),
+            names=frozenset(logs),
             between=sum((value - mean) ** 2 for value in means),
             within=sum((value - fmean(runs)) ** 2 for runs in values for value in runs),
             runs=len(ratios),
@@ -300,20 +311,31 @@ def _others(ratios: Sequence[MeasuredRatio], question: Question) -> list[_Spread
     return family or list(spreads.values())
 
 
-def _factor(own: Sequence[MeasuredRatio], others: Sequence[_Spread], unlike: int) -> tuple[float, float]:
+def _of_frameworks(ratios: Sequence[MeasuredRatio], question: Question) -> float:
+    """The variance between the frameworks that ran on chips of the family, with dense models: all of them ran those."""
+    family = [one for one in ratios if (one.family, one.kind) == (question.family, "dense")]
+    spreads = [_Spread.of(members) for members in _grouped(family, lambda one: one.framework).values()]
+    return variance([spread.mean for spread in spreads]) if len(spreads) > 1 else 0.0
+
+
+def _factor(
+    own: Sequence[MeasuredRatio], others: Sequence[_Spread], unlike: int, of_frameworks: float
+) -> tuple[float, float]:
     """The 5th and 95th percentile of measured / expected for a run of another model."""
     spread = _Spread.of(own)
     groups = (spread, *others)
     between = [one.between / (one.models - 1) for one in groups if one.models > 1]
     freedom = sum(one.models - 1 for one in groups)
     if len(between) < 2:
-        # One model a chip says how far models are from the expectation, not how far from each other.
+        # One model a chip says how far models are from the expectation, not how far from each other. One model on
+        # several chips says it once.
         between += [one.mean**2 for one in groups]
-        freedom += len(groups)
+        freedom += len(frozenset[str]().union(*(one.names for one in groups)))
     within = [one.within / (one.runs - one.models) for one in groups if one.runs > one.models]
     model = (spread.between + _PRIOR * fmean(between)) / (spread.models - 1 + _PRIOR)
     run = (spread.within + _PRIOR * fmean(within or [0.0])) / (spread.runs - spread.models + _PRIOR)
-    deviation = math.sqrt(model * (1 + 1 / spread.models + unlike) + run)
+    frameworks = len({one.framework for one in own})
+    deviation = math.sqrt(model * (1 + 1 / spread.models + unlike) + run + of_frameworks * (1 + 1 / frameworks))
     margin = _student(max(freedom, 2)) * deviation
     return math.exp(spread.mean - margin), math.exp(spread.mean + margin)
 

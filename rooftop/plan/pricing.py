@@ -54,13 +54,15 @@ class RingSteps:
     """A transfer as hops round a ring next to a matmul in as many pieces, where ``on`` is 1.
 
     Each of the ``members`` sends a shard in each hop, while a matmul of ``beside_s`` runs. ``sums`` travel, not shards:
-    two of them alternate, each next to half of the matmul.
+    two of them alternate, each next to half of the matmul. ``pieces`` are those of a kernel whose transfers wait for
+    nothing but their own piece; 0 for programs as XLA:TPU orders them.
     """
 
     on: Number
     members: Number
     beside_s: Number
     sums: bool
+    pieces: int = 0
 
     def exposed_s(self, hop_s: Number, closed: Number) -> Number:
         """Seconds in which the matmul waits; ``closed`` is 1 where a ring goes both ways round.
@@ -70,6 +72,12 @@ class RingSteps:
         """
         hops: Number = np.maximum(self.members - 1, 0)
         seconds: Number
+        if self.pieces:
+            # A gather's own shard comes first, and hides the first hop. Of a scatter nothing hides the last piece.
+            sent_s, multiplied_s = hops * hop_s, (self.members if self.sums else hops) * self.beside_s
+            last = 1 / self.pieces if self.sums else 0.0
+            seconds = last * sent_s + (1 - last) * np.maximum(sent_s - multiplied_s, 0.0)
+            return seconds
         if not self.sums:
             seconds = hops * np.maximum(hop_s - self.beside_s / 2, 0.0)
             return seconds
@@ -87,6 +95,7 @@ class Transfer:
     ``pieces`` start one by one; less than 1 piece is a part of one that starts once. ``summed`` is 1 where the compiler
     sums everything on every device instead of scattering it (``rooftop.arrays.tiles.summed_whole``). A ``ring`` is how
     a collective matmul does it. ``seconds``: what is expected of the kernel that does it, where that was measured.
+    ``shares``: what each network carries of the bytes that the collective has it carry.
     """
 
     kind: TransferKind
@@ -98,6 +107,7 @@ class Transfer:
     summed: Number = 0.0
     ring: RingSteps | None = None
     seconds: Number | None = None
+    shares: Mapping[str, Number] = field(default_factory=dict)
 
     @property
     def priced_as(self) -> CollectiveKind:
@@ -106,6 +116,7 @@ class Transfer:
 
     def collective(self, price: Price, expected_s: Number, exposed_s: Number) -> Collective:
         """The collective of a row, by its price."""
+        price = price.scaled(self.shares)
         wire = self.when * self.payload * price.wire_per_byte
         time_s = {resource: self.when * seconds for resource, seconds in price.bound_s(self.payload).items()}
         rotation = self.kind == "permute_ring"

@@ -19,7 +19,7 @@ The book (chapter 3) counts whole shards on even rings, V/W for W the bytes/s bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -104,6 +104,17 @@ class Price:
             latency_s={name: seconds for name, seconds in self.latency_s.items() if name in resources},
             in_switch={name: rate for name, rate in self.in_switch.items() if name in resources},
             in_rings={name: rate for name, rate in self.in_rings.items() if name in resources},
+        )
+
+    def scaled(self, shares: Mapping[str, Number]) -> Price:
+        """The price where each network carries such a share of the bytes that it is priced for; 1 where none is named.
+
+        Fixed latencies stay.
+        """
+        if not shares:
+            return self
+        return replace(
+            self, seconds_per_byte={name: rate * shares.get(name, 1.0) for name, rate in self.seconds_per_byte.items()}
         )
 
     def bound_s(self, payload_bytes: Number) -> dict[str, Number]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
@@ -51,6 +52,32 @@ def distinct_experts(experts: int, active: int, tokens: Number) -> Number:
     # NumPy's power, which rounds other than Python's: one result for a number and for arrays.
     unused: Number = np.power(1.0 - active / experts, tokens)
     return experts * (1.0 - unused)
+
+
+def distinct_parts(
+    experts: int, active: int, parts: Number, *, groups: int = 1, active_groups: int = 1
+) -> npt.NDArray[np.float64]:
+    """Expected number of equal ``parts`` of the experts, such as nodes, that the ``active`` experts of a token are in.
+
+    The experts are those of ``active_groups`` of the ``groups``, every choice of groups and of experts in them as
+    likely as any other, as of a router whose load is balanced. Of the n experts that may be chosen s are in a part:
+    none of the k active ones is, with the probability C(n - s, k) / C(n, k).
+    """
+    sizes, index = np.unique(np.asarray(parts, np.float64), return_inverse=True)
+    group = experts // groups
+    choosable = group * active_groups
+    expected = []
+    for size in np.minimum(sizes, experts):
+        own = max(round(experts / size), 1)
+        # A part has some experts of one group, or several groups whole.
+        within, size_of_one = (1, own) if own <= group else (own // group, group)
+        used = 0.0
+        for count in range(1, min(within, active_groups) + 1):
+            ways = math.comb(within, count) * math.comb(groups - within, active_groups - count)
+            missed = math.comb(choosable - count * size_of_one, active) / math.comb(choosable, active)
+            used += ways / math.comb(groups, active_groups) * (1.0 - missed)
+        expected.append(size * used)
+    return np.array(expected)[index].reshape(np.shape(parts))
 
 
 def effective_d_ff(d_ff: float, heads: int, kv_heads: int, d_head: int, mlp_matrices: int) -> float:

@@ -2,7 +2,8 @@
 
 Levels (never mixed): *bound*, the least time the hardware allows; *uncalibrated*, from achievable fractions that no
 whole run was used for; *calibrated*, times one factor per chip and framework, the median of measured / uncalibrated
-over the runs of *other* models with both. The *null* model takes the median FLOP/s per chip of those runs, and needs
+over the runs of *other* models with both; on GPUs over those of its framework, or of all, where there are none. The
+*null* model takes the median FLOP/s per chip of those runs, and needs
 no theory at all. Factors and nulls are learnt from dense models only; an error is predicted / measured - 1.
 """
 
@@ -196,21 +197,30 @@ class AccuracyReport:
         return tuple(sorted(self.comparisons, key=lambda one: -abs(one.error(one.best_level) or 0.0))[:count])
 
 
-def leave_one_model_out(values: npt.ArrayLike, runs: Sequence[PublishedRun]) -> _Floats:
+def leave_one_model_out(values: npt.ArrayLike, runs: Sequence[PublishedRun], *, pools_gpus: bool = False) -> _Floats:
     """For each run the median of ``values`` (one per run) over dense runs of other models with its chip and framework.
 
     A model is its sizes, not its name: one architecture published under two names is not another model. NaN where
-    there is no other model.
+    there is no other model. With ``pools_gpus`` runs on GPUs that have none take those of their framework on other
+    GPUs, or else those of all frameworks; and there each model counts once, with the median of its runs.
     """
     array = np.asarray(values, dtype=np.float64)
-    chips = np.array([f"{run.slice.chip.name} {run.framework}" for run in runs])
+    chips = np.array([run.slice.chip.name for run in runs])
+    frameworks = np.array([run.framework for run in runs])
+    gpus = np.array([run.slice.chip.kind == "gpu" for run in runs])
     dense = np.array([run.model.moe is None for run in runs])
     models = np.array([model_key(run.model) for run in runs])
     medians = np.full(len(runs), np.nan)
     for index in range(len(runs)):
-        others = (chips == chips[index]) & dense & (models != models[index])
-        if others.any():
-            medians[index] = np.median(array[others])
+        others = dense & (models != models[index])
+        framework = frameworks == frameworks[index]
+        pooled = pools_gpus and gpus[index]
+        for peers in (others & framework & (chips == chips[index]), others & framework & gpus, others & gpus):
+            if peers.any():
+                known = [np.median(array[peers & (models == model)]) for model in sorted(set(models[peers]))]
+                medians[index] = np.median(known if pooled else array[peers])
+            if peers.any() or not pooled:
+                break
     return medians
 
 
@@ -221,9 +231,10 @@ def null_seconds(runs: Sequence[PublishedRun]) -> _Floats:
 
 
 def calibrated_seconds(runs: Sequence[PublishedRun], uncalibrated_s: npt.ArrayLike) -> _Floats:
-    """Uncalibrated seconds times the factor that other models' runs with its chip and framework have; NaN if none."""
+    """Uncalibrated seconds times the factor of other models' runs, on GPUs those of other chips too; NaN if none."""
     uncalibrated = np.asarray(uncalibrated_s, dtype=np.float64)
-    return uncalibrated * leave_one_model_out(np.array([run.step_s for run in runs]) / uncalibrated, runs)
+    measured = np.array([run.step_s for run in runs])
+    return uncalibrated * leave_one_model_out(measured / uncalibrated, runs, pools_gpus=True)
 
 
 def training_ratios(runs: Sequence[PublishedRun], expected_s: Sequence[float]) -> tuple[MeasuredRatio, ...]:
@@ -309,6 +320,10 @@ def _group(by: str, name: str, members: Sequence[Comparison]) -> Group:
     alone = sorted({one.run.slice.chip.name for one in members if one.calibrated_s is None})
     some = " for some runs" if any(one.calibrated_s is not None for one in members) else ""
     note = f"no other dense model on {', '.join(alone)}{some}: uncalibrated only, and no null" if alone else None
+    pooled = {one.run.slice.chip.name for one in members if one.calibrated_s is not None and one.null_s is None}
+    if pooled:
+        names = ", ".join(sorted(pooled))
+        note = f"no other dense model of a framework on {names}: calibrated on other GPUs, and no null for those runs"
     inside = [one.within for one in members if one.within is not None]
     return Group(
         by=by,

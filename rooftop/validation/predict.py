@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rooftop.arrays.rules import BATCH_AXES, STAGE_AXES, ways
+from rooftop.arrays.rules import BATCH_AXES, COLUMN_AXES, STAGE_AXES, ways
 from rooftop.core.errors import RooftopError
-from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.assumptions import Assumptions, Framework
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Numerics, Workload
-from rooftop.validation.readings import source_facts
 from rooftop.validation.runs import PublishedRun
 
 #: Remat policies as published -> ours. Megatron's ``selective`` recomputes the attention core alone; torchtitan's
@@ -41,7 +40,9 @@ class Prediction:
 def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Prediction:
     """Plan ``run`` as published. Raises RooftopError if it has a strategy that cannot be planned."""
     notes: list[str] = []
-    facts = source_facts(run.source)
+    facts, hidden = run.facts, (assumptions or Assumptions()).hidden
+    if facts.get("hides_exchange"):
+        hidden = {"all_to_all": 1.0, **hidden}
     problem = Problem(
         model=run.model,
         slice=run.slice,
@@ -49,13 +50,19 @@ def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Predic
         numerics=_numerics(run),
         # Stages of published runs go on as soon as they can.
         assumptions=replace(
-            assumptions or Assumptions(), own_program=False, narrow_gradients=facts.get("narrow_gradients", False)
+            assumptions or Assumptions(),
+            hidden=hidden,
+            attention=facts.get("attention", "flash"),
+            own_program=False,
+            narrow_gradients=facts.get("narrow_gradients", False),
         ),
+        framework=_program(run),
         axes=run.mesh,
         # A policy that was not published is searched, as its user would.
         remat=None if run.remat.policy is None else _remat(run),
         microbatches=_microbatches(run, notes),
         collective_matmuls=facts.get("collective_matmuls"),
+        experts_over_tensor=_deals_out_experts(run),
         schedule="interleaved" if (run.interleave or 1) > 1 else "1f1b",
         chunks=run.interleave or 1,
     )
@@ -68,6 +75,20 @@ def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Predic
     if not plan.fits:
         notes.append(f"by our count it needs {plan.memory_bytes / problem.capacity:.2f} of the memory of a device")
     return Prediction(bound_s=max(plan.lower_s.values()), uncalibrated_s=plan.expected_s, notes=tuple(notes), plan=plan)
+
+
+def _program(run: PublishedRun) -> Framework:
+    """The program of the run's framework: an eager one where kernels are fused by a compiler that was not used."""
+    program = dict(run.facts["program"])
+    if program.get("kernels") == "compiled":
+        program["kernels"] = "fused" if run.compiled else "eager"
+    return Framework(**program)
+
+
+def _deals_out_experts(run: PublishedRun) -> bool | None:
+    """True if tensor parallelism is known to leave experts whole; None: it is searched, or there is nothing to deal."""
+    asked = run.model.moe is not None and ways(run.mesh or {}, *COLUMN_AXES) > 1
+    return run.facts.get("experts_over_tensor") if asked else None
 
 
 def _numerics(run: PublishedRun) -> Numerics:

@@ -25,6 +25,8 @@ from rooftop.validation.table import TableRow
 _ARCHITECTURE = ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "vocab")
 _MESH_COLUMNS = {"pp": "stage", "dp": "data", "fsdp": "fsdp", "tp": "tensor"}
 _REMAT_WORDS = ("full", "minimal", "selective", "none")
+#: Keys of a recipe that say which rows it is about.
+_MATCHED = ("source", "releases", "model", "chip", "dtype", "pp")
 
 
 class Gap(Exception):
@@ -55,6 +57,29 @@ def source_facts(name: str) -> Mapping[str, Any]:
     sources: Mapping[str, Mapping[str, Any]] = readings()["source"]
     # Releases of one source differ in their last word.
     return sources.get(name) or sources.get(name.rsplit(" ", 1)[0], {})
+
+
+def run_facts(row: TableRow) -> Mapping[str, Any]:
+    """Facts about a run: its source's, and those of each [[recipe]] whose ``source``, ``model``... are the row's.
+
+    ``program`` has the fields of ``rooftop.plan.training.assumptions.Framework``.
+    """
+    facts = dict(source_facts(row.required("source")))
+    program = dict(readings()["program"].get(facts.get("program"), {}))
+    for recipe in readings()["recipe"]:
+        if _matches(recipe, row):
+            program |= recipe.get("program", {})
+            assumed = (*facts.get("assumed", ()), *recipe.get("assumed", ()))
+            facts |= {name: value for name, value in recipe.items() if name not in _MATCHED} | {"assumed": assumed}
+    return facts | {"program": program}
+
+
+def _matches(recipe: Mapping[str, Any], row: TableRow) -> bool:
+    """True if a row is one that a recipe is about: its cells begin with the recipe's words."""
+    name, _, release = row.required("source").rpartition(" ")
+    if recipe["source"] not in (name, row.required("source")) or release not in recipe.get("releases", (release,)):
+        return False
+    return all(row.cells[column].startswith(recipe[column]) for column in _MATCHED[2:] if column in recipe)
 
 
 def identity(row: TableRow, words: Sequence[str], taken: set[str]) -> str:
@@ -220,7 +245,7 @@ def read_dtype(row: TableRow) -> str:
 
 def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
     """The remat policy: a word of MaxText or Megatron, or 'custom(a+b offload)'."""
-    word = row.text("recompute") or source_facts(row.required("source")).get("recompute")
+    word = row.text("recompute") or run_facts(row).get("recompute")
     if word is None:
         return Remat(published=None, policy=None), ("remat policy not stated",)
     if word in _REMAT_WORDS:

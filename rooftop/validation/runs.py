@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.hardware import Slice
@@ -30,7 +31,8 @@ class PublishedRun:
     (None: nothing); ``compiled``: torch.compile was used.
     ``step_s``: measured seconds per step, derived from the metric ``step_from``. ``measured``: published metrics by
     name, in SI (fractions for %), ``measured_memory_bytes``: bytes per chip by kind ('peak', 'activation', ...).
-    ``assumed``: what the table left open and how it was read. ``lines``: the table's lines.
+    ``assumed``: what the table left open and how it was read. ``lines``: the table's lines. ``facts``: what the
+    readings say of its source and recipe (``readings.run_facts``).
     """
 
     id: str
@@ -54,6 +56,7 @@ class PublishedRun:
     where_found: str
     assumed: tuple[str, ...]
     lines: tuple[int, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def batch_tokens(self) -> int:
@@ -193,7 +196,7 @@ def _run(
     row: TableRow, measured: dict[str, float], memory: dict[str, float], lines: tuple[int, ...], taken: set[str]
 ) -> PublishedRun:
     """One run. Raises Gap where the row says too little."""
-    facts = readings.source_facts(row.required("source"))
+    facts = readings.run_facts(row)
     needed = {"seq_len": "sequence length", "global_batch_seqs": "global batch"}
     missing = [words for column, words in needed.items() if row.text(column) is None]
     if missing:
@@ -238,6 +241,7 @@ def _run(
         where_found=row.cells["where_found"],
         assumed=(*from_model, *from_slice, *from_mesh, *from_remat, *facts.get("assumed", ())),
         lines=lines,
+        facts=facts,
     )
 
 

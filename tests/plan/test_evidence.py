@@ -147,6 +147,18 @@ def test_outside_the_evidence_the_interval_widens(change: dict[str, Any], unlike
     assert (_width(evidence) > _width(usual)) == bool(unlike)
 
 
+def test_frameworks_that_differ_widen_the_interval() -> None:
+    """Runs on another chip say how far frameworks differ; mixtures, which one ran, take it from dense models."""
+    alike, differing = (
+        [*_FOUR, _ratio(chip="v4", framework="other", model="d", ratio=ratio), _ratio(kind="experts", model="e")]
+        for ratio in (1.075, 2.0)
+    )
+    for kind in ("dense", "experts"):
+        assert _width(evidence_for(_question(kind=kind), differing)) > _width(evidence_for(_question(kind=kind), alike))
+    assert evidence_for(_question(), differing).unlike == ("they are priced as their frameworks run them",)
+    assert evidence_for(_question(), _FOUR).unlike == ()
+
+
 def test_more_models_narrow_the_interval() -> None:
     more = (*_FOUR, *(_ratio(model=f"m{index}", ratio=1.1 + 0.1 * (index % 2)) for index in range(6)))
     assert _width(evidence_for(_question(), more)) < _width(evidence_for(_question(), _FOUR))

@@ -434,9 +434,9 @@ _8_BITS = ("int8", "f8_e4m3", "f8_e5m2")
 
 
 def _compiled_rows() -> list[dict[str, str]]:
-    """Results of bench/compile.py and bench/compile_random.py: plans next to their programs by XLA:TPU."""
+    """Results of bench/compile.py, compile_random.py and compile_gpu.py: plans next to their programs by XLA."""
     rows: list[dict[str, str]] = []
-    for name in ("compile.csv", "compile_random.csv"):
+    for name in ("compile.csv", "compile_random.csv", "compile_gpu.csv"):
         path = Path(__file__).parents[2] / "bench" / "results" / name
         with path.open(encoding="utf-8", newline="") as file:
             rows += (row for row in csv.DictReader(file) if row["compiled_s"])

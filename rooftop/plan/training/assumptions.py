@@ -32,6 +32,45 @@ HIDDEN: Mapping[str, float] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Framework:
+    """The train step of a framework on GPUs, where it does something other than rooftop's programs do.
+
+    ``dispatch``: a token is sent once for each of its 'experts', or once to each of its 'nodes' (DeepEP, HybridEP),
+    where it goes on to each GPU that has some of them. ``kernels``: elementwise work is in kernels of its own, 'fused'
+    as Transformer Engine's and torch.compile's are, or 'eager', one for each operation of PyTorch; with None it is
+    fused into matmuls, as XLA does. ``attention_speed``: the speed of its attention kernels over that of those which
+    the chip was measured with.
+
+    ``adds_in_matmuls``: matmuls of weights' gradients add to the sums over microbatches. ``quantises_once``: weights
+    are quantised once in a step, and activations before they are gathered. ``quantising_reads``: times that an
+    activation is read to be quantised, 2 where its largest value is needed first; ``quantised_copies``: layouts in
+    which it is then written. ``hides_gradients``: gathers of inputs for gradients of weights are next to the matmuls
+    of gradients of inputs, and sums of gradients of inputs next to those of weights. ``fills_stages``: pipeline stages
+    get layers of all kinds in order, the last stages fewer of them. ``groups_experts``: matmuls of a device's experts
+    are one kernel, which starts once.
+    """
+
+    dispatch: Literal["experts", "nodes"] = "experts"
+    kernels: Literal["fused", "eager"] | None = None
+    attention_speed: float = 1.0
+    adds_in_matmuls: bool = False
+    quantises_once: bool = False
+    quantising_reads: float = 1.0
+    quantised_copies: float = 1.0
+    hides_gradients: bool = False
+    fills_stages: bool = False
+    groups_experts: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dispatch not in ("experts", "nodes"):
+            raise unknown("dispatch", self.dispatch, ("experts", "nodes"))
+        if self.kernels not in (None, "fused", "eager"):
+            raise unknown("kernels", str(self.kernels), ("fused", "eager"))
+        if self.attention_speed <= 0:
+            raise RooftopError("attention_speed", self.attention_speed, "a positive factor")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Assumptions(Record):
     """The shares that hide, the attention that is computed, and a chip's calibration factor.
 

@@ -82,6 +82,9 @@ class _Durations:
         """Seconds of a transfer."""
         fixed_s, seconds_per_byte = self._line(transfer.priced_as, transfer.axes)
         slice_ = self.strategies.layouts.slice
+        if transfer.shares:
+            price = self.strategies.price(transfer.priced_as, transfer.axes).scaled(transfer.shares)
+            fixed_s, seconds_per_byte = price.expected_line(self.rates.network(transfer.priced_as))
         if transfer.kind == "permute_ring" and slice_.chip.kind == "tpu" and slice_.num_slices > 1:
             # XLA hands all of a permute between slices to the hosts, in every hop of a rotation.
             devices, within = self.strategies.devices(*transfer.axes), self.strategies.within_slice(*transfer.axes)
@@ -116,6 +119,20 @@ class _Durations:
         # Over whole slices options of the compiler make it so: see ``rooftop.programs.training.options``.
         overlap = self.rates.overlap
         return whole & (overlap.whole_slice_gather == "all_reduce") | (overlap.asynchronous == "gathers")
+
+    def alone(self, transfer: Transfer) -> Number:
+        """1 where XLA:GPU leaves a transfer without computation next to it, [C, 1]; 0 on TPUs.
+
+        Its scheduler has no estimate for groups that go over nodes and have some GPUs of a node but not all, and takes
+        them to need no time: a gather ends where it starts.
+        """
+        slice_ = self.strategies.layouts.slice
+        ranks = self.strategies.price(transfer.priced_as, transfer.axes).ranks
+        if slice_.chip.kind != "gpu" or ranks is None:
+            # Of groups of layouts, some may have whole nodes.
+            return 0.0
+        devices = self.strategies.devices(*transfer.axes)
+        return np.where((ranks < devices) & (ranks < slice_.shape[0]), 1.0, 0.0)
 
     def between_s(self, transfer: Transfer) -> Number:
         """Seconds of that part of a gather which is between slices."""
@@ -216,6 +233,8 @@ class _Times:
             yield item, self.factor * (compute + waiting), paid, exposed
 
 
+#: The parts of a model outside the layers that all stages share.
+_ENDS: tuple[StagePart, ...] = ("first", "last")
 #: The phase of work, and the part of the model that it belongs to.
 _Owner = tuple[Phase, StagePart]
 
@@ -226,7 +245,8 @@ class _Busy:
 
     ``compute`` by phase and part of the model, and of it by window that in which transfers can hide, the ``room``.
     ``transfers`` by window and by the assumption under which they hide, and then by phase and part; where XLA's order
-    decides, ``parts`` has the seconds of layers in it; ``rings`` has those of rings that nothing hides. ``staged``: the
+    decides, ``parts`` has the seconds of layers in it; ``rings`` has those of rings that nothing hides, and ``alone``
+    those of transfers that no computation is next to. ``staged``: the
     candidates whose tasks wait for all that they saved to go to the host, and to come back.
     """
 
@@ -235,6 +255,7 @@ class _Busy:
     transfers: dict[Group, dict[_Owner, Number]] = field(default_factory=dict)
     parts: LayerParts = field(default_factory=LayerParts)
     rings: dict[Group, Number] = field(default_factory=dict)
+    alone: dict[Group, Number] = field(default_factory=dict)
     staged: Number = 0.0
 
     @classmethod
@@ -264,6 +285,9 @@ class _Busy:
                     known[id(transfer)] = durations.transfer_s(transfer)
                 key = _hidden_with(item, transfer, asynchronous)
                 by_kind[key] = by_kind.get(key, 0.0) + known[id(transfer)]
+                if assumptions.own_program and not _is_zero(alone := durations.alone(transfer)):
+                    shown = item.count * alone * known[id(transfer)]
+                    busy.alone[key] = busy.alone.get(key, 0.0) + shown
                 if transfer.ring is not None:
                     exposed = item.count * durations.ring_exposed_s(transfer, transfer.ring)
                     busy.rings[key] = busy.rings.get(key, 0.0) + exposed
@@ -298,7 +322,7 @@ class _Busy:
                 continue
             # The network hides in one window together; copies to the host have a path of their own.
             room = (1.0 - self.staged) * self.room.get(window, 0.0) if hides == "offload" else network.get(window, 0.0)
-            hidden = np.minimum(hideable[hides] * total, room)
+            hidden = np.minimum(hideable[hides] * (total - self.alone.get((window, hides), 0.0)), room)
             if hides != "offload":
                 network[window] = room - hidden
             exposed[window, hides] = 1.0 - hidden / np.where(total > 0, total, 1.0)
@@ -306,16 +330,31 @@ class _Busy:
 
 
 def price_work(
-    work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions, last_chunk: Number
+    work: Sequence[Work],
+    strategies: Strategies,
+    rates: Rates,
+    assumptions: Assumptions,
+    last_chunk: Number,
+    *,
+    fills_stages: bool = False,
 ) -> Ledger:
     """The ledger of ``work``, with pipeline idle time as its last rows; figures broadcast to [C, K].
 
-    ``last_chunk`` is the share of a pipeline stage's layers that the last part of the model has.
+    ``last_chunk`` is the share of a pipeline stage's layers that the last part of the model has. ``fills_stages``: a
+    stage with fewer layers than the longest one does the rest of the model instead of waiting.
     """
     times = _Times.of(work, strategies, rates, assumptions)
     rows = list(_rows(times, strategies, rates))
     idle = _idle(work, rows, strategies, assumptions, last_chunk)
-    return Ledger((*rows, *_padding(work, rows), idle))
+    padding = _padding(work, rows)
+    if fills_stages and padding:
+        instead = sum(
+            (row.count * row.expected_s for item, row in zip(work, rows, strict=True) if item.part in _ENDS), 0.0
+        )
+        waiting = sum((row.expected_s for row in padding), 0.0)
+        left = np.maximum(1.0 - instead / np.where(waiting > 0, waiting, 1.0), 0.0)
+        padding = [replace(row, expected_s=left * row.expected_s, serial_s=left * row.serial_s) for row in padding]
+    return Ledger((*rows, *padding, idle))
 
 
 def expected_s(

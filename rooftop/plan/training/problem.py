@@ -14,7 +14,7 @@ from rooftop.hardware import Slice
 from rooftop.models.config import ModelConfig
 from rooftop.plan.pricing import Bounds
 from rooftop.plan.shapes import require_planned
-from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.assumptions import Assumptions, Framework
 from rooftop.plan.training.memory import HEADROOM, Memory, book_memory, training_memory
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Choice, Strategies
@@ -32,6 +32,7 @@ class Problem:
     workload: Workload
     numerics: Numerics = Numerics()
     assumptions: Assumptions = Assumptions()
+    framework: Framework = Framework()
     axes: Mapping[str, int] | None = None
     mesh: Mesh | None = None
     remat: str | None = None
@@ -78,7 +79,7 @@ class Problem:
         """The training step under given strategies."""
         return TrainingStep(
             model=self.model, slice=self.slice, workload=self.workload, numerics=self.numerics,
-            assumptions=self.assumptions, strategies=strategies,
+            assumptions=self.assumptions, framework=self.framework, strategies=strategies,
         )  # fmt: skip
 
     def spec(self, axes: Mapping[str, int], choice: Choice) -> TrainingSpec:

@@ -38,6 +38,7 @@ from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
 from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline.achievable import kernel_flops
+from rooftop.roofline.rules import distinct_parts
 
 #: The scope in which each checkpoint of a layer is made, and so leaves for host memory and comes back.
 _ATTENTION_CHECKPOINTS = {
@@ -66,7 +67,10 @@ _EXPERT_CHECKPOINTS = {
 
 def training_ledger(step: TrainingStep) -> Ledger:
     """Every row of the step, with the exposed time of its collectives; figures broadcast to [C, K]."""
-    return price_work(training_work(step), step.strategies, step.rates, step.assumptions, step.last_chunk)
+    return price_work(
+        training_work(step), step.strategies, step.rates, step.assumptions, step.last_chunk,
+        fills_stages=step.framework.fills_stages,
+    )  # fmt: skip
 
 
 def training_work(step: TrainingStep) -> list[Work]:
@@ -186,15 +190,16 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             kernel_flops=0.0 if reference else per_pair * scores,
             hbm_bytes=(executed / 2) * (queries_keys + values + per_score * scores),
             elementwise_bytes=merging + (unstacked if phase == "backward" else 0.0),
-            matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward", queries=tokens * heads),
+            matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward", queries=tokens * heads)
+            / step.framework.attention_speed,
             collectives=(moves if np.any(step.staged) else moves[:1]) + (() if phase == "recompute" else window),
             formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
         )
 
     rope = Work(
-        scope="layers/attn/rope", phase="forward", count=count, hbm_bytes=ROPE_PASSES * queries_keys,
+        scope="layers/attn/rope", phase="forward", count=count, hbm_bytes=_passes(step).rope * queries_keys,
         vector_flops=VECTOR_OPS["rope"] * queries_keys / step.element_bytes,
-        formula="queries and keys rotated, transposed, written: 6.3 passes",
+        formula=f"queries and keys rotated, transposed, written: {_passes(step).rope:.2g} passes",
     )  # fmt: skip
     again = Work(
         scope="layers/attn/core", phase="recompute", count=count, collectives=window,
@@ -230,7 +235,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         ),
         rope,
         recompute(rope, recomputed("rope")),
-        backward(rope, 2.0),
+        backward(rope, _passes(step).rope_backward / _passes(step).rope),
         core("forward", per_pair, 1.0),
         # Even where its output is kept, the reference computes its scores again for the gradient of softmax. In a stage
         # of our program the backward pass of any kernel begins with its forward pass: residuals cannot leave nested
@@ -329,7 +334,8 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
 
     def recomputed(name: str) -> Number:
         """1 where a checkpoint is made again, as all are in a stage (``programs.sharding.on_shards``)."""
-        again: Number = np.maximum(step.strategies.recomputed(name), step.staged)
+        nested = step.staged if step.assumptions.own_program else 0.0
+        again: Number = np.maximum(step.strategies.recomputed(name), nested)
         return again
 
     own = step.tokens / step.tensor  # The router and the exchange work on the sequence shard of each device.
@@ -349,6 +355,11 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     per_expert = routed / local
     gathered = routed * model.d_model * element
     passes = _EXCHANGE_PASSES * step.passed(sent)
+    if step.slice.chip.kind == "gpu":
+        # PyTorch's AllToAll needs rows in order on either side; a dispatcher of nodes has one copy for each GPU until
+        # then. XLA:GPU gathers and scatters rows by index, 10.7 passes in the five times that they are moved.
+        twice = step.framework.kernels is not None and step.framework.dispatch == "experts"
+        passes = _PERMUTE_PASSES * sent * (2.0 if twice else 1.0)
     move = Work(
         scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=passes, collectives=dispatch,
         formula="k T D bytes put into slots and sent to their experts by an AllToAll, with the weights of k experts",
@@ -383,7 +394,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
         *matmuls(step, "layers/moe/router", count, [step.router], own, again=again),
         move,
         recompute(move, recomputed("mlp_normed")),
-        backward(move, 1.0),
+        _moved_back(step, move),
         *matmuls(
             step,
             "layers/moe/experts",
@@ -432,13 +443,40 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     return work
 
 
+def _moved_back(step: TrainingStep, move: Work) -> Work:
+    """The way back of gradients of rows; XLA:GPU has gradients of experts' weights next to it."""
+    back = backward(move, 1.0)
+    if step.slice.chip.kind != "gpu" or step.framework.kernels is not None:
+        return back
+    return replace(back, collectives=tuple(replace(one, hides="gradient_scatter") for one in back.collectives))
+
+
 def _exchange(step: TrainingStep, payload: Number) -> tuple[Transfer, ...]:
     """The AllToAll of tokens over the devices that have experts."""
-    whole = step.whole_experts
-    over_experts = Transfer("all_to_all", EXPERT_AXES, payload, "all_to_all", _unless(whole))
+    whole, both = step.whole_experts, (*EXPERT_AXES, *COLUMN_AXES)
+    over_experts = Transfer(
+        "all_to_all", EXPERT_AXES, payload, "all_to_all", _unless(whole), shares=_sent_once(step, EXPERT_AXES)
+    )
     if not np.any(whole):
         return (over_experts,)
-    return over_experts, Transfer("all_to_all", (*EXPERT_AXES, *COLUMN_AXES), payload, "all_to_all", whole)
+    return over_experts, Transfer("all_to_all", both, payload, "all_to_all", whole, shares=_sent_once(step, both))
+
+
+def _sent_once(step: TrainingStep, axes: tuple[str, ...]) -> Mapping[str, Number]:
+    """The shares of an AllToAll's bytes that are left where a token is sent once to each node, and there to each GPU.
+
+    A token goes to the nodes and GPUs that its experts are in; those of other nodes arrive at one GPU of a node, and go
+    on to the others within it.
+    """
+    moe = step.model.moe
+    if moe is None or step.framework.dispatch == "experts":
+        return {}
+    devices, within = step.strategies.devices(*axes), step.strategies.price("all_to_all", axes).ranks
+    # Groups of layouts have least prices, those of the most devices in a node.
+    node = float(np.prod(step.slice.chip.pod_shape))
+    nodes = devices / (np.minimum(devices, node) if within is None else within)
+    parts = partial(distinct_parts, moe.experts, moe.active, groups=moe.groups, active_groups=moe.active_groups)
+    return {"ici": nodes * parts(devices) / moe.active, "dcn": parts(nodes) / moe.active}
 
 
 def _head(step: TrainingStep) -> list[Work]:
@@ -457,8 +495,9 @@ def _head(step: TrainingStep) -> list[Work]:
         formula="float32 logits read twice; maximum and sums over the split vocabulary",
     )  # fmt: skip
     losses = [loss, backward(loss, 1.0, collectives=False)]
-    if step.assumptions.own_program and step.slice.chip.kind == "tpu":
+    if step.assumptions.own_program:
         unembed = _in_chunks(step, table, unembed)
+    if step.assumptions.own_program and step.slice.chip.kind == "tpu":
         formula = "float32 logits read for the sums over the split vocabulary; gradients are fused into matmuls"
         losses = [replace(loss, hbm_bytes=_stored_logits(step, logits), formula=formula)]
     work = [*norm(step, "final_norm", count, 0.0), *unembed]
@@ -483,13 +522,15 @@ def _stored_logits(step: TrainingStep, logits: Number) -> Number:
 
 
 def _in_chunks(step: TrainingStep, table: MatmulShape, unembed: Sequence[Work]) -> list[Work]:
-    """The unembedding as XLA:TPU runs it: chunk by chunk, with the loss fused into it.
+    """The unembedding as our program runs it: chunk by chunk, on TPUs with the loss fused into it.
 
     Each chunk reads the matrix, and writes its float32 logits. Both gradients read these, with the derivative of the
-    softmax computed on the way; that of the matrix reads and writes the sum of the chunks before.
+    softmax computed on the way; that of the matrix reads and writes the sum of the chunks before. TPUs round these
+    float32 operands as the matrix unit reads them; cuBLAS multiplies both as float32.
     """
     forward, both = unembed
-    element, dtype = step.element_bytes, step.numerics.compute
+    element = step.element_bytes
+    dtype = step.numerics.compute if step.slice.chip.kind == "tpu" else "f32"
     chunks = np.maximum(np.ceil(step.tokens / LOSS_CHUNK), 1.0)
     logits = _stored_logits(step, step.tokens * table.n)
     rows, matrix = step.tokens * table.k * element, table.parameters * element
@@ -565,7 +606,7 @@ def _update(step: TrainingStep) -> list[Work]:
     # anything: to the layers of one chunk and, outside them, to what each stage holds. The gradients of a tied table's
     # lookup and of its matmul are made by different stages, and added one by one.
     more = np.maximum(step.strategies.microbatches - 1, 0)
-    added = total * more
+    added = total * more * (not step.framework.adds_in_matmuls)
     if step.assumptions.own_program and np.any(step.staged):
         outside = shards["vocab"] * (1 + step.model.tied_embeddings)
         of_a_trip = (shards["dense"] + shards["experts"]) / step.strategies.chunks + outside
@@ -751,6 +792,10 @@ def _post_norms(step: TrainingStep) -> bool:
 #: Passes over the rows of experts on their way there or back, as counted in compiled programs: rows gathered by index,
 #: zeros in empty slots, and copies into the layouts of the AllToAll and of the matmuls.
 _EXCHANGE_PASSES = 4.0
+#: Passes of XLA:GPU over the checkpoints of a layer: written to their stacks by copies, and copied out of them.
+_STACK_PASSES = 5.0
+#: Passes (a read or a write) of a kernel that puts the rows of experts in order, by token or by expert.
+_PERMUTE_PASSES = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -774,10 +819,49 @@ _RING_BACKWARD = _RingPasses(once=8, hop=16.5, keys_hop=4.5)
 _NORM_PASSES = 1.5
 ROPE_PASSES = 38 / 6
 
+
+@dataclass(frozen=True, kw_only=True)
+class _ElementwisePasses:
+    """HBM passes (a read or a write of bf16) of elementwise work in one execution, by scope.
+
+    ``norm`` has the residual sum before it; ``act_more`` are those of an activation beyond one kernel that reads its
+    inputs and writes its result, forward; backward there are twice as many. ``again``: an activation that is recomputed
+    is a kernel of its own, not a second result of its gradient's.
+    """
+
+    norm: float
+    norm_backward: float
+    rope: float
+    rope_backward: float
+    act_more: float = 0.0
+    again: bool = True
+
+
+#: By ``Framework.kernels``. Fused kernels read their inputs and write their results once: a sum 3 passes, a norm 2, its
+#: gradient 3, and 3 for the sum of two gradients; rotation 2. Eager PyTorch has a kernel for each operation, with
+#: float32 between them: RMSNorm converts (3 passes), squares (4), averages (2), scales (4), converts (3) and multiplies
+#: (2), about half as much again backward; rotation converts, multiplies and converts back (10); SwiGLU is two kernels.
+#: XLA:GPU fuses nothing into cuBLAS's matmuls: as counted in compiled layers (docs/compile.md).
+_ELEMENTWISE: Mapping[str | None, _ElementwisePasses] = {
+    None: _ElementwisePasses(norm=_NORM_PASSES, norm_backward=3.0, rope=ROPE_PASSES, rope_backward=2 * ROPE_PASSES),
+    "xla:gpu": _ElementwisePasses(norm=3.5, norm_backward=5.5, rope=2.0, rope_backward=2.0, again=False),
+    "fused": _ElementwisePasses(norm=5.0, norm_backward=6.0, rope=2.0, rope_backward=2.0),
+    "eager": _ElementwisePasses(norm=21.0, norm_backward=30.0, rope=10.0, rope_backward=12.0, act_more=2.0),
+}
+
+
+def _passes(step: TrainingStep) -> _ElementwisePasses:
+    xla = "xla:gpu" if step.slice.chip.kind == "gpu" else None
+    return _ELEMENTWISE[step.framework.kernels or xla]
+
+
 #: HBM passes of collective matmuls beyond those of plain ones, as counted in compiled layers
 #: (docs/collective-matmul.md): of their outputs, whose buffers XLA copies; of a gathered stream that the gradients of
 #: weights read, put together from shards; and of a scattered shard, of which a device's own term is added last.
 _BUFFER_PASSES, _WHOLE_PASSES, _SCATTER_PASSES = 2.0, 2.0, 4.0
+#: Pieces of a matmul whose output is scattered piece by piece: Megatron's user buffers have four (Megatron-Bridge's
+#: performance guide).
+_SCATTER_PIECES = 4
 
 #: Vector operations per element: RMSNorm, rotation, gate times activation, residual add, softmax with loss, AdamW.
 VECTOR_OPS = {"norm": 4, "rope": 4, "act": 5, "add": 1, "loss": 6, "update": 14}
@@ -833,12 +917,19 @@ def matmuls(
     # An activation is read and written in fewer bits: its maxima are fused into what makes it. A device quantises its
     # own part of a weight, which it reads for the maxima and once more.
     of_weight = weights / step.strategies.devices(*GATHER_AXES) * (2.0 * element + operand) if narrow else 0.0
-    of_inputs, of_outputs = (size * (element + operand) if narrow else 0.0 for size in (inputs, outputs))
+    if step.framework.quantises_once:
+        of_weight = of_weight / step.strategies.microbatches
+    # Sums of gradients are read by the matmuls that add to them.
+    summed_bytes = element * weights if step.framework.adds_in_matmuls else 0.0
+    quantised = step.framework.quantising_reads * element + step.framework.quantised_copies * operand
+    of_inputs, of_outputs = (size * quantised if narrow else 0.0 for size in (inputs, outputs))
     stream = tokens * step.model.d_model * element / step.tensor
     weights = (step.stored(shapes) - (step.own_keys if keys else 0.0)) * element
 
     def share_s(m: Number, k: Number, n: Number, dtype: str) -> Number:
-        """Seconds of one expert's part of the batch."""
+        """Seconds of one expert's part of the batch, or of its own matmul."""
+        if not step.framework.groups_experts:
+            return step.rates.matmul_s(m, k, n, dtype)
         return step.rates.matmul_s(m, k, n, dtype, experts) / experts
 
     def into_s(rows: Number) -> Number:
@@ -858,8 +949,17 @@ def matmuls(
         # A gathered input makes one matmul of each shard. A scattered output has this device's shard as one, and the
         # others in halves.
         shard, into, out = tokens / step.tensor, *((into_s, back_s) if scattered is None else (back_s, into_s))
-        pieces_s = step.tensor * into(shard), out(shard) + 2 * (step.tensor - 1) * out(shard / 2)
-        ring = partial(RingSteps, on=rings, members=step.tensor)
+        gathered_s: Number = step.tensor * into(shard)
+        scattered_s: Number = out(shard) + 2 * (step.tensor - 1) * out(shard / 2)
+        if step.framework.kernels is not None:
+            # An input is quantised once; what each piece more costs is the start of its matmul.
+            start_s = step.rates.fractions.matmul["16-bit"].start_s
+            gathered_s, scattered_s = into(tokens), out(tokens) + (_SCATTER_PIECES - 1) * start_s
+            gathered_s = gathered_s + (step.tensor - 1) * start_s
+        pieces_s = gathered_s, scattered_s
+        ring = partial(
+            RingSteps, on=rings, members=step.tensor, pieces=0 if step.framework.kernels is None else _SCATTER_PIECES
+        )
         gathering, scattering = ring(beside_s=into(shard), sums=False), ring(beside_s=out(shard), sums=True)
         added = rings * _SCATTER_PASSES * payload / step.tensor
         if scattered is None:
@@ -920,6 +1020,9 @@ def matmuls(
     def exchange(kind: CollectiveKind, payload: Number | None, ring: RingSteps | None) -> tuple[Transfer, ...]:
         if payload is None:
             return ()
+        if step.framework.quantises_once and kind == "all_gather":
+            # Inputs and gradients are quantised where they are made.
+            payload = payload * operand / element
         return (Transfer(kind, COLUMN_AXES, payload, "tensor", split_columns, pieces=1 / experts, ring=ring),)
 
     gather_input = exchange("all_gather", gathered, forward_ring)
@@ -929,6 +1032,12 @@ def matmuls(
     # Where no matmul is repeated, none can be next to the hops.
     again_ring = None if forward_ring is None else replace(forward_ring, on=forward_ring.on * again)
     input_again = exchange("all_gather", gathered, again_ring)
+    if step.framework.hides_gradients:
+        # Inputs arrive next to matmuls of gradients of inputs, and these are summed next to those of weights.
+        input_again, scatter_input = (
+            tuple(replace(one, hides="gradient_scatter", ring=None) for one in some)
+            for some in (input_again, scatter_input)
+        )
     terms = " + ".join("2 T k n" for _ in shapes)
     once = scope == "unembed"  # Outside the layers nothing is recomputed and the gathered weight is still there.
     forward = Work(
@@ -940,7 +1049,8 @@ def matmuls(
     backward = Work(
         scope=scope, phase="backward", count=count,
         flops={of_sum: 2 * flops} if of_gradient == of_sum else {of_gradient: flops, of_sum: flops},
-        matmul_s=dx_s + dw_s, hbm_bytes=backward_bytes, elementwise_bytes=of_outputs + unstacked + backward_passes,
+        matmul_s=dx_s + dw_s, hbm_bytes=backward_bytes + summed_bytes,
+        elementwise_bytes=of_outputs + unstacked + backward_passes,
         collectives=scatter_weight + gather_output + gradient_maxima + scatter_input,
         formula=f"dX and dW: 2 x ({terms})",
     )  # fmt: skip
@@ -962,12 +1072,13 @@ def norm(step: TrainingStep, scope: str, count: Number, again: Number) -> list[W
     """A layer's norms of one scope, or the final one, on the residual stream; ``again`` 1 where they are recomputed."""
     stream = step.tokens * step.model.d_model * step.element_bytes / step.tensor
     times = step.model.norms_per_layer / 2 if scope.startswith("layers") else 1.0
+    passes = _passes(step)
     forward = Work(
-        scope=scope, phase="forward", count=count, hbm_bytes=_NORM_PASSES * stream * times,
+        scope=scope, phase="forward", count=count, hbm_bytes=passes.norm * stream * times,
         vector_flops=VECTOR_OPS["norm"] * times * stream / step.element_bytes,
-        formula="T D read, partly fused into what reads it: 1.5 passes",
+        formula=f"T D read, partly fused into what reads it: {passes.norm:.2g} passes",
     )  # fmt: skip
-    return [forward, recompute(forward, again), backward(forward, 2.0)]
+    return [forward, recompute(forward, again), backward(forward, passes.norm_backward / passes.norm)]
 
 
 def activation(
@@ -980,6 +1091,8 @@ def activation(
     output piece by piece: the activation is then fused with nothing but the copy of kept inputs.
     """
     again = step.strategies.recomputed("mlp_act") if again is None else again
+    if step.framework.kernels is not None or step.slice.chip.kind == "gpu":
+        return _activation_kernels(step, scope, count, hidden, again=again)
     apart = dense * step.rings * hidden * step.element_bytes
     alone = apart * step.strategies.recomputed("mlp_up")
     sequences = step.tokens * step.strategies.devices(*SEQUENCE_AXES) / step.workload.seq_len
@@ -991,6 +1104,20 @@ def activation(
     )  # fmt: skip
     back = replace(backward(forward, 2.0), elementwise_bytes=2.0 * passed + (2 * step.model.mlp_matrices - 1) * apart)
     return [forward, recompute(replace(forward, elementwise_bytes=0.0), again), back]
+
+
+def _activation_kernels(step: TrainingStep, scope: str, count: Number, hidden: Number, *, again: Number) -> list[Work]:
+    """Vector work on T F elements in kernels of its own."""
+    passes, matrices = _passes(step), step.model.mlp_matrices
+    forward = Work(
+        scope=scope, phase="forward", count=count, vector_flops=VECTOR_OPS["act"] * hidden,
+        elementwise_bytes=(matrices + passes.act_more) * hidden * step.element_bytes,
+        formula="T F elements, a kernel of its own: its inputs read, its result written",
+    )  # fmt: skip
+    # A kernel that gives the activation again, too, writes one array more.
+    moved = (2 * matrices - passes.again + 2 * passes.act_more) * hidden * step.element_bytes
+    once_more = recompute(forward if passes.again else replace(forward, elementwise_bytes=0.0), again)
+    return [forward, once_more, replace(backward(forward, 2.0), elementwise_bytes=moved)]
 
 
 def offloads(step: TrainingStep, count: Number, scopes: Mapping[str, str], *, moe_layer: bool) -> list[Work]:
@@ -1013,15 +1140,19 @@ def _unstacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bo
 
     Layers are scanned, so that checkpoints of all are stacked. XLA copies a layer's out of the stack (a read and a
     write), and does not fuse that with what reads them. A stage takes a microbatch's out of its buffer in the same way.
-    The layer's input is counted with the norms.
+    The layer's input is counted with the norms. XLA:GPU copies them into the stack, too; other frameworks on GPUs have
+    no stacks.
     """
+    if step.framework.kernels is not None:
+        return 0.0
     names = [name for name in scopes if name != "layer_input"]
     elements = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)
     if moe_layer and np.any(step.staged):
         inside = [name for name in names if name in MLP_CHECKPOINTS]
         # A stage keeps nothing of what happens next to its experts.
         elements = elements - step.staged * step.strategies.kept("save", step.model, moe_layer=True, names=inside)
-    return 2.0 * (1.0 + step.staged) * elements * step.tokens / step.tensor * step.element_bytes
+    passes = _STACK_PASSES if step.slice.chip.kind == "gpu" else 2.0
+    return passes * (1.0 + step.staged) * elements * step.tokens / step.tensor * step.element_bytes
 
 
 def _unless(condition: Number) -> Number:

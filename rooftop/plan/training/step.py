@@ -38,7 +38,7 @@ from rooftop.models.mixers import Recurrence, recurrences
 from rooftop.models.segments import layers_alone, segments, shared_segment
 from rooftop.models.widths import ModelWidths
 from rooftop.plan.shapes import MixerMatmuls, full_attention_share, mean_attended_pairs, mlp_matmuls
-from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.assumptions import Assumptions, Framework
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.rates import Rates
@@ -74,6 +74,7 @@ class TrainingStep:
     numerics: Numerics
     assumptions: Assumptions
     strategies: Strategies
+    framework: Framework = Framework()
 
     @cached_property
     def rates(self) -> Rates:
@@ -190,7 +191,7 @@ class TrainingStep:
     @cached_property
     def layers_alone(self) -> Alone:
         """Layers that pipeline stages do not share: all hold their weights, the first one or the last does them."""
-        first, last = layers_alone(self.model)
+        first, last = ((), ()) if self.framework.fills_stages else layers_alone(self.model)
         return Alone(
             first=self.staged * len(first),
             last=self.staged * len(last),
@@ -203,7 +204,9 @@ class TrainingStep:
         """Periods of layers that a pipeline stage has room for, of those that stages share, [C, 1]."""
         shared, chunks = segments(self.model)[shared_segment(self.model)], self.strategies.chunks
         parts = self.strategies.devices(*STAGE_AXES) * chunks
-        periods: Floats = np.ceil(shared.repeats / parts) * chunks
+        # Stages that are filled with layers of all kinds have a mixture of them, as the model has.
+        repeats = self.model.layers / len(shared.kinds) if self.framework.fills_stages else shared.repeats
+        periods: Floats = np.ceil(repeats / parts) * chunks
         return periods
 
     @cached_property
@@ -380,6 +383,8 @@ class TrainingStep:
         """Dense layers that a stage has room for, [C, 1]."""
         period = sum(not kind.moe for kind in segments(self.model)[shared_segment(self.model)].kinds)
         dense = self.periods * period + self.layers_alone.every_dense
+        if self.framework.fills_stages:
+            dense = self.layers * (self.model.dense_layers / self.model.layers)
         layers: Floats = np.where(self.staged, dense, self.model.dense_layers)
         return layers
 

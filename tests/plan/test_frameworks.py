@@ -1,0 +1,203 @@
+"""Train steps of other frameworks on GPUs: each property changes the figures that it is about."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rooftop.arrays import parse_axes
+from rooftop.core.errors import RooftopError
+from rooftop.core.scopes import Phase
+from rooftop.hardware import Slice
+from rooftop.models import load_model
+from rooftop.plan.training.assumptions import Assumptions, Framework
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.search import sweep
+from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.roofline.rules import distinct_parts
+
+
+def planned(model: str, on: str, axes: str, framework: Framework, **more: object) -> TrainingPlan:
+    problem = Problem(
+        model=load_model(model),
+        slice=Slice.parse(on),
+        workload=Workload(batch_tokens=256 * 4096, seq_len=4096),
+        axes=parse_axes(axes),
+        assumptions=Assumptions(own_program=False),
+        framework=framework,
+        remat="none",
+        microbatches=4,
+    )
+    swept = sweep(replace(problem, **more))  # type: ignore[arg-type]
+    return swept.plan(swept.best)
+
+
+def seconds(plan: TrainingPlan, scope: str, *phases: Phase) -> float:
+    """Expected seconds of a scope in all executions."""
+    return sum(float(row.count * row.expected_s) for row in plan.ledger if row.scope == scope and row.phase in phases)
+
+
+def moved(plan: TrainingPlan, scope: str, *phases: Phase) -> float:
+    """HBM bytes of a scope in all executions."""
+    return sum(float(row.count * row.hbm_bytes) for row in plan.ledger if row.scope == scope and row.phase in phases)
+
+
+@pytest.mark.parametrize(
+    ("experts", "active", "parts", "groups", "active_groups"),
+    [(8, 2, 4, 1, 1), (8, 3, 2, 1, 1), (8, 3, 8, 4, 2), (12, 3, 3, 6, 3), (12, 4, 2, 6, 2), (8, 2, 1, 2, 1)],
+)
+def test_distinct_parts_are_the_mean_of_all_choices(
+    experts: int, active: int, parts: int, groups: int, active_groups: int
+) -> None:
+    group, size = experts // groups, experts // parts
+    counts = [
+        len({expert // size for expert in chosen})
+        for some in itertools.combinations(range(groups), active_groups)
+        for chosen in itertools.combinations([e for e in range(experts) if e // group in some], active)
+    ]
+    expected = distinct_parts(experts, active, float(parts), groups=groups, active_groups=active_groups)
+    assert float(expected) == pytest.approx(np.mean(counts))
+
+
+def test_a_token_goes_once_to_each_node() -> None:
+    """Network bytes fall to those of distinct nodes, of which DeepSeek's routing allows four."""
+    copies, once = (
+        planned("deepseek-v3", "h100:8x8", "expert=64", Framework(dispatch=dispatch))  # type: ignore[arg-type]
+        for dispatch in ("experts", "nodes")
+    )
+    network = [
+        sum(
+            float(collective.time_s["dcn"])
+            for row in plan.ledger
+            if (row.scope, row.phase) == ("layers/moe/combine", "forward")
+            for collective in row.collectives
+        )
+        for plan in (copies, once)
+    ]
+    nodes = float(distinct_parts(256, 8, 8.0, groups=8, active_groups=4))
+    assert 3 < nodes < 4
+    assert network[1] / network[0] == pytest.approx(nodes / 8)
+    assert once.expected_s < copies.expected_s
+
+
+def test_in_one_node_a_token_goes_once_to_each_gpu() -> None:
+    copies, once = (
+        planned("qwen3-30b-a3b", "h100:8", "expert=8", Framework(dispatch=dispatch))  # type: ignore[arg-type]
+        for dispatch in ("experts", "nodes")
+    )
+    nvlink = [float(plan.ledger.total("ici")) for plan in (copies, once)]
+    gpus = float(distinct_parts(128, 8, 8.0))
+    exchanges = nvlink[0] - nvlink[1]
+    moe = [
+        sum(
+            float(row.count * collective.time_s["ici"])
+            for row in plan.ledger
+            if row.scope in ("layers/moe/dispatch", "layers/moe/combine")
+            for collective in row.collectives
+        )
+        for plan in (copies, once)
+    ]
+    assert exchanges == pytest.approx(moe[0] - moe[1])
+    assert moe[1] / moe[0] == pytest.approx(gpus / 8)
+
+
+def test_separate_kernels_read_and_write_what_fused_ones_do_not() -> None:
+    xla, fused, eager = (
+        planned("llama3-8b", "h100:8", "fsdp=8", Framework(kernels=kernels))  # type: ignore[arg-type]
+        for kernels in (None, "fused", "eager")
+    )
+    norms, acts = (
+        [moved(plan, scope, "forward", "backward") for plan in (xla, fused, eager)]
+        for scope in ("layers/mlp/norm", "layers/mlp/act")
+    )
+    assert norms[0] < norms[1] < norms[2]
+    # XLA:GPU's gradient of SwiGLU writes its result again: 3 and 6 passes, for 3 and 5.
+    assert acts[0] / acts[1] == pytest.approx(9 / 8)
+    assert acts[1] < acts[2]
+    # SwiGLU reads two arrays and writes one; backward it reads three and writes two.
+    tokens = 256 * 4096 / 8
+    assert moved(fused, "layers/mlp/act", "forward", "backward") == pytest.approx(32 * 8 * tokens * 14336 * 2)
+
+
+def test_matmuls_add_to_sums_of_gradients() -> None:
+    apart, inside = (
+        planned("llama3-8b", "h100:8", "data=8", Framework(adds_in_matmuls=adds), remat="block")
+        for adds in (False, True)
+    )
+    assert moved(inside, "gradients", "update") < moved(apart, "gradients", "update")
+    assert moved(inside, "layers/mlp/up", "backward") > moved(apart, "layers/mlp/up", "backward")
+
+
+def test_weights_that_are_quantised_once_are_not_quantised_for_each_microbatch() -> None:
+    narrow = Numerics(matmul="f8_e4m3")
+    again, once, twice = (
+        planned("llama3-8b", "h100:8", "data=8", framework, numerics=narrow)
+        for framework in (
+            Framework(),
+            Framework(quantises_once=True),
+            Framework(quantises_once=True, quantising_reads=2, quantised_copies=2),
+        )
+    )
+    up = [moved(plan, "layers/mlp/up", "forward") for plan in (again, once, twice)]
+    weights = 32 * 4096 * 2 * 14336
+    # Four microbatches: read twice and written in 8 bits, in all or once.
+    assert up[0] - up[1] == pytest.approx((4 - 1) * 5 * weights)
+    inputs = 32 * (256 * 4096 / 8) * 4096
+    assert up[2] - up[1] == pytest.approx(3 * inputs)
+
+
+def test_stages_are_filled_with_layers_of_both_kinds() -> None:
+    """61 layers over 16 chunks of four: the longest stage has 16, as Megatron-Bridge lays them out."""
+    apart, filled = (
+        planned(
+            "deepseek-v3",
+            "gb200:64x4",
+            "stage=4,expert=64",
+            Framework(fills_stages=fills),
+            schedule="interleaved",
+            chunks=4,
+        )
+        for fills in (False, True)
+    )
+    assert np.ravel(filled.step.layers).tolist() == [16]
+    assert np.ravel(apart.step.layers).tolist() == [16 + 3]
+    assert filled.expected_s < apart.expected_s
+    # What the last stage lacks in layers it has in the unembedding.
+    assert filled.exposed_s()["idle"] < apart.exposed_s()["idle"]
+
+
+def test_gathers_next_to_gradients_are_hidden() -> None:
+    shown, hidden = (
+        planned("llama3-70b", "h100:8", "tensor=8", Framework(kernels="fused", hides_gradients=hides))
+        for hides in (False, True)
+    )
+    assert seconds(hidden, "layers/mlp/up", "backward") < seconds(shown, "layers/mlp/up", "backward")
+    assert seconds(hidden, "layers/mlp/up", "forward") == seconds(shown, "layers/mlp/up", "forward")
+
+
+def test_an_experts_own_matmul_starts_alone() -> None:
+    together, apart = (
+        planned("qwen3-30b-a3b", "h100:8", "expert=8", Framework(groups_experts=groups)) for groups in (True, False)
+    )
+    assert seconds(apart, "layers/moe/experts", "forward") > seconds(together, "layers/moe/experts", "forward")
+
+
+def test_slower_attention() -> None:
+    fast, slow = (planned("llama3-8b", "h100:8", "fsdp=8", Framework(attention_speed=speed)) for speed in (1.0, 0.5))
+    assert seconds(slow, "layers/attn/core", "forward") == pytest.approx(
+        2 * seconds(fast, "layers/attn/core", "forward")
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "accepted"),
+    [("dispatch", "all", "experts"), ("kernels", "slow", "fused"), ("attention_speed", 0.0, "positive")],
+)
+def test_properties_that_no_framework_has(field: str, value: object, accepted: str) -> None:
+    with pytest.raises(RooftopError, match=accepted) as error:
+        Framework(**{field: value})  # type: ignore[arg-type]
+    assert field in str(error.value)
