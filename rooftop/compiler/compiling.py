@@ -84,8 +84,8 @@ class CompiledProgram:
     """The compiler's result for a program. Bytes are those of one device.
 
     ``peak_bytes`` is XLA's own figure, and ``memory`` has its parts; ``at_peak`` lists the buffers that are alive at
-    the peak (None if the compiler left no report). ``versions`` are those of jax, jaxlib and the compiler.
-    ``executable`` is set if the request asked for it, see ``rooftop.compiler.worker``.
+    the peak (None if the compiler left no report). ``versions`` are those of jax, jaxlib and the compiler, ``options``
+    those that the program asked for. ``executable`` is set if the request asked for it, see ``rooftop.compiler.worker``.
     """
 
     hlo_text: str
@@ -94,6 +94,7 @@ class CompiledProgram:
     lower_s: float
     compile_s: float
     versions: Mapping[str, str]
+    options: Mapping[str, bool | int | str] = field(default_factory=dict)
     at_peak: PeakMemory | None = None
     executable: bytes | None = None
 
