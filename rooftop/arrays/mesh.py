@@ -253,8 +253,8 @@ class PlacedMesh(Mesh):
     """A mesh whose devices stand in an order of their own.
 
     ``places`` has the physical coordinates of each device, in the order in which the axes count them. ``regular``: the
-    devices of every axis fill evenly spaced coordinates, so that ``axes`` says where they lie; otherwise ``axes`` is the
-    layout that rooftop chooses for axes of these sizes, and prices of collectives are those of that layout.
+    devices of every axis fill evenly spaced coordinates, so that ``axes`` says where they lie; otherwise ``axes`` is
+    the layout that rooftop chooses for axes of these sizes, and prices of collectives are those of that layout.
     """
 
     places: tuple[tuple[int, ...], ...] = ()
@@ -272,9 +272,9 @@ UNUSED = "unused"
 def placed_mesh(slice_: Slice, sizes: Mapping[str, int], coordinates: Iterable[Iterable[int]]) -> Mesh:
     """The mesh of a program that lays its devices out itself: axes of ``sizes`` over devices at ``coordinates``.
 
-    ``coordinates`` are along the physical axes of the slice, in the order in which the axes count the devices. A mesh of
-    some of the devices gets a first axis ``unused`` over the others. Raises RooftopError unless all the devices of the
-    slice are a multiple of those of the mesh.
+    ``coordinates`` are along the physical axes of the slice, in the order in which the axes count the devices. A mesh
+    of some of the devices gets a first axis ``unused`` over the others. Raises RooftopError unless all the devices of
+    the slice are a multiple of those of the mesh.
     """
     places = tuple(tuple(int(coordinate) for coordinate in place) for place in coordinates)
     count = prod(sizes.values())
@@ -306,7 +306,7 @@ def placed_mesh(slice_: Slice, sizes: Mapping[str, int], coordinates: Iterable[I
 
 
 def _pieces_of(slice_: Slice, sizes: Mapping[str, int], grid: Ints) -> dict[str, tuple[AxisPiece, ...]] | None:
-    """The pieces of each axis, from coordinates [*sizes, P]; None if an axis does not fill evenly spaced coordinates."""
+    """The pieces of each axis, from coordinates [*sizes, P]; None if an axis fills unevenly spaced coordinates."""
     pieces: dict[str, tuple[AxisPiece, ...]] = {}
     for position, (name, size) in enumerate(sizes.items()):
         groups = np.moveaxis(grid, position, -2).reshape(-1, size, grid.shape[-1])

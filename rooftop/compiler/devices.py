@@ -90,13 +90,15 @@ def mesh_of(sizes: Mapping[str, int], here: Local, *, layout: Mesh | None = None
     return DeviceMesh(np.array(devices, dtype=object).reshape(shape), AXES, axis_types=types)
 
 
-def topology_mesh(mesh: Mesh) -> DeviceMesh:
+def topology_mesh(mesh: Mesh, *, one_process: bool = False) -> DeviceMesh:
     """The mesh over described devices, in explicit mode, with each device at its coordinates in the layout.
+
+    ``one_process``: see ``described_devices``.
 
     JAX must have been imported under ``rooftop.compiler.compiling.ENVIRONMENT``. Raises RooftopError for a slice that
     the compiler cannot describe.
     """
-    described = described_devices(mesh.slice)
+    described = described_devices(mesh.slice, one_process=one_process)
     names = tuple(mesh.shape)
     return DeviceMesh(device_grid(described, mesh), names, axis_types=(AxisType.Explicit,) * len(names))
 

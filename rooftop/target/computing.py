@@ -34,4 +34,4 @@ def computing() -> Iterator[None]:
 
 def _device_context() -> Any:
     """JAX's mesh of the current thread; its module changed after 0.10."""
-    return getattr(config, "device_context", None) or sharding_impls.device_context
+    return getattr(config, "device_context", None) or getattr(sharding_impls, "device_context")  # noqa: B009

@@ -20,7 +20,7 @@ import jax
 import msgspec
 from jax._src import compiler
 from jax._src.interpreters import mlir
-from jax._src.lib import xla_client
+from jaxlib import xla_client
 
 from rooftop.compiler.cache import Cache
 from rooftop.compiler.compiling import CompiledProgram, WorkerResult
@@ -97,9 +97,7 @@ def compile_module(
             exceeded = read_exceeded(str(error))
             if exceeded is None:
                 raise
-            no = OutOfMemory(
-                what, needed_bytes=exceeded[0], available_bytes=exceeded[1], at_peak=read_reports(folder)
-            )
+            no = OutOfMemory(what, needed_bytes=exceeded[0], available_bytes=exceeded[1], at_peak=read_reports(folder))
             return CompiledModule(result=WorkerResult.refused(no), executable=None, error=error)
         program = compiled_program(
             "\n\n".join(part.to_string() for part in executable.hlo_modules()),

@@ -38,6 +38,8 @@ _LEFT_OUT = frozenset(
         "custom_partitioning", "ffi_call",
     }
 )  # fmt: skip
+#: Test of values for infinities and NaN.
+_FINITE = "is_finite"
 #: Trips of the longest loop that is evaluated.
 _TRIPS = 1000
 
@@ -64,6 +66,9 @@ def known_part(program: Any, arguments: Sequence[bool]) -> KnownPart | None:
     known |= {variable for variable, value in zip(jaxpr.constvars, constants, strict=True) if is_known(value)}
     equations = []
     for equation in jaxpr.eqns:
+        if equation.primitive.name == _FINITE:
+            # Values that nobody computes are taken to be finite: programs stop for those that are not.
+            equation = equation.replace(invars=[])
         if all(_is_known(variable, known) for variable in equation.invars) and _is_computed(equation):
             equations.append(equation)
             known |= set(equation.outvars)
@@ -113,6 +118,8 @@ def _evaluate(jaxpr: Any, values: dict[Any, Any]) -> list[Any]:
         name, operands = equation.primitive.name, [value(variable) for variable in equation.invars]
         if name in _PASSED:
             outputs = operands
+        elif name == _FINITE and not operands:
+            outputs = [jax.numpy.ones(equation.outvars[0].aval.shape, bool)]
         elif name in _CALLS:
             inner, constants = jaxpr_of(equation.params[_CALLS[name]])
             variables = dict(zip(inner.constvars, constants, strict=True)) | dict(

@@ -1,4 +1,4 @@
-"""The user's own lines: frames outside of installed packages, of Python, and of this folder."""
+"""The user's own lines: frames outside of installed packages, of Python, and of this package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 _FOLDERS = tuple(
     str(Path(folder)) + "/"
-    for folder in {str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))}
+    for folder in {str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))}
 )
 
 

@@ -8,20 +8,23 @@ functions that put values on devices. The rest of JAX is as it is.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import array, compiler, core, dispatch, dtypes, pjit, traceback_util, xla_bridge
+from jax._src import array, compiler, config, core, dispatch, dtypes, pjit, traceback_util, xla_bridge
 from jax._src.interpreters import mlir, pxla
-from jax._src.sharding_impls import UnspecifiedValue
+from jax._src.lax import lax as lax_module
+from jax._src.named_sharding import UnspecifiedValue
+from jax._src.numpy import indexing
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 
@@ -123,6 +126,7 @@ class Session:
         self._by_executable: dict[int, tuple[Any, int]] = {}
         self._thread = threading.local()
         self._undo = ExitStack()
+        self._compiler_options: Mapping[str, bool | int | str] = {}
 
     @property
     def record(self) -> TargetRecord:
@@ -186,7 +190,9 @@ class Session:
         work = written_work(plain)
         source = _source(plain)
         shardings = result_shardings(plain, arguments, in_shardings, out_shardings, ctx_mesh)
-        missing = [variable.aval for variable, sharding in zip(plain.outvars, shardings, strict=True) if sharding is None]
+        missing = [
+            variable.aval for variable, sharding in zip(plain.outvars, shardings, strict=True) if sharding is None
+        ]
         own = places.is_own(source)
         large = own and bytes_of(variable.aval for variable in plain.invars) >= _LARGE_ARGUMENTS
         compiled = work.matmul_flops >= self.options.min_flops or work.kernels > 0 or large
@@ -204,8 +210,8 @@ class Session:
             for constant in constants:
                 if isinstance(constant, StandIn) and constant.known is None:
                     self._note(
-                        f"{call.source}: {name} closes over an array of {format_bytes(constant.nbytes)}, which becomes a "
-                        "constant of ones: pass it as an argument"
+                        f"{call.source}: {name} closes over an array of {format_bytes(constant.nbytes)}, which "
+                        "becomes a constant of ones: pass it as an argument"
                     )
             with self._calling(call):
                 computation = pjit._resolve_and_lower(
@@ -225,13 +231,9 @@ class Session:
         else:
             self._not_compiled[name] += 1
         fill = replicated(arguments, shardings)
-        return _Entry(
-            jaxpr=jaxpr, shardings=[sharding or fill for sharding in shardings], known=None, program=program
-        )
+        return _Entry(jaxpr=jaxpr, shardings=[sharding or fill for sharding in shardings], known=None, program=program)
 
-    def _values(
-        self, jaxpr: Any, arguments: Sequence[Any], knowledge: tuple[bool, ...], name: str
-    ) -> dict[int, Any]:
+    def _values(self, jaxpr: Any, arguments: Sequence[Any], knowledge: tuple[bool, ...], name: str) -> dict[int, Any]:
         """Small results that follow from known arguments, by position."""
         key = (id(jaxpr), knowledge)
         entry = self._entries.get(key)
@@ -266,6 +268,15 @@ class Session:
     # ---- compilation
 
     @contextmanager
+    def compiling_with(self, options: Mapping[str, bool | int | str]) -> Iterator[None]:
+        """Compile with these options of the compiler, in addition to those of the program."""
+        before, self._compiler_options = self._compiler_options, {**self._compiler_options, **options}
+        try:
+            yield
+        finally:
+            self._compiler_options = before
+
+    @contextmanager
     def _calling(self, call: _Call) -> Iterator[None]:
         before = getattr(self._thread, "call", None)
         self._thread.call = call
@@ -277,9 +288,11 @@ class Session:
     def compile(self, module: Any, options: Any, callbacks: Sequence[Any], devices: Any) -> Any:
         """Compile a lowered module for described devices, and record it. Raises XLA's error for one that is refused."""
         call: _Call | None = getattr(self._thread, "call", None)
-        symbol = str(module.operation.attributes["sym_name"]).strip('"').removeprefix("jit_")
+        symbol = str(module.operation.attributes["sym_name"]).strip('" ').removeprefix("jit_")
+        symbol = "<lambda>" if symbol.strip("_ ") == "lambda" else symbol
         name, start = (symbol, time.perf_counter()) if call is None else (call.name, call.start)
         self.on_compile(name)
+        options.env_option_overrides = [*options.env_option_overrides, *self._compiler_options.items()]
         compiled = compile_module(
             module,
             devices,
@@ -312,6 +325,13 @@ class Session:
         if compiled.error is not None:
             raise compiled.error
         return compiled.executable
+
+    def program_of(self, stage: Any) -> TargetProgram:
+        """The program of a ``jax.stages.Compiled``, or of a wrapper around it; the last one if it hides its stage."""
+        stage = getattr(stage, "compiled", stage)
+        executable = getattr(getattr(stage, "_executable", None), "xla_executable", None)
+        entry = self._by_executable.get(id(executable))
+        return self._programs[-1 if entry is None else entry[1]]
 
     def call_compiled(self, executable: Any, arguments: Sequence[Any]) -> list[Any]:
         """Stand-ins for the results of a program that was compiled ahead of time."""
@@ -347,20 +367,26 @@ class Session:
         return stand_in(aval, sharding, committed=committed, reader=self, known=value)
 
     def from_callback(self, shape: Sequence[int], sharding: Any, callback: Callable[..., Any], dtype: Any) -> Any:
-        """A stand-in for an array that a callback fills: it is called for the first shard only, or for a small whole."""
+        """A stand-in for an array that a callback fills: of a large one it is asked for the first shard only."""
         sharding = sharding.sharding if isinstance(sharding, Format) else sharding
-        part = tuple(sharding.shard_shape(tuple(shape)))
-        if int(np.prod(shape)) <= SMALL:
-            data = [callback(tuple(slice(0, size) for size in shape))]
-        else:
-            data = [callback(next(iter(sharding.devices_indices_map(tuple(shape)).values())))]
-        first = core.shaped_abstractify(data[0])
-        expected = tuple(shape) if int(np.prod(shape)) <= SMALL else part
-        if first.shape != expected:
-            raise ValueError(f"make_array_from_callback: the callback returned {first.shape} where {expected} is asked for")
-        aval = core.ShapedArray(tuple(shape), dtypes.canonicalize_dtype(dtype or first.dtype))
-        value = _host_value(data[0], aval) if first.shape == tuple(shape) else None
-        return stand_in(aval, sharding, committed=True, reader=self, known=value)
+        shape, part = tuple(shape), tuple(sharding.shard_shape(tuple(shape)))
+        small = math.prod(shape) <= SMALL
+        value: Any = None
+        aval: Any = None
+        known = small
+        indices = {str(index): index for index in sharding.devices_indices_map(shape).values()}
+        for index in indices.values() if small else [next(iter(indices.values()))]:
+            data = callback(index)
+            first = core.shaped_abstractify(data)
+            if first.shape != part:
+                asked = f"{part} for the shard {index} of {shape}"
+                raise ValueError(f"make_array_from_callback: the callback returned an array of {first.shape}; {asked}")
+            aval = aval or core.ShapedArray(shape, dtypes.canonicalize_dtype(dtype or first.dtype))
+            known = known and is_known(data) and not dtypes.issubdtype(aval.dtype, dtypes.extended)
+            if known:
+                value = np.empty(shape, aval.dtype) if value is None else value
+                value[index] = np.asarray(value_of(data))
+        return stand_in(aval, sharding, committed=True, reader=self, known=value if known else None)
 
     def from_shards(self, shape: Sequence[int], sharding: Any, shards: Any, dtype: Any) -> Any:
         """A stand-in for an array of shards on devices."""
@@ -369,7 +395,7 @@ class Session:
         return self.put_shards(aval, sharding, shards if sharding.is_fully_replicated else (), True)
 
     def _default_device(self) -> Any:
-        chosen = jax.config.jax_default_device
+        chosen: Any = config.default_device.value
         return chosen if chosen is not None and not isinstance(chosen, str) else self.devices[0]
 
     # ---- start and stop
@@ -424,6 +450,7 @@ class Session:
 
         jit = pjit._pjit_call_impl_python
 
+        @functools.wraps(jit)
         def call(*arguments: Any, **keywords: Any) -> Any:
             if is_computing():
                 return jit(*map(value_of, arguments), **keywords)
@@ -431,6 +458,7 @@ class Session:
 
         put = dispatch._device_put_impl
 
+        @functools.wraps(put)
         def put_one(value: Any, *, device: Any, src: Any, copy: Any, aval: Any) -> Any:
             if is_computing():
                 return put(value_of(value), device=device, src=src, copy=copy, aval=aval)
@@ -498,14 +526,22 @@ class Session:
         original_devices, original_local = xla_bridge.devices, xla_bridge.local_devices
         original_count = xla_bridge.local_device_count
 
+        # Signatures stay: the next look at JAX's internals passes as the first one.
+        @functools.wraps(original_devices)
         def devices(backend: Any = None) -> list[Any]:
-            return list(self.devices) if self._means(backend) else original_devices(backend)
+            if self._means(backend):
+                return list(self.devices)
+            listed: list[Any] = original_devices(backend)
+            return listed
 
+        @functools.wraps(original_local)
         def local_devices(process_index: Any = None, backend: Any = None, host_id: Any = None) -> list[Any]:
             if self._means(backend):
                 return list(self.devices)
-            return original_local(process_index, backend, host_id)
+            others: list[Any] = original_local(process_index, backend, host_id)
+            return others
 
+        @functools.wraps(original_count)
         def local_device_count(backend: Any = None) -> int:
             return len(self.devices) if self._means(backend) else original_count(backend)
 
@@ -522,15 +558,30 @@ class Session:
             self._note("jax.distributed.initialize does nothing here: one process has the whole slice")
 
         yield jax.distributed, "initialize", initialize
+        # These modules ask what is an array of JAX, to keep its sharding in zeros_like and in slices.
+        for module in (lax_module, indexing):
+            yield module, "array", _ArrayModule(module.array)
 
     def _means(self, backend: Any) -> bool:
         """True if ``backend`` names the described devices."""
         return not is_computing() and (
-            backend in (None, self.client, self.client.platform) or (backend == "cuda" and self.slice.chip.kind == "gpu")
+            backend in (None, self.client, self.client.platform)
+            or (backend == "cuda" and self.slice.chip.kind == "gpu")
         )
 
     def _owns(self, executable: Any) -> bool:
         return getattr(executable._unloaded_executable, "backend", None) is self.client
+
+
+class _ArrayModule:
+    """The module ``jax._src.array`` as another module sees it: a stand-in is an array of JAX."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.ArrayImpl = (module.ArrayImpl, StandIn)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 #: The session in this process, if there is one.
@@ -557,9 +608,7 @@ def differences(last: Sequence[_Argument], now: Sequence[_Argument]) -> tuple[st
             continue
         named = []
         for before, after in changed[:_NAMED]:
-            old, new = (
-                _placement(value) if name == "committed" else getattr(value, name) for value in (before, after)
-            )
+            old, new = (_placement(value) if name == "committed" else getattr(value, name) for value in (before, after))
             named.append(f"{after.name} {old} -> {new}")
         count = f"{title} of {len(changed)} argument{'s' if len(changed) > 1 else ''}"
         lines.append(f"{count}: {'; '.join(named)}{', ...' if len(changed) > _NAMED else ''}")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 import numpy.typing as npt
-from jax._src import array, core, dtypes
+from jax._src import ad_util, array, core, dtypes
 from jax._src.interpreters import mlir, pxla
 from jax._src.numpy import array_methods, indexing
 from jax._src.random import prng
@@ -42,7 +42,9 @@ class StandIn(jax.Array):
     def __init__(
         self, aval: Any, sharding: Sharding, *, committed: bool, reader: Reader, known: Any | None = None
     ) -> None:
-        self.aval = core.ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+        self.aval = core.ShapedArray(  # type: ignore[misc]
+            aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)
+        )
         self._sharding, self._committed, self._reader = sharding, committed, reader
         self.known = known
 
@@ -112,7 +114,7 @@ class StandIn(jax.Array):
         """A shard for each device."""
         places = self._sharding.devices_indices_map(self.shape)
         return [
-            array.Shard(device, self._sharding, self.shape, self._piece(device, index))  # type: ignore[arg-type]
+            array.Shard(device, self._sharding, self.shape, self._piece(device, index))
             for device, index in places.items()
         ]
 
@@ -182,7 +184,9 @@ class StandIn(jax.Array):
         if self.known is not None:
             with computing():
                 return repr(jax.numpy.asarray(self.known))
-        return f"Array({self.aval.str_short()}, {getattr(self._sharding, 'spec', self._sharding)}, value not computed)"
+        spec = getattr(self._sharding, "spec", None)
+        place = str(spec) if spec is not None else "on one device" if self._sharding.num_devices == 1 else "split"
+        return f"Array({self.aval.str_short()}, {place}, value not computed)"
 
     __str__ = __repr__
 
@@ -257,16 +261,18 @@ def register() -> None:
     dtypes.register_canonicalize_value_handler(StandIn, None)
     mlir.register_constant_handler(StandIn, _constant)
     pxla.shard_arg_handlers[StandIn] = _shard
+    ad_util.raw_jaxval_adders[StandIn] = ad_util.raw_jaxval_adders[array.ArrayImpl]
     array_methods._set_array_base_attributes(StandIn, exclude={"__getitem__", "__deepcopy__", "nbytes"})
     array_methods._set_array_attributes(StandIn)
-    array_methods._JAX_ARRAY_TYPES = (*array_methods._JAX_ARRAY_TYPES, StandIn)
+    types: Any = (*array_methods._JAX_ARRAY_TYPES, StandIn)
+    array_methods._JAX_ARRAY_TYPES = types
     StandIn.__hash__ = None  # type: ignore[method-assign, assignment]
     StandIn.__array_priority__ = 100  # type: ignore[attr-defined]
 
 
-def _constant(value: StandIn, aval: Any) -> Any:
+def _constant(val: StandIn, aval: Any) -> Any:
     """A stand-in that a function closes over, as a constant: XLA shares the memory of equal elements."""
-    return mlir.ir_constant(value._value if value.known is None else np.ascontiguousarray(value._value))
+    return mlir.ir_constant(val._value if val.known is None else np.ascontiguousarray(val._value))
 
 
 def _shard(values: Sequence[StandIn], shardings: Any, layouts: Any, semantics: Any) -> Any:

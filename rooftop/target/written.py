@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax._src import core
-from jax._src.sharding_impls import UnspecifiedValue
+from jax._src import config, core
+from jax._src.named_sharding import UnspecifiedValue
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 #: Equations of the longest program that is taken for elementwise work, if XLA is not asked.
@@ -137,7 +137,7 @@ def _one_device(placed: Sequence[Any]) -> Sharding:
     for sharding in placed:
         if _is_concrete(sharding):
             return jax.sharding.SingleDeviceSharding(min(sharding.device_set, key=lambda device: device.id))
-    default = jax.config.jax_default_device
+    default: Any = config.default_device.value
     device = default if default is not None and not isinstance(default, str) else jax.devices()[0]
     return jax.sharding.SingleDeviceSharding(device)
 
@@ -173,5 +173,7 @@ def _constraints(jaxpr: Any) -> list[Any]:
             given |= dict(zip(equation.outvars, _constraints(inner), strict=True))
         elif name in ("optimization_barrier", "copy"):
             pairs = zip(equation.invars, equation.outvars, strict=True)
-            given |= {result: given[operand] for operand, result in pairs if type(operand) is core.Var and operand in given}
+            given |= {
+                result: given[operand] for operand, result in pairs if type(operand) is core.Var and operand in given
+            }
     return [None if type(variable) is core.Literal else given.get(variable) for variable in jaxpr.outvars]
