@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import click
 
 from rooftop.cli.options import (
-    COUNT_OR_ZERO,
     FILE,
     FOLDER,
     OUTPUT,
@@ -29,6 +28,7 @@ from rooftop.cli.options import (
     output_option,
     perfetto_option,
     report_option,
+    steps_option,
     timeout_option,
     top_option,
     xprof_option,
@@ -94,13 +94,7 @@ class _CompileCommand(VerbCommand):
     metavar="NAME=VALUE",
     help="Set an option of XLA for a function: xla_tpu_enable_latency_hiding_scheduler=false.",
 )
-@option(
-    "--steps",
-    group=RUN,
-    type=COUNT_OR_ZERO,
-    default="3",
-    help="Stop a script after so many calls of a program; 0: never.",
-)
+@steps_option(default="3", help="The last step of a script, in calls of one program; 0 runs it to its end.")
 @option(
     "--min-flops",
     group=RUN,

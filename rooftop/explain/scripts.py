@@ -85,7 +85,7 @@ class ProgramReport:
 
     @property
     def shortage(self) -> MemoryShortage | None:
-        """What is missing of a program that does not fit."""
+        """Memory that a program lacks; None if it fits."""
         return self.program.result.out_of_memory
 
     @cached_property

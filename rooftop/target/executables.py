@@ -132,7 +132,7 @@ class RememberedExecutable:
 
     @classmethod
     def of(cls, executable: Any, result: WorkerResult) -> RememberedExecutable:
-        """What is remembered of an executable of XLA."""
+        """The remembered part of an executable of XLA."""
         return cls(
             result=result,
             parameters=_serialized(executable.get_parameter_shardings()),

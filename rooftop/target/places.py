@@ -18,7 +18,8 @@ _FOLDERS = tuple(
 def is_own(path: str) -> bool:
     """True for the path of a user's source file."""
     installed = "/site-packages/" in path or "/dist-packages/" in path
-    return not (installed or path.startswith("<") or path.startswith(_FOLDERS))
+    # The code of ``python -c`` is the user's.
+    return path == "<string>" or not (installed or path.startswith("<") or path.startswith(_FOLDERS))
 
 
 def place(path: str, line: int) -> str:

@@ -1,4 +1,4 @@
-"""What a run on a target leaves: its programs with the compiler's results, and what was not computed."""
+"""The record of a run on a target: its programs with the compiler's results, and what was not computed."""
 
 from __future__ import annotations
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -103,6 +105,9 @@ def run_script(
         folder = Path(name)
         question, answer = folder / "request.json", folder / "answer.json"
         question.write_bytes(msgspec.json.encode(request))
+        # A stderr without a file, such as a notebook's, gets what the script printed when it has ended.
+        log = None if _has_descriptor(sys.stderr) else (folder / "log").open("w+", encoding="utf-8", errors="replace")
+        output = sys.stderr.fileno() if log is None else log
         reading, writing = os.pipe()
         # The child reads the pipe until it is closed, which happens when this process ends.
         process = subprocess.Popen(
@@ -110,8 +115,8 @@ def run_script(
             env={**_QUIET, **os.environ, **ENVIRONMENT, "PYTHONPATH": _path()},
             pass_fds=(reading,),
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-            stderr=None if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
             # Ctrl-C in a terminal reaches this process only, which kills the child below.
             start_new_session=True,
         )
@@ -121,9 +126,15 @@ def run_script(
         except subprocess.TimeoutExpired:
             raise RooftopError("timeout", timeout_s, "longer than the script takes") from None
         finally:
-            process.kill()
+            # Processes that the script has started, such as readers of its data, end with it.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             os.close(writing)
+            if log is not None:
+                log.seek(0)
+                sys.stderr.write(log.read())
+                log.close()
         if not answer.exists():
             ended = f"one that ends by itself (it ended with status {process.returncode})"
             raise RooftopError("command", " ".join(words), ended)

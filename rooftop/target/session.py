@@ -250,7 +250,7 @@ class Session:
             return {}
 
     def _difference(self, function: str, arguments: tuple[_Argument, ...]) -> tuple[str, ...]:
-        """What differs from the last compilation of a function; () for the first."""
+        """Differences from the last compilation of a function; () for the first."""
         last = self._last.get(function)
         self._last[function] = arguments
         return () if last is None else differences(last, arguments)
@@ -326,12 +326,12 @@ class Session:
             raise compiled.error
         return compiled.executable
 
-    def program_of(self, stage: Any) -> TargetProgram:
-        """The program of a ``jax.stages.Compiled``, or of a wrapper around it; the last one if it hides its stage."""
+    def program_of(self, stage: Any) -> TargetProgram | None:
+        """The program of a ``jax.stages.Compiled``, or of a wrapper around it; None if it was compiled before."""
         stage = getattr(stage, "compiled", stage)
         executable = getattr(getattr(stage, "_executable", None), "xla_executable", None)
         entry = self._by_executable.get(id(executable))
-        return self._programs[-1 if entry is None else entry[1]]
+        return None if entry is None else self._programs[entry[1]]
 
     def call_compiled(self, executable: Any, arguments: Sequence[Any]) -> list[Any]:
         """Stand-ins for the results of a program that was compiled ahead of time."""
@@ -348,17 +348,17 @@ class Session:
 
     def put(self, value: Any, device: Any) -> Any:
         """A stand-in for ``value`` on a device, or split by a sharding."""
-        wanted = device.sharding if isinstance(device, Format) else device
-        if wanted is None and isinstance(value, jax.Array):
+        target = device.sharding if isinstance(device, Format) else device
+        if target is None and isinstance(value, jax.Array):
             return value
         aval = core.shaped_abstractify(value)
-        if wanted is None or isinstance(wanted, Sharding):
-            sharding = wanted or jax.sharding.SingleDeviceSharding(self._default_device())
+        if target is None or isinstance(target, Sharding):
+            sharding = target or jax.sharding.SingleDeviceSharding(self._default_device())
         else:
-            sharding = jax.sharding.SingleDeviceSharding(wanted)
+            sharding = jax.sharding.SingleDeviceSharding(target)
         # JAX's own error for a shape that does not divide.
         sharding.shard_shape(aval.shape)
-        return stand_in(aval, sharding, committed=wanted is not None, reader=self, known=_host_value(value, aval))
+        return stand_in(aval, sharding, committed=target is not None, reader=self, known=_host_value(value, aval))
 
     def put_shards(self, aval: Any, sharding: Any, shards: Sequence[Any], committed: bool) -> Any:
         """A stand-in for an array of ``shards``; its value is known if one of them is all of it."""
@@ -594,7 +594,7 @@ def active() -> Session | None:
 
 
 def differences(last: Sequence[_Argument], now: Sequence[_Argument]) -> tuple[str, ...]:
-    """What differs between the arguments of two compilations of a function, a line for each kind of difference."""
+    """Differences between the arguments of two compilations of a function, a line for each kind."""
     if [argument.name for argument in last] != [argument.name for argument in now]:
         return (f"{len(now)} arguments instead of {len(last)}, or others",)
     lines = []
@@ -675,8 +675,8 @@ def _describe(jaxpr: Any, arguments: Sequence[Any], in_shardings: Sequence[Any])
     """The arguments of a program: names, types, shardings."""
     names = jaxpr.debug_info.arg_names or ()
     described = []
-    for at, (variable, value, wanted) in enumerate(zip(jaxpr.invars, arguments, in_shardings, strict=True)):
-        sharding = getattr(value, "sharding", None) if isinstance(wanted, UnspecifiedValue) else wanted
+    for at, (variable, value, stated) in enumerate(zip(jaxpr.invars, arguments, in_shardings, strict=True)):
+        sharding = getattr(value, "sharding", None) if isinstance(stated, UnspecifiedValue) else stated
         spec = getattr(sharding, "spec", None)
         described.append(
             _Argument(

@@ -105,12 +105,12 @@ def result_shardings(
             by_shape.setdefault(value.shape, value.sharding)
     spread = bool(by_shape) or any(sharding.num_devices > 1 for sharding in placed if _is_concrete(sharding))
     shardings: list[Sharding | None] = []
-    for variable, wanted, inner in zip(jaxpr.outvars, out_shardings, inside, strict=True):
+    for variable, stated, inner in zip(jaxpr.outvars, out_shardings, inside, strict=True):
         aval = variable.aval
         typed = getattr(aval, "sharding", None)
         sharding: Sharding | None = None
-        if wanted is not None and not isinstance(wanted, UnspecifiedValue):
-            sharding = wanted
+        if stated is not None and not isinstance(stated, UnspecifiedValue):
+            sharding = stated
         elif typed is not None and not typed.mesh.empty and typed.mesh.are_all_axes_explicit:
             sharding = typed
         elif inner is not None:
@@ -163,17 +163,17 @@ def _concrete(sharding: Sharding | None, typed: Any, mesh: Mesh | None) -> Shard
 
 def _constraints(jaxpr: Any) -> list[Any]:
     """The sharding that the program itself gives to each of its results; None where it does not."""
-    given: dict[Any, Any] = {}
+    placed: dict[Any, Any] = {}
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name in _CONSTRAINTS:
-            given[equation.outvars[0]] = equation.params.get("sharding", equation.params.get("dst_sharding"))
+            placed[equation.outvars[0]] = equation.params.get("sharding", equation.params.get("dst_sharding"))
         elif name in ("jit", "pjit"):
             inner, _ = jaxpr_of(equation.params["jaxpr"])
-            given |= dict(zip(equation.outvars, _constraints(inner), strict=True))
+            placed |= dict(zip(equation.outvars, _constraints(inner), strict=True))
         elif name in ("optimization_barrier", "copy"):
             pairs = zip(equation.invars, equation.outvars, strict=True)
-            given |= {
-                result: given[operand] for operand, result in pairs if type(operand) is core.Var and operand in given
+            placed |= {
+                result: placed[operand] for operand, result in pairs if type(operand) is core.Var and operand in placed
             }
-    return [None if type(variable) is core.Literal else given.get(variable) for variable in jaxpr.outvars]
+    return [None if type(variable) is core.Literal else placed.get(variable) for variable in jaxpr.outvars]

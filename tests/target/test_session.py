@@ -154,7 +154,7 @@ SMALL: dict[str, Callable[[], Any]] = {
     "callback": lambda: jax.make_array_from_callback(
         (8, 2),
         NamedSharding(mesh_of(), P("data")),
-        lambda index: np.arange(16.0, dtype=np.float32).reshape(8, 2)[index],
+        lambda index: np.arange(16, dtype=np.int32).reshape(8, 2)[index],
     ),
     "process": lambda: jax.make_array_from_process_local_data(
         NamedSharding(mesh_of(), P("data")), np.arange(16, dtype=np.int32).reshape(8, 2)
@@ -299,7 +299,7 @@ def _mapped(x: Any) -> Any:
     [
         (lambda x, w: x @ w, [(8, 16), (16, 32)], 2 * 8 * 16 * 32),
         (
-            lambda x, w: jax.lax.scan(lambda c, _: (c @ w, None), x, None, length=5),
+            lambda x, w: jax.lax.scan(lambda c, _: (c @ w, None), x, None, 5),
             [(8, 16), (16, 16)],
             5 * 2 * 8 * 256,
         ),

@@ -57,8 +57,8 @@ def inspect(
     a shape and a dtype: split as its sharding says, on every device whole if it has none. Other leaves are passed as
     they are. ``mesh`` names the axes ('X=4,Y=4', or a Mesh with its layout); without one they are the slice's own, x,
     y, z. Axes are explicit, or left to the partitioner if ``auto``. An argument that is sharded over a mesh of the
-    slice's own devices keeps it, and the report has its axes. ``function`` may be jitted, with its own options, or a stage of
-    JAX (Traced, Lowered, Compiled), which takes no arguments. ``options`` are the compiler's.
+    slice's own devices keeps it, and the report has its axes. ``function`` may be jitted, with its own options, or a
+    stage of JAX (Traced, Lowered, Compiled), which takes no arguments. ``options`` are the compiler's.
 
     A callable is compiled in this process, which then holds libtpu. 'module:function' is compiled in a process of its
     own, with ``timeout_s``, ``cache`` and ``on_progress``. ``save`` keeps the executable.
@@ -126,7 +126,11 @@ def _in_session(request: CompileRequest, *, whole_mesh: bool, cache: bool) -> Co
             if request.options:
                 # JAX remembers what it compiled without them.
                 jax.clear_caches()
-            program = session.program_of(lowered.compile())
+            compiled = lowered.compile()
+            program = session.program_of(compiled)
+            if program is None:
+                # JAX remembers what it compiled before the session.
+                return _read(compiled, slice_)
         except jax.errors.JaxRuntimeError as error:
             programs = session.record.programs
             if not programs or programs[-1].result.out_of_memory is None:
@@ -139,18 +143,18 @@ def _in_session(request: CompileRequest, *, whole_mesh: bool, cache: bool) -> Co
 def _read(stage: jax.stages.Compiled, slice_: Slice) -> Compiled:
     """A program that is compiled, without XLA's report of its memory: the peak is XLA's own figure."""
     here = described_devices(slice_, one_process=True)
-    shardings = [
-        s for s in jax.tree.leaves((stage.input_shardings, stage.output_shardings)) if s.device_set <= set(here)
-    ]
+    every = jax.tree.leaves((stage.input_shardings, stage.output_shardings))
+    shardings = [sharding for sharding in every if sharding.device_set <= set(here)]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
-    if not shardings:
+    memory: Any = stage.memory_analysis()
+    if not shardings or memory is None:
         accepted = f"one over the devices of {slice_.name}: inside rooftop.target, or with rooftop.mesh"
         raise RooftopError("function", "a compiled stage for other devices", accepted)
     devices = list(meshes[0].devices.flat) if meshes else [next(iter(shardings[0].device_set))]
     axes = dict(meshes[0].shape) if meshes else {"devices": 1}
     program = compiled_program(
         stage.as_text() or "",
-        stage.memory_analysis(),
+        memory,
         Path(os.devnull),
         lower_s=0.0,
         compile_s=0.0,

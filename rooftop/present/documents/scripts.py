@@ -95,11 +95,11 @@ def _programs(data: Mapping[str, Any]) -> Iterator[Chart]:
             yield prose(
                 f"Program {number} has {program['kernels']} Pallas kernels; the FLOPs above are outside of them."
             )
-        if not program["regular"]:
-            text = "its devices stand in an order without a pattern on the slice: prices are those of rooftop's layout"
-            yield prose(f"Program {number}: {text}.")
         if program["unread"]:
             yield prose(f"Program {number} cannot be read: {program['unread']}.")
+    if not all(program["regular"] for program in data["programs"]):
+        text = "The devices of an axis do not form a line or a grid on the slice"
+        yield prose(f"{text}: collectives are priced as on a mesh of the same axes that rooftop lays out.")
 
 
 def _rest(data: Mapping[str, Any]) -> Iterator[Chart]:
