@@ -90,8 +90,8 @@ def result_shardings(
 ) -> list[Sharding | None]:
     """The sharding of each result of a program as far as it follows without XLA; None where it does not.
 
-    It follows from ``out_shardings``, explicit types, constraints, and if the program runs on one device. Short
-    programs without any of them are elementwise: a result is split as an argument of its shape.
+    It follows from ``out_shardings``, explicit types and constraints, and if no argument is split. Short programs
+    without any of them are elementwise: a result is split as an argument of its shape.
     """
     inside = _constraints(jaxpr)
     placed: list[Any] = [value.sharding for value in arguments if getattr(value, "committed", False)]
@@ -104,6 +104,10 @@ def result_shardings(
         if isinstance(value, jax.Array) and value.sharding.num_devices > 1:
             by_shape.setdefault(value.shape, value.sharding)
     spread = bool(by_shape) or any(sharding.num_devices > 1 for sharding in placed if _is_concrete(sharding))
+    arrays = [value.sharding for value in arguments if isinstance(value, jax.Array)]
+    whole = all(sharding.is_fully_replicated for sharding in arrays) and not any(
+        isinstance(sharding, Sharding) for sharding in (*in_shardings, *out_shardings, *inside)
+    )
     shardings: list[Sharding | None] = []
     for variable, stated, inner in zip(jaxpr.outvars, out_shardings, inside, strict=True):
         aval = variable.aval
@@ -115,8 +119,9 @@ def result_shardings(
             sharding = typed
         elif inner is not None:
             sharding = inner
-        elif not spread and mesh is None:
-            sharding = _one_device(placed)
+        elif whole:
+            # Nothing is split, and nothing asks for it.
+            sharding = _one_device(placed) if mesh is None else NamedSharding(mesh, PartitionSpec())
         elif spread and len(jaxpr.eqns) < _SHORT:
             sharding = by_shape.get(aval.shape)
         shardings.append(_concrete(sharding, typed, mesh))

@@ -111,7 +111,7 @@ def test_a_training_loop_as_it_is(rooftop: Run, folder: Path) -> None:
     assert axes == {"data", "model"}
     assert (data["ending"], data["error"], data["reads"]) == ("steps", None, {"train.py:26": 5})
     assert sorted(path.name for path in (folder / "programs").iterdir()) == [
-        "1_step.hlo.txt", "2_step.hlo.txt", "report.json"
+        "1_step.hlo.txt", "2_step.hlo.txt", "3_step.hlo.txt", "report.json"
     ]  # fmt: skip
 
 

@@ -234,6 +234,11 @@ def _large(kind: AxisType) -> tuple[Any, Any]:
     return mesh, x
 
 
+def _within(kind: AxisType, function: Callable[[], Any]) -> Any:
+    with jax.set_mesh(mesh_of(kind)):
+        return function()
+
+
 SPLIT: dict[str, Callable[[], Any]] = {
     "elementwise": lambda: _large(AxisType.Auto)[1] * 2 + 1,
     "like": lambda: [jnp.zeros_like(_large(AxisType.Auto)[1]), jnp.ones_like(_large(AxisType.Auto)[1])],
@@ -248,6 +253,11 @@ SPLIT: dict[str, Callable[[], Any]] = {
         )(x)
     )(*_large(AxisType.Auto)),
     "one device": lambda: jnp.zeros((512, 512)) + 1,
+    "set mesh": lambda: _within(AxisType.Auto, lambda: [jnp.zeros((512, 512)), jnp.ones((512, 512)) * 2]),
+    "set explicit mesh": lambda: _within(AxisType.Explicit, lambda: [jnp.zeros((512, 512)), jnp.arange(8) + 1]),
+    "replicated": lambda: jax.jit(lambda x: (x @ x.T, x.sum()))(
+        jax.device_put(_large(AxisType.Auto)[1], NamedSharding(mesh_of(), P()))
+    ),
     "resharded": lambda: jax.device_put(_large(AxisType.Auto)[1], NamedSharding(mesh_of(), P())),
 }
 
