@@ -138,7 +138,7 @@ class RememberedExecutable:
             parameters=_serialized(executable.get_parameter_shardings()),
             results=_serialized(executable.get_output_shardings()),
             memory_kinds=tuple(executable.get_output_memory_kinds()[0]),
-            costs={name: float(value) for name, value in (executable.cost_analysis() or {}).items()},
+            costs=_costs(executable),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -183,6 +183,14 @@ class RememberedExecutable:
     def cost_analysis(self) -> dict[str, float]:
         """XLA's own estimates."""
         return dict(self.costs)
+
+
+def _costs(executable: Any) -> dict[str, float]:
+    """XLA's own estimates; none from a compiler that has none, such as that for GPUs."""
+    try:
+        return {name: float(value) for name, value in (executable.cost_analysis() or {}).items()}
+    except jax.errors.JaxRuntimeError:
+        return {}
 
 
 def _serialized(shardings: Sequence[Any] | None) -> tuple[bytes, ...] | None:

@@ -279,9 +279,10 @@ def test_shard_map_with_splash_attention(rooftop: Run) -> None:
     answer = rooftop("compile", "--on", "v5e:2x2", "--json", "--", "python", script)
     (program,) = answer.json["programs"]
     assert (program["name"], program["kernels"]) == ("loss", 3)
-    # Three projections, forward and the gradient of their weights; attention is within the kernels.
+    # Three projections, forward and the gradient of their weights. Attention is within the kernels, but for the sums
+    # over the head size of outputs times their gradients, which XLA does not multiply as matrices.
     flops = 3 * 2 * 2 * (2 * 512) * 512 * (4 * 128)
-    assert program["matmul_flops"] == flops
+    assert program["matmul_flops"] == flops + 2 * 2 * 4 * 512 * 128
     assert program["compiled"]["flops"] == flops / 4
     assert program["compiled"]["mesh"]["axes"] == {"data": 2, "heads": 2}
 
@@ -393,6 +394,20 @@ def test_a_target_in_a_with_statement() -> None:
         library.inspect(jnp.sin, 3.0)
     with pytest.raises(RooftopError, match=r"with rooftop\.target"):
         _ = library.target("v5e:2x2").result
+
+
+def test_jits_are_compiled_for_their_size_or_their_arguments() -> None:
+    """An update of 512 MB of weights has no matmul; an eager operation on the same arrays is not the user's own jit."""
+    with library.target("v5e:2x2", min_flops=1e12) as target:
+        weights = jnp.zeros((8192, 8192))
+        _ = jax.jit(lambda w, g: w - 0.1 * g)(weights, weights)
+        _ = jax.jit(lambda w: w @ w)(jnp.zeros((1024, 1024)))
+        _ = weights + weights
+    (program,) = target.result.report.programs
+    assert program.program.matmul_flops == 0
+    assert program.report is not None
+    assert program.report.peak_bytes >= 2 * 8192**2 * 4
+    assert target.result.report.run.record.not_compiled["<lambda>"] == 1
 
 
 def test_a_function_that_closes_over_a_mesh() -> None:

@@ -189,6 +189,8 @@ def explained(error: BaseException) -> str:
 
 
 def _name(function: Any) -> str:
+    if isinstance(function, str):
+        return function
     return str(getattr(function, "__qualname__", None) or getattr(function, "__name__", type(function).__name__))
 
 
@@ -207,10 +209,8 @@ def _sharded_here(parameters: Mapping[str, Any], devices: tuple[Any, ...]) -> bo
 
 def _require_devices(lowered: Any, devices: tuple[Any, ...], slice_: Slice) -> None:
     """Raise RooftopError for a lowered stage whose devices are not those of the slice."""
-    own = set(devices)
-    meshes = [s.mesh for s in jax.tree.leaves(lowered.in_avals) if isinstance(s, NamedSharding)]
     backend = lowered._lowering.compile_args.get("backend")
-    if backend is not devices[0].client or any(not set(mesh.devices.flat) <= own for mesh in meshes):
+    if backend is not devices[0].client:
         platform = getattr(backend, "platform", "no device")
         accepted = f"one over the devices of {slice_.name}: inside rooftop.target, or with rooftop.mesh"
         raise RooftopError("function", f"a stage for {platform}", accepted)
