@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ def _run(request: ScriptRequest, phase: Path) -> ScriptRun:
     )
     start, ending, error = time.monotonic(), _ENDS, None
     session.start()
+    variables = {name: os.environ.get(name) for name in _READ_ONCE}
     _write(phase, b"running")
     try:
         _execute(request)
@@ -92,9 +93,18 @@ def _run(request: ScriptRequest, phase: Path) -> ScriptRun:
         _print_traceback(raised)
         message = (str(raised).splitlines() or [""])[0]
         ending, error = _FAILS, ScriptError(kind=type(raised).__name__, message=message, place=raising_place(raised))
-    return ScriptRun(record=session.record, ending=ending, seconds=time.monotonic() - start, error=error)
+    seconds = time.monotonic() - start
+    notes = tuple(
+        f"the script sets {name}, which is read before it starts: set it for rooftop compile"
+        for name, value in variables.items()
+        if os.environ.get(name) != value
+    )
+    record = replace(session.record, notes=(*session.record.notes, *notes))
+    return ScriptRun(record=record, ending=ending, seconds=seconds, error=error)
 
 
+#: Variables that XLA and libtpu read when they are loaded, which is before the script runs.
+_READ_ONCE = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _ENDS: Ending = "end"
 _STEPS: Ending = "steps"
 _FAILS: Ending = "error"

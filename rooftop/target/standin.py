@@ -188,7 +188,8 @@ class StandIn(jax.Array):
         place = str(spec) if spec is not None else "on one device" if self._sharding.num_devices == 1 else "split"
         return f"Array({self.aval.str_short()}, {place}, value not computed)"
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        return repr(self) if self.known is None else str(self._value)
 
     def __format__(self, spec: str) -> str:
         return format(self._value if self.ndim else self._value[()], spec)

@@ -190,9 +190,11 @@ def test_a_module_with_arguments(folder: Path) -> None:
     (package / "main.py").write_text(
         "import sys\nfrom pkg import other\nraise SystemExit(str(sys.argv[1:]) + other.X)\n"
     )
-    (package / "other.py").write_text("X = 'x'\n")
+    (package / "other.py").write_text("import os\nX = 'x'\nos.environ['LIBTPU_INIT_ARGS'] = '--xla_x=1'\n")
     result = library.compile_script("python -m pkg.main --layers 2", on="v5e:2x2")
     assert str(result.report.run.error) == "main.py:3: exit: ['--layers', '2']x"
+    (note,) = result.report.run.record.notes
+    assert note.startswith("the script sets LIBTPU_INIT_ARGS, which is read before it starts")
 
 
 def test_a_script_that_takes_too_long() -> None:

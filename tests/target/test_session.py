@@ -161,7 +161,7 @@ SMALL: dict[str, Callable[[], Any]] = {
     ),
     "shards": lambda: jax.device_put(np.arange(8), NamedSharding(mesh_of(), P("data"))).addressable_shards[1].data,
     "donated": lambda: jax.jit(lambda x: x + 1, donate_argnums=0)(jnp.arange(8)),
-    "format": lambda: f"{jnp.float32(2.5):.3f} {jnp.arange(3)} {jnp.int32(4)!r}",
+    "format": lambda: f"{jnp.float32(2.5):.3f} {jnp.arange(3)} {jnp.int32(4)!r} {jnp.int32(4)!s}",
     "iteration": lambda: [int(x) for x in jnp.arange(3)],
     "copies": lambda: copy.deepcopy(jnp.arange(3)) + copy.copy(jnp.arange(3)),
     "numpy": lambda: np.concatenate([np.asarray(jnp.arange(3)), [4]]),
