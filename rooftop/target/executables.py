@@ -22,7 +22,8 @@ from jax._src import compiler
 from jax._src.interpreters import mlir
 from jaxlib import xla_client
 
-from rooftop.compiler.cache import Cache
+from rooftop.compiler import cache as cache_module
+from rooftop.compiler.cache import Cache, digest
 from rooftop.compiler.compiling import CompiledProgram, WorkerResult
 from rooftop.compiler.executables import MEMORY, compiled_program, read_reports, reporting_options
 from rooftop.compiler.memory import OutOfMemory, read_exceeded
@@ -116,7 +117,9 @@ def compile_module(
     result = WorkerResult(program=program)
     if store is not None:
         remembered = RememberedExecutable.of(executable, result)
-        store.keep(question, remembered.to_json(), {})
+        # What was read from XLA's reports is valid as long as their reader is the same.
+        reader = Path(cache_module.__file__).parent.rglob("*.py")
+        store.keep(question, remembered.to_json(), {str(path): digest(path) for path in reader})
     return CompiledModule(result=result, executable=executable)
 
 

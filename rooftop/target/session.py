@@ -360,6 +360,12 @@ class Session:
         sharding.shard_shape(aval.shape)
         return stand_in(aval, sharding, committed=target is not None, reader=self, known=_host_value(value, aval))
 
+    def stand_in_for(self, shape: jax.ShapeDtypeStruct) -> Any:
+        """A stand-in of a shape, a dtype and a sharding; without one it is on one device, and not placed."""
+        sharding = shape.sharding or jax.sharding.SingleDeviceSharding(self._default_device())
+        aval = core.ShapedArray(shape.shape, shape.dtype, weak_type=bool(shape.weak_type))
+        return stand_in(aval, sharding, committed=shape.sharding is not None, reader=self)
+
     def put_shards(self, aval: Any, sharding: Any, shards: Sequence[Any], committed: bool) -> Any:
         """A stand-in for an array of ``shards``; its value is known if one of them is all of it."""
         whole = bool(len(shards)) and getattr(shards[0], "shape", None) == aval.shape

@@ -465,6 +465,31 @@ def test_any_argument() -> None:
     assert report.to_json()["options"] == {"xla_tpu_enable_latency_hiding_scheduler": False}
 
 
+def test_modules_of_equinox_are_arguments() -> None:
+    """Functions and numbers among the leaves stay as they are."""
+    equinox = pytest.importorskip("equinox")
+    model = equinox.nn.MLP(512, 512, 1024, depth=1, activation=jax.nn.gelu, key=jax.random.key(0))
+    step = equinox.filter_jit(equinox.filter_grad(lambda model, x, rate: rate * jax.vmap(model)(x).mean()))
+    report = library.inspect(step, model, "f32[512_X, 512]", 0.5, on="v5e:2x2", mesh="X=4", auto=True)
+    # The gradient of the batch is not needed, nor is the second product itself.
+    assert report.report.flops == 2 * 512 * 512 * 1024 * 4 / 4
+
+
+def test_modules_of_flax_are_arguments() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+
+    @nnx.jit
+    def step(model: Any, x: Any) -> Any:
+        return nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+
+    with library.target("v5e:2x2"):
+        mesh = library.mesh("v5e:2x2", "data=4", auto=True)
+        x = jax.device_put(np.zeros((512, 512), np.float32), NamedSharding(mesh, P("data")))
+        report = library.inspect(step, nnx.Linear(512, 1024, rngs=nnx.Rngs(0)), x)
+    assert report.report.flops == 2 * 512 * 512 * 1024 * 2 / 4
+    assert report.to_json()["mesh"]["axes"] == {"data": 4}
+
+
 def test_errors_of_functions_are_the_users_own_line() -> None:
     def wrong(x: Any) -> Any:
         return x @ x[:3]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -114,7 +114,10 @@ def _in_session(request: CompileRequest, *, whole_mesh: bool, cache: bool) -> Co
         return _read(stage, slice_)
     with nullcontext() if running is not None else session, session.compiling_with(request.options):
         mesh = topology_mesh(request.mesh, one_process=True)
-        used = whole_mesh or not _sharded_here(parameters, session.devices)
+        leaves = jax.tree.leaves((parameters["arrays"], parameters["keywords"]))
+        # Inside a target arrays lie where the program has put them.
+        default = running is None and not _sharded_here(leaves, session.devices)
+        used = whole_mesh or default or any(map(_is_notation, leaves))
         try:
             if isinstance(stage, (jax.stages.Traced, jax.stages.Lowered)):
                 lowered = stage.lower() if isinstance(stage, jax.stages.Traced) else stage
@@ -122,7 +125,7 @@ def _in_session(request: CompileRequest, *, whole_mesh: bool, cache: bool) -> Co
                 used = False
             else:
                 with _users_errors(stage):
-                    lowered = _lowered(mesh if used else None, parameters, mesh)
+                    lowered = _lowered(mesh if used else None, parameters, mesh, session.stand_in_for)
             if request.options:
                 # JAX remembers what it compiled without them.
                 jax.clear_caches()
@@ -194,12 +197,10 @@ def _name(function: Any) -> str:
     return str(getattr(function, "__qualname__", None) or getattr(function, "__name__", type(function).__name__))
 
 
-def _sharded_here(parameters: Mapping[str, Any], devices: tuple[Any, ...]) -> bool:
+def _sharded_here(leaves: Iterable[Any], devices: tuple[Any, ...]) -> bool:
     """True if an argument, or the mesh that the caller has set, is over the described devices."""
     own = set(devices)
-    shardings = [
-        getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((parameters["arrays"], parameters["keywords"]))
-    ]
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     context = jax.sharding.get_mesh()
     return any(
@@ -243,14 +244,22 @@ def lower(mesh: DeviceMesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
         return lowered
 
 
-def _lowered(context: DeviceMesh | None, arguments: Mapping[str, Any], mesh: DeviceMesh) -> Any:
-    """The function lowered, with the mesh ``context`` set; arrays without a mesh of their own lie on ``mesh``."""
+def _lowered(
+    context: DeviceMesh | None,
+    arguments: Mapping[str, Any],
+    mesh: DeviceMesh,
+    array: Callable[[jax.ShapeDtypeStruct], Any] = lambda shape: shape,
+) -> Any:
+    """The function lowered, with the mesh ``context`` set; arrays without a mesh of their own lie on it.
+
+    ``array`` turns the shape, dtype and sharding of an argument into what the function is lowered for.
+    """
     mesh = _with_axes(mesh, arguments["auto"])
     function = arguments["function"]
     if isinstance(function, str):
         function = _imported(function)
     positional, named = jax.tree.map(
-        lambda leaf: _abstract(leaf, arguments["dims"], mesh),
+        lambda leaf: _argument(leaf, arguments["dims"], mesh, array, whole=context is not None),
         (tuple(arguments["arrays"]), dict(arguments.get("keywords") or {})),
     )
     jitted = function if hasattr(function, "lower") else jax.jit(function)
@@ -277,25 +286,39 @@ def _imported(name: str) -> Callable[..., Any]:
     return called
 
 
-def _abstract(leaf: Any, dims: Mapping[str, int], mesh: DeviceMesh) -> Any:
-    """The leaf as a shape, a dtype and a sharding if it is an array; other leaves as they are."""
-    if isinstance(leaf, ShardedArray) or (isinstance(leaf, str) and "[" in leaf):
-        array = ShardedArray.parse(leaf) if isinstance(leaf, str) else leaf
-        if array.at or array.unreduced:
-            raise RooftopError("argument", str(array), "an array in the HBM of the mesh, without partial sums")
+def _is_notation(leaf: Any) -> bool:
+    return isinstance(leaf, ShardedArray) or (isinstance(leaf, str) and "[" in leaf)
+
+
+def _argument(
+    leaf: Any, dims: Mapping[str, int], mesh: DeviceMesh, array: Callable[[jax.ShapeDtypeStruct], Any], *, whole: bool
+) -> Any:
+    """An ``array`` of the leaf's shape, dtype and sharding if it is an array; other leaves as they are.
+
+    ``whole``: an array without a sharding over the mesh's devices is on all of them.
+    """
+    if _is_notation(leaf):
+        written = ShardedArray.parse(leaf) if isinstance(leaf, str) else leaf
+        if written.at or written.unreduced:
+            raise RooftopError("argument", str(written), "an array in the HBM of the mesh, without partial sums")
         # Raises RooftopError, with the nearest sizes that divide, for a dim that does not.
-        array.local_shape(dims, dict(mesh.shape))
-        return abstract(array, dims, mesh)
+        written.local_shape(dims, dict(mesh.shape))
+        return array(abstract(written, dims, mesh))
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
     sharding = getattr(leaf, "sharding", None)
     described = set(mesh.devices.flat)
+    if not whole and isinstance(leaf, jax.Array) and leaf.sharding.device_set <= described:
+        # It may not be placed, and then goes where other arguments are.
+        return leaf
     if isinstance(sharding, NamedSharding):
         if not (isinstance(sharding.mesh, DeviceMesh) and set(sharding.mesh.devices.flat) <= described):
             sharding = NamedSharding(mesh, sharding.spec)
-    else:
+    elif whole:
         sharding = NamedSharding(mesh, P())
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    elif sharding is not None and not sharding.device_set <= described:
+        sharding = None
+    return array(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
 
 
 def _text(argument: Any) -> Any:
