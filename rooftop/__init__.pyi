@@ -14,6 +14,9 @@ from rooftop.library.explaining import explain as explain
 from rooftop.library.explaining import explain_operations as explain_operations
 from rooftop.library.explaining import validate as validate
 from rooftop.library.planning import plan_training as plan_training
+from rooftop.library.scripts import compile_script as compile_script
+from rooftop.library.scripts import mesh as mesh
+from rooftop.library.scripts import target as target
 from rooftop.library.serving import plan_serving as plan_serving
 from rooftop.library.serving import serve as serve
 from rooftop.library.serving import serving_front as serving_front

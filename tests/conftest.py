@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 #: Modules that take longest, in that order: started first, so that no process is left with one at the end.
 LONGEST = (
     "train/test_train", "programs/test_packed_training", "embed/test_workers", "cli/test_compile", "serve/test_engine",
-    "embed/test_train", "programs/test_moe", "docs/test_docs", "programs/test_attention",
+    "target/test_scripts", "embed/test_train", "programs/test_moe", "docs/test_docs", "programs/test_attention",
     "checkpoints/test_huggingface", "programs/test_collective_matmul", "embed/test_runs", "serve/test_engine_choices",
     "serve/test_processes", "programs/test_embedding", "runs/test_checkpoints", "compiler/test_hlo",
     "programs/test_pipeline", "programs/test_families", "serve/test_simulated", "compiler/test_schedule",

@@ -248,6 +248,101 @@ class Mesh:
         return cls(slice_, axes)
 
 
+@dataclass(frozen=True)
+class PlacedMesh(Mesh):
+    """A mesh whose devices stand in an order of their own.
+
+    ``places`` has the physical coordinates of each device, in the order in which the axes count them. ``regular``: the
+    devices of every axis fill evenly spaced coordinates, so that ``axes`` says where they lie; otherwise ``axes`` is
+    the layout that rooftop chooses for axes of these sizes, and prices of collectives are those of that layout.
+    """
+
+    places: tuple[tuple[int, ...], ...] = ()
+    regular: bool = True
+
+    def device_coordinates(self) -> Ints:
+        """Physical coordinates of every device, [*mesh shape, P]."""
+        return np.array(self.places, np.int64).reshape(*self.shape.values(), -1)
+
+
+#: Name of the axis over copies of a mesh that has only some of the devices of its slice.
+UNUSED = "unused"
+
+
+def placed_mesh(slice_: Slice, sizes: Mapping[str, int], coordinates: Iterable[Iterable[int]]) -> Mesh:
+    """The mesh of a program that lays its devices out itself: axes of ``sizes`` over devices at ``coordinates``.
+
+    ``coordinates`` are along the physical axes of the slice, in the order in which the axes count the devices. A mesh
+    of some of the devices gets a first axis ``unused`` over the others. Raises RooftopError unless all the devices of
+    the slice are a multiple of those of the mesh.
+    """
+    places = tuple(tuple(int(coordinate) for coordinate in place) for place in coordinates)
+    count = prod(sizes.values())
+    if count != len(set(places)) or len(places) != count or slice_.devices % count:
+        written = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise RooftopError("mesh", written, f"axes over different devices, a divisor of the {slice_.devices}")
+    shape = dict(sizes)
+    if count < slice_.devices:
+        shape = {UNUSED: slice_.devices // count, **shape}
+    grid = np.array(places, np.int64).reshape(*sizes.values(), len(slice_.physical_axes))
+    axes = _pieces_of(slice_, dict(sizes), grid)
+    if axes is not None and count < slice_.devices:
+        axes = _with_unused(slice_, axes)
+    regular, mesh = axes is not None, None
+    if axes is not None:
+        try:
+            mesh = Mesh(slice_, axes)
+        except RooftopError:
+            regular = False
+    mesh = mesh or Mesh.lay(slice_, shape)
+    if np.array_equal(mesh.device_coordinates().reshape(-1, len(places[0]))[:count], np.array(places)):
+        return mesh
+    if count < slice_.devices:
+        # Copies of the mesh fill the slice in any order: nothing is sent to them.
+        used = set(places)
+        everywhere = np.ndindex(*(axis.size for axis in slice_.physical_axes))
+        places += tuple(place for place in everywhere if place not in used)
+    return PlacedMesh(slice_, mesh.axes, places, regular)
+
+
+def _pieces_of(slice_: Slice, sizes: Mapping[str, int], grid: Ints) -> dict[str, tuple[AxisPiece, ...]] | None:
+    """The pieces of each axis, from coordinates [*sizes, P]; None if an axis fills unevenly spaced coordinates."""
+    pieces: dict[str, tuple[AxisPiece, ...]] = {}
+    for position, (name, size) in enumerate(sizes.items()):
+        groups = np.moveaxis(grid, position, -2).reshape(-1, size, grid.shape[-1])
+        laid = []
+        for column, physical in enumerate(slice_.physical_axes):
+            values = np.sort(groups[:, :, column], axis=1)
+            distinct = np.unique(values[0])
+            if len(distinct) == 1:
+                if np.any(values[:, :1] != values):
+                    return None
+                continue
+            stride = int(distinct[1] - distinct[0])
+            expected = np.repeat(distinct - distinct[0], size // len(distinct)) if size % len(distinct) == 0 else None
+            if expected is None or np.any(np.diff(distinct) != stride) or np.any(values - values[:, :1] != expected):
+                return None
+            # The first index at which the coordinate changes: pieces that change late vary slowest.
+            period = int(np.argmax(groups[0, :, column] != groups[0, 0, column]))
+            laid.append((-period, AxisPiece(physical.name, stride, len(distinct))))
+        if prod(piece.size for _, piece in laid) != size:
+            return None
+        pieces[name] = tuple(piece for _, piece in sorted(laid, key=lambda entry: entry[0]))
+    return pieces
+
+
+def _with_unused(slice_: Slice, axes: Mapping[str, tuple[AxisPiece, ...]]) -> dict[str, tuple[AxisPiece, ...]] | None:
+    """The axes with a first one over the rest of every physical axis; None if it does not divide."""
+    rest = []
+    for physical in slice_.physical_axes:
+        used = prod(piece.size for pieces in axes.values() for piece in pieces if piece.axis == physical.name)
+        if physical.size % used:
+            return None
+        if used < physical.size:
+            rest.append(AxisPiece(physical.name, used, physical.size // used))
+    return {UNUSED: tuple(rest), **axes}
+
+
 def _parse_piece(text: str, lengths: Mapping[str, int]) -> AxisPiece:
     match = re.fullmatch(r"\s*(\w+)(?:\[(\d+):(\d+)\])?\s*", text)
     if match is None:

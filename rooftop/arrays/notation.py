@@ -19,13 +19,15 @@ from math import prod
 from typing import Literal
 
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.core.quantities import DTYPE_ALIASES, DTYPE_BYTES, dtype_bytes, parse_count, parse_dtype
+from rooftop.core.quantities import DTYPE_ALIASES, DTYPE_BYTES, INDEX_BYTES, dtype_bytes, parse_count, parse_dtype
 
 Style = Literal["ascii", "unicode", "latex"]
 Axes = tuple[str, ...]
 
 #: Words that are misspelt dtypes rather than names of arrays.
 _LIKE_DTYPE = re.compile(r"(?:bf|fp|float|bfloat|int|uint|f(?=8|16|32|64))[0-9]\w*")
+#: Spellings of JAX and XLA for dtypes of indices and masks.
+_INDEX_ALIASES = {"i32": "int32", "s32": "int32", "u32": "uint32", "pred": "bool", "bool_": "bool"}
 _FORM = "dtype[DIM_AXES, ...]{U_AXES}, such as bf16[B_X, D_YZ]{U_W}; @host or @(0,0) may follow"
 _ARRAY = re.compile(r"\s*(\w+)'*\s*\[([^\[\]]*)\]\s*(?:\{(.*)\}\s*)?(?:@\s*(\w+|\([^()]*\))\s*)?", re.ASCII)
 _DIM = re.compile(r"\s*([A-Za-z0-9]+)\s*(?:_\s*(\w*|\{[^{}]*\})\s*)?", re.ASCII)
@@ -118,8 +120,10 @@ class ShardedArray:
         word, inside, unreduced, place = match.groups()
         if word.lower() in DTYPE_BYTES or word.lower() in DTYPE_ALIASES:
             dtype = parse_dtype(word)
+        elif (index := _INDEX_ALIASES.get(word.lower(), word.lower())) in INDEX_BYTES:
+            dtype = index
         elif dtype is None or _LIKE_DTYPE.fullmatch(word):
-            raise unknown("dtype", word, DTYPE_BYTES)
+            raise unknown("dtype", word, DTYPE_BYTES | INDEX_BYTES)
         entries = re.split(r",(?![^{]*\})", inside) if inside.strip() else []
         split = [_dim(entry, text) for entry in entries]
         partial: Axes = ()

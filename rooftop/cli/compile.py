@@ -1,9 +1,9 @@
-"""``rooftop compile``: the program of a plan, or any JAX function, compiled by XLA:TPU or XLA:GPU without a device."""
+"""``rooftop compile``: a plan's program, your own script or any JAX function, compiled by XLA without a device."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +12,10 @@ import click
 
 from rooftop.cli.options import (
     FILE,
+    FOLDER,
     OUTPUT,
     PARALLELISM,
+    QUANTITY,
     RUN,
     WORKLOAD,
     VerbCommand,
@@ -26,6 +28,7 @@ from rooftop.cli.options import (
     output_option,
     perfetto_option,
     report_option,
+    steps_option,
     timeout_option,
     top_option,
     xprof_option,
@@ -34,15 +37,22 @@ from rooftop.cli.output import emit_json, show
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json, write_text
 
+#: Where a command line after ``--`` stands in click's context.
+_SCRIPT = "rooftop.script"
+
 if TYPE_CHECKING:
     from rooftop.library.compiling import CompileResult, EmbedCompileResult
 
 
-class _SeveralArrays(VerbCommand):
-    """A command whose ``--args`` takes all the words that follow it, up to the next option."""
+class _CompileCommand(VerbCommand):
+    """A command whose ``--args`` takes all the words up to the next option; words after ``--`` are a command line."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread, taking = list[str](), False
+        if "--" in args:
+            # Options of the script are its own.
+            at = args.index("--")
+            ctx.meta[_SCRIPT], args = args[at + 1 :], args[:at]
         for word in args:
             if word.startswith("-"):
                 taking = word == "--args"
@@ -54,15 +64,16 @@ class _SeveralArrays(VerbCommand):
 
 
 @click.command(
-    cls=_SeveralArrays,
+    cls=_CompileCommand,
     examples=(
         "rooftop compile plan.json",
+        "rooftop compile --on v5e:4x4 -- python train.py --layers 2",
         "rooftop compile mypkg.mymodule:step --args 'bf16[8192_X, 4096]' 'bf16[4096, F_Y]' \\\n"
         "    --dims F=16384 --mesh X=4,Y=4 --on v5e:4x4",
     ),
 )
-@click.argument("program", metavar="PLAN.json|MODULE:FUNCTION")
-@on_option(help="The slice to compile a function for, such as v5e:4x4.")
+@click.argument("program", metavar="PLAN.json|MODULE:FUNCTION|-- python SCRIPT", required=False)
+@on_option(help="The slice to compile a script or a function for, such as v5e:4x4.")
 @option(
     "--args",
     "arrays",
@@ -75,10 +86,27 @@ class _SeveralArrays(VerbCommand):
 @mesh_option(help="Mesh axes and their sizes for a function: X=4,Y=4.")
 @layout_option()
 @option("--auto", is_flag=True, group=PARALLELISM, help="Leave axes to the partitioner: not JAX's explicit mode.")
+@option(
+    "--compiler-option",
+    "compiler_options",
+    group=RUN,
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Set an option of XLA for a function: xla_tpu_enable_latency_hiding_scheduler=false.",
+)
+@steps_option(default="3", help="The last step of a script, in calls of one program; 0 runs it to its end.")
+@option(
+    "--min-flops",
+    group=RUN,
+    type=QUANTITY,
+    default="100M",
+    help="Compile jits of a script from so many matmul FLOPs on, over all devices.",
+)
 @check_option(help="Build checks into a plan of embeddings: nan, bounds, buffers.")
 @timeout_option(help="Give up after this time: 90s, 10m.")
 @option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
 @top_option(default="10", help="Operations and buffers to list, or all.")
+@option("--out", group=OUTPUT, type=FOLDER, help="Write report and optimised HLO of all programs of a script here.")
 @option("--save", group=OUTPUT, type=FILE, help="Write the executable here, with the versions that compiled it.")
 @perfetto_option(help="Write the compiled timeline here, for ui.perfetto.dev.")
 @xprof_option()
@@ -87,17 +115,21 @@ class _SeveralArrays(VerbCommand):
 @json_option
 def command(
     *,
-    program: str,
+    program: str | None,
     on: str | None,
     arrays: tuple[str, ...],
     dims: str | None,
     mesh: str | None,
     layout: str | None,
     auto: bool,
+    compiler_options: tuple[str, ...],
+    steps: int,
+    min_flops: float,
     check: str | None,
     timeout: float | None,
     no_cache: bool,
     top: int | str,
+    out: Path | None,
     save: Path | None,
     perfetto: Path | None,
     xprof: Path | None,
@@ -107,18 +139,37 @@ def command(
 ) -> int:
     """Compile ahead of time with XLA:TPU or XLA:GPU, without a TPU or a GPU, and read the compiler's result.
 
+    For -- python SCRIPT, run your own script with a slice in the place of JAX's devices: nothing is executed, and every
+    large jit is compiled and reported.
+
     For a PLAN.json of 'rooftop plan train', compare plan and program: FLOPs, memory, collectives and time by scope and
     phase, and what only one of them has. For a plan of 'rooftop plan embed', report the memory that SparseCores need
     for each stack of tables, and the overlap of whole steps. For MODULE:FUNCTION, any function of JAX arrays, report
     the compiled ledger and a roofline for every op.
     """
+    script: list[str] | None = click.get_current_context().meta.get(_SCRIPT)
+    options = {"compiler-option": compiler_options}
+    of_function = {"args": arrays, "dims": dims, "mesh": mesh, "layout": layout, "auto": auto, **options}
+    files = {"save": save, "perfetto": perfetto, "xprof": xprof, "report": report}
+    if script is not None:
+        if program is not None:
+            raise RooftopError("program", program, "nothing with a script: rooftop compile --on SLICE -- python SCRIPT")
+        _refuse(of_function | {"check": check}, "nothing with a script, which has its own")
+        _refuse({"save": save, "perfetto": perfetto, "xprof": xprof}, "nothing with a script: it has many programs")
+        if on is None:
+            raise RooftopError("on", None, "a slice, such as v5e:4x4")
+        return _compile_script(
+            script, on=on, steps=steps, min_flops=min_flops, timeout=timeout, cache=not no_cache, top=top,
+            out=out, report=report, output=output, as_json=as_json,
+        )  # fmt: skip
+    _refuse({"out": out}, "nothing but with a script: its programs are many")
+    if program is None:
+        raise RooftopError("program", None, "a plan.json, module:function, or -- python SCRIPT")
     from rooftop.library.compiling import CompileResult, compile, inspect
 
     result: CompileResult | EmbedCompileResult
-    of_function = {"args": arrays, "dims": dims, "mesh": mesh, "on": on, "layout": layout, "auto": auto}
-    files = {"save": save, "perfetto": perfetto, "xprof": xprof, "report": report}
     if Path(program).suffix == ".json":
-        _refuse(of_function, "nothing with a plan, which says all that is needed")
+        _refuse(of_function | {"on": on}, "nothing with a plan, which says all that is needed")
         from rooftop.library.inputs import plan_of
         from rooftop.plan.embedding.plan import EmbedPlan
 
@@ -142,6 +193,7 @@ def command(
                 layout=layout,
                 dims=dims,
                 auto=auto,
+                compiler_options=_options(compiler_options),
                 timeout=timeout,
                 cache=not no_cache,
                 save=save is not None,
@@ -167,6 +219,62 @@ def command(
         show(data, {"report": output}, plan=result.report.plan.to_json())
     result.raise_if_infeasible()
     return 0
+
+
+def _compile_script(
+    words: list[str],
+    *,
+    on: str,
+    steps: int,
+    min_flops: float,
+    timeout: float | None,
+    cache: bool,
+    top: int | str,
+    out: Path | None,
+    report: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> int:
+    """Run a script on a slice, and show its programs."""
+    from rooftop.library.scripts import compile_script
+
+    with _progress_line(shown=not as_json) as on_progress:
+        result = compile_script(
+            words,
+            on=on,
+            steps=steps or None,
+            min_flops=min_flops,
+            timeout=timeout,
+            cache=cache,
+            on_progress=on_progress,
+        )
+    data = result.to_json(top=sys.maxsize if isinstance(top, str) else top)
+    if result.report.programs or result.report.run.error is None:
+        # A script that failed before its first program has only its error.
+        if output is not None:
+            write_json(output, data)
+        if report is not None:
+            write_text(report, result.page())
+        if out is not None:
+            result.write_files(out)
+        show(data, {"report": output, "page": report, "programs": out}, as_json=as_json)
+    result.raise_if_infeasible()
+    return 0
+
+
+def _options(texts: Sequence[str]) -> dict[str, bool | int | str]:
+    """Options of the compiler from NAME=VALUE. Raises RooftopError."""
+    options: dict[str, bool | int | str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise RooftopError(
+                "compiler-option", text, "NAME=VALUE, such as xla_tpu_enable_async_collective_fusion=true"
+            )
+        words: dict[str, bool] = {"true": True, "false": False}
+        number = int(value) if value.lstrip("-").isdecimal() else value
+        options[name] = words.get(value.lower(), number)
+    return options
 
 
 def _refuse(options: Mapping[str, object], accepted: str) -> None:

@@ -378,6 +378,7 @@ workers_option = _shared("--workers", group=RUN, type=COUNT_OR_ZERO, help="Worke
 save_every_option = _shared("--save-every", group=RUN, type=COUNT, help="Steps between checkpoints.")
 check_option = _shared("--check", group=RUN, metavar="NAMES", help="Build checks in: nan, bounds, buffers.")
 timeout_option = _shared("--timeout", group=RUN, type=TIME, help="Give up after this time: 10m.")
+steps_option = _shared("--steps", group=RUN, type=COUNT_OR_ZERO, help="The last step of the run.")
 seed_option = _shared("--seed", group=RUN, type=COUNT_OR_ZERO, help="Seed of everything that is drawn.")
 devices_option = _shared("--devices", group=PROCESSES, type=COUNT, help="Emulate N devices on the CPU.")
 coordinator_option = _shared(

@@ -84,8 +84,9 @@ class CompiledProgram:
     """The compiler's result for a program. Bytes are those of one device.
 
     ``peak_bytes`` is XLA's own figure, and ``memory`` has its parts; ``at_peak`` lists the buffers that are alive at
-    the peak (None if the compiler left no report). ``versions`` are those of jax, jaxlib and the compiler.
-    ``executable`` is set if the request asked for it, see ``rooftop.compiler.worker``.
+    the peak (None if the compiler left no report). ``versions`` are those of jax, jaxlib and the compiler, ``options``
+    those that the program asked for. ``executable`` is set if the request asked for it: see
+    ``rooftop.compiler.worker``.
     """
 
     hlo_text: str
@@ -94,6 +95,7 @@ class CompiledProgram:
     lower_s: float
     compile_s: float
     versions: Mapping[str, str]
+    options: Mapping[str, bool | int | str] = field(default_factory=dict)
     at_peak: PeakMemory | None = None
     executable: bytes | None = None
 
@@ -236,7 +238,7 @@ def ask_worker(
                 start_new_session=True,
             )
             try:
-                _wait(worker, folder / "phase", timeout_s, on_progress or (lambda phase, elapsed_s: None))
+                wait_for(worker, folder / "phase", timeout_s, on_progress or (lambda phase, elapsed_s: None))
             except subprocess.TimeoutExpired:
                 raise RooftopError("timeout_s", timeout_s, f"longer than compiling {request.program} takes") from None
             finally:
@@ -250,8 +252,11 @@ def ask_worker(
         )
 
 
-def _wait(worker: subprocess.Popen[bytes], phase: Path, timeout_s: float | None, on_progress: Progress) -> None:
-    """Wait until the worker has ended. Raises TimeoutExpired when it takes longer than ``timeout_s``."""
+def wait_for(worker: subprocess.Popen[bytes], phase: Path, timeout_s: float | None, on_progress: Progress) -> None:
+    """Wait until a process has ended; the file ``phase`` has its phase.
+
+    Raises TimeoutExpired when it takes longer than ``timeout_s``.
+    """
     start = time.monotonic()
     while True:
         elapsed_s = time.monotonic() - start

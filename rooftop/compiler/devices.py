@@ -90,18 +90,44 @@ def mesh_of(sizes: Mapping[str, int], here: Local, *, layout: Mesh | None = None
     return DeviceMesh(np.array(devices, dtype=object).reshape(shape), AXES, axis_types=types)
 
 
-def topology_mesh(mesh: Mesh) -> DeviceMesh:
+def topology_mesh(mesh: Mesh, *, one_process: bool = False) -> DeviceMesh:
     """The mesh over described devices, in explicit mode, with each device at its coordinates in the layout.
+
+    ``one_process``: see ``described_devices``.
 
     JAX must have been imported under ``rooftop.compiler.compiling.ENVIRONMENT``. Raises RooftopError for a slice that
     the compiler cannot describe.
     """
-    slice_ = mesh.slice
-    described = _describe(slice_) if slice_.chip.kind == "tpu" else _describe_gpus(slice_)
-    if (count := len(_by_coordinates(described, slice_))) != slice_.devices:
-        raise RooftopError("slice", slice_.name, f"a slice that the compiler knows; it lists {count} devices here")
+    described = described_devices(mesh.slice, one_process=one_process)
     names = tuple(mesh.shape)
     return DeviceMesh(device_grid(described, mesh), names, axis_types=(AxisType.Explicit,) * len(names))
+
+
+def described_devices(slice_: Slice, *, one_process: bool = False) -> tuple[jax.Device, ...]:
+    """The devices of a slice as the compiler describes them, host after host; the same objects in every call.
+
+    ``one_process``: all of them belong to process 0, as if one host had the whole slice. XLA's programs are the same.
+    Raises RooftopError for a slice that the compiler cannot describe.
+    """
+    target = target_text(slice_.chip) if slice_.chip.kind == "gpu" else ""
+    # Devices of two descriptions differ, and JAX refuses to mix them.
+    key = (slice_.chip.name, slice_.shape, slice_.num_slices, one_process, target)
+    if key not in _DESCRIBED:
+        devices = _describe_gpus(slice_, target) if target else _describe(slice_, one_process)
+        if (count := len(_by_coordinates(devices, slice_))) != slice_.devices:
+            raise RooftopError("slice", slice_.name, f"a slice that the compiler knows; it lists {count} devices here")
+        _DESCRIBED[key] = tuple(devices)
+    return _DESCRIBED[key]
+
+
+_DESCRIBED: dict[tuple[Any, ...], tuple[jax.Device, ...]] = {}
+
+
+def coordinates_of(devices: Sequence[Any], slice_: Slice) -> list[tuple[int, ...]]:
+    """The coordinates of devices along the physical axes of the slice that they belong to."""
+    described = described_devices(slice_, one_process=devices[0] in described_devices(slice_, one_process=True))
+    by_device = {device: place for place, device in _by_coordinates(described, slice_).items()}
+    return [by_device[device] for device in devices]
 
 
 def device_grid(devices: Sequence[Any], mesh: Mesh) -> npt.NDArray[np.object_]:
@@ -113,11 +139,12 @@ def device_grid(devices: Sequence[Any], mesh: Mesh) -> npt.NDArray[np.object_]:
     return grid
 
 
-def _describe(slice_: Slice) -> list[Any]:
+def _describe(slice_: Slice, one_process: bool) -> list[Any]:
     """libtpu's devices for a slice of TPUs."""
     name = f"{slice_.chip.name}:{'x'.join(map(str, slice_.shape))}"
     # A slice smaller than a host has fewer chips than the 2x2 that libtpu expects.
-    options: dict[str, Any] = {"chips_per_host_bounds": (min(2, slice_.shape[0]), min(2, slice_.shape[1]), 1)}
+    host = (min(2, slice_.shape[0]), min(2, slice_.shape[1]), 1)
+    options: dict[str, Any] = {"chips_per_host_bounds": (*slice_.shape, 1)[:3] if one_process else host}
     if slice_.num_slices > 1:
         options["num_slices"] = slice_.num_slices
     try:
@@ -132,9 +159,9 @@ def _describe(slice_: Slice) -> list[Any]:
     return list(devices)
 
 
-def _describe_gpus(slice_: Slice) -> list[Any]:
+def _describe_gpus(slice_: Slice, target: str) -> list[Any]:
     """The devices of XLA:GPU for a slice of GPUs."""
-    topology = {"target_config": target_text(slice_.chip), "topology": topology_text(slice_)}
+    topology = {"target_config": target, "topology": topology_text(slice_)}
     try:
         return list(topologies.get_topology_desc(platform="cuda", **topology).devices)
     except NotImplementedError:

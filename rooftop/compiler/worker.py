@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,8 @@ from rooftop import __version__
 from rooftop.compiler.cache import digest
 from rooftop.compiler.compiling import CompiledProgram, CompileRequest, RequestError, WorkerAnswer, WorkerResult
 from rooftop.compiler.devices import topology_mesh
-from rooftop.compiler.hlo import text as hlo
-from rooftop.compiler.memory import OutOfMemory, PeakMemory, read_exceeded, read_memory
-from rooftop.compiler.targets import OPTIONS, XLA_GPU
+from rooftop.compiler.executables import compiled_program, read_reports, reporting_options
+from rooftop.compiler.memory import OutOfMemory, PeakMemory, read_exceeded
 from rooftop.core.errors import Infeasible, RooftopError
 
 
@@ -70,35 +70,28 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
         raise RooftopError("program", request.program, f"one that lowers for this mesh ({_line(error)})") from None
     lower_s = time.perf_counter() - start
     on_phase("compiling")
-    with tempfile.TemporaryDirectory(prefix="rooftop-dump-") as folder:
-        reports = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+    with tempfile.TemporaryDirectory(prefix="rooftop-dump-") as name:
+        folder = Path(name)
         try:
-            compiled = lowered.compile({**reports, **(OPTIONS if for_gpus else {}), **request.options})
+            compiled = lowered.compile({**reporting_options(folder, for_gpus=for_gpus), **request.options})
         except jax.errors.JaxRuntimeError as error:
             on_phase("reading")
-            raise _refusal(request, error, Path(folder)) from None
+            raise _refusal(request, error, folder) from None
         compile_s = time.perf_counter() - start - lower_s
         on_phase("reading")
-        at_peak = _peak_memory(Path(folder))
-    memory = compiled.memory_analysis()
-    if for_gpus and memory.peak_memory_in_bytes > (usable := request.mesh.slice.device_hbm_usable_bytes):
+        program = compiled_program(
+            compiled.as_text(),
+            compiled.memory_analysis(),
+            folder,
+            lower_s=lower_s,
+            compile_s=compile_s,
+            for_gpus=for_gpus,
+            options=request.options,
+        )
+    if for_gpus and program.peak_bytes > (usable := request.mesh.slice.device_hbm_usable_bytes):
         # XLA:GPU compiles programs of any size; they end when they run.
-        raise _exceeded(request, memory.peak_memory_in_bytes, usable, at_peak)
-    compiler = XLA_GPU if for_gpus else "libtpu"
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", compiler)}
-    return CompiledProgram(
-        hlo_text=compiled.as_text(),
-        peak_bytes=memory.peak_memory_in_bytes,
-        memory={
-            name: getattr(memory, f"{name}_size_in_bytes")
-            for name in ("argument", "output", "alias", "temp", "generated_code", "host_argument", "host_temp")
-        },
-        lower_s=lower_s,
-        compile_s=compile_s,
-        versions=versions,
-        at_peak=at_peak,
-        executable=pack(compiled, request, versions) if request.save else None,
-    )
+        raise _exceeded(request, program.peak_bytes, usable, program.at_peak)
+    return replace(program, executable=pack(compiled, request, program.versions)) if request.save else program
 
 
 def _program(name: str) -> Callable[..., Any]:
@@ -110,17 +103,6 @@ def _program(name: str) -> Callable[..., Any]:
     return attribute
 
 
-def _peak_memory(folder: Path) -> PeakMemory | None:
-    """Peak memory from the compiler's reports; None without reports (compiler options may redirect them)."""
-    endings = ("-buffer-assignment.txt", "-live-range.txt", ".txt")
-    names = [next(folder.glob(f"*after_optimizations{ending}"), None) for ending in endings]
-    texts = [path.read_text(encoding="utf-8") for path in names if path is not None]
-    if len(texts) < len(endings):
-        return None
-    assignment, live_ranges, module = texts
-    return read_memory(assignment, live_ranges, hlo.parse(module))
-
-
 def _refusal(request: CompileRequest, error: Exception, folder: Path) -> OutOfMemory | RooftopError:
     """The error for a program that XLA does not compile: out of memory, or a wrong request."""
     exceeded = read_exceeded(str(error))
@@ -128,7 +110,7 @@ def _refusal(request: CompileRequest, error: Exception, folder: Path) -> OutOfMe
         # The answer has the first line only; the log has all of them.
         print(error, file=sys.stderr)
         return RooftopError("program", request.program, f"one that XLA compiles ({_line(error)})")
-    return _exceeded(request, *exceeded, _peak_memory(folder))
+    return _exceeded(request, *exceeded, read_reports(folder))
 
 
 def _exceeded(

@@ -20,6 +20,9 @@ DTYPE_BYTES: dict[str, float] = {
     "f4_e2m1": 0.5,
 }
 
+#: Bytes of one element of arrays that are not multiplied: tokens, positions, masks, the bits of PRNG keys.
+INDEX_BYTES: dict[str, float] = {"int32": 4.0, "uint32": 4.0, "bool": 1.0}
+
 #: Other spellings of dtypes, in lower case, by the name that rooftop prints.
 DTYPE_ALIASES: dict[str, str] = {
     "bfloat16": "bf16",
@@ -61,7 +64,7 @@ _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z
 def dtype_bytes(dtype: str, field: str = "dtype") -> float:
     """Bytes of one element of ``dtype``. Raises RooftopError on a name that is not a dtype."""
     try:
-        return DTYPE_BYTES[dtype]
+        return DTYPE_BYTES[dtype] if dtype in DTYPE_BYTES else INDEX_BYTES[dtype]
     except KeyError:
         raise unknown(field, dtype, DTYPE_BYTES) from None
 

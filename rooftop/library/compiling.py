@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from rooftop.explain.compiled.report import CompiledReport
 from rooftop.explain.embedding.compiled import EmbedRefusal, EmbedReport, compile_embed_plan
 from rooftop.explain.embedding.programs import Compilation
 from rooftop.explain.measured.modules import hlo_proto
+from rooftop.hardware import Slice
 from rooftop.library.inputs import AxesLike, PlanLike, SliceLike, TimeLike, mesh_on, plan_of, seconds_of, slice_of
 from rooftop.library.results import Result, flat, ledger_rows
 from rooftop.plan.embedding.plan import EmbedPlan
@@ -194,36 +196,44 @@ def compile(
 
 
 def inspect(
-    function: Callable[..., object] | str,
+    function: Callable[..., object] | str | object,
     *arguments: object,
-    on: SliceLike,
+    on: SliceLike | None = None,
     mesh: AxesLike | Mesh | None = None,
     layout: str | None = None,
     dims: Mapping[str, int] | str | None = None,
     auto: bool = False,
+    compiler_options: Mapping[str, bool | int | str] | None = None,
     timeout: TimeLike | None = None,
     cache: bool = True,
     save: bool = False,
     on_progress: _Progress | None = None,
+    **keywords: object,
 ) -> CompileResult:
     """Compile any JAX function ahead of time with XLA:TPU or XLA:GPU: its ledger, and a roofline of every operation.
 
     Args:
-        function: A callable, compiled in this process, or 'module:function', compiled in a process of its own.
-        arguments: Arrays, 'bf16[8192_X, D_Y]' or anything with a shape and a dtype, in any pytree.
-        on: The slice.
-        mesh: Mesh axes, 'X=4,Y=4', or a Mesh; the slice's own axes x, y, z by default.
+        function: A callable, or a Traced or Lowered stage of JAX, compiled in this process; or 'module:function',
+            compiled in a process of its own.
+        arguments: Arrays, 'bf16[8192_X, D_Y]' or anything with a shape and a dtype, in any pytree, and all else that
+            the function takes: Python numbers, static arguments, modules.
+        keywords: Arguments of the function by name, unless they are named as the options here.
+        on: The slice; inside ``rooftop.target`` it is the target's.
+        mesh: Mesh axes, 'X=4,Y=4', or a Mesh; the slice's own axes x, y, z by default. Arguments that are sharded over
+            a mesh of ``rooftop.mesh``, or of the target, keep it.
         layout: Axes pinned to the torus, 'X=x,Y=y[1:2]+z'.
         dims: Sizes of the dims that arrays name, 'D=4096,F=16Ki'.
         auto: Leave axes to the partitioner, instead of JAX's explicit mode.
+        compiler_options: Options of XLA by name, as ``jax.jit`` takes them.
         timeout: Seconds, or '10m', after which a compilation in its own process is given up.
         cache: Take the answer of an equal compilation from the cache.
         save: Keep the executable.
         on_progress: Callback (phase, seconds).
 
-    Raises OutOfMemory, an Infeasible, for a program that does not fit in HBM, and RooftopError for a wrong argument.
+    Raises OutOfMemory, an Infeasible, for a program that does not fit in HBM, and RooftopError for a wrong argument and
+    for a function that raises: the line names the user's own.
     """
-    where = slice_of(on)
+    where = _target_slice() if on is None else slice_of(on)
     require_compiler(where.chip.kind)
     with uninterrupted():
         from rooftop.explain.compiled import function as functions
@@ -232,15 +242,27 @@ def inspect(
         function,
         *arguments,
         on=where,
-        mesh=mesh_on(where, mesh, layout),
+        keywords=keywords,
+        mesh=None if mesh is None and layout is None else mesh_on(where, mesh, layout),
         dims=parse_sizes(dims) if dims is None or isinstance(dims, str) else dims,
         auto=auto,
+        options=compiler_options,
         timeout_s=None if timeout is None else seconds_of(timeout, "timeout"),
         cache=cache,
         save=save,
         on_progress=on_progress,
     )
     return CompileResult(report=report)
+
+
+def _target_slice() -> Slice:
+    """The slice of the target that this process is on. Raises RooftopError if it is on none."""
+    session = sys.modules.get("rooftop.target.session")
+    running = None if session is None else session.active()
+    if running is None:
+        raise RooftopError("on", None, "a slice, such as v5e:4x4")
+    where: Slice = running.slice
+    return where
 
 
 def _compile_embeddings(

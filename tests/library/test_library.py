@@ -47,7 +47,7 @@ def test_another_name_is_an_attribute_error() -> None:
 
 
 def test_importing_a_package_of_the_same_name_does_not_hide_a_function() -> None:
-    for room in ("explain", "simulate"):
+    for room in ("explain", "simulate", "target"):
         importlib.import_module(f"rooftop.{room}")
         assert callable(getattr(library, room))
 

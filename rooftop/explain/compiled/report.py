@@ -98,12 +98,14 @@ class CompiledCollective(Record):
 class CompiledRecord(CompilationRecord):
     """A compiled program, next to its plan if it has one. FLOPs and seconds are of one execution on one device.
 
-    ``kernel_flops`` are inside hand-written kernels, ``flops`` are all others; ``kernels`` declare none. Figures of a
-    row of the ``ledger`` are of one execution, and its count multiplies; those of findings are of a step.
+    ``options`` are those of the compiler that were asked for. ``kernel_flops`` are inside hand-written kernels,
+    ``flops`` are all others; ``kernels`` declare none. Figures of a row of the ``ledger`` are of one execution, and its
+    count multiplies; those of findings are of a step.
     """
 
     fits: Literal[True]
     versions: Versions
+    options: Mapping[str, bool | int | str]
     compile_s: Amount
     flops: Amount
     planned_flops: Amount | None
@@ -228,6 +230,7 @@ class CompiledReport:
             buffers=largest(compiled.at_peak, top),
             verdict=self.verdict,
             versions=compiled.versions,
+            options=compiled.options,
             compile_s=compiled.compile_s,
             flops=self.flops,
             planned_flops=planned_flops,

@@ -37,6 +37,10 @@ DTYPES: dict[str, str] = {
     "int4": "int4",
     "f8_e4m3": "float8_e4m3fn",
     "f8_e5m2": "float8_e5m2",
+    "f4_e2m1": "float4_e2m1fn",
+    "int32": "int32",
+    "uint32": "uint32",
+    "bool": "bool",
 }
 
 

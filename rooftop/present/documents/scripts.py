@@ -1,0 +1,118 @@
+"""The document of a script that ran on a described slice: its programs, and the costliest one in detail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rooftop.arrays.mesh import UNUSED
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.present.document import Chart, Document, ShownVerdict, Table, TableColumn
+from rooftop.present.documents.compiled import compilation
+from rooftop.present.documents.parts import mesh_text, prose, sentence
+
+#: Lines of the script that read unknown values, and jits, that are named.
+_NAMED = 6
+
+
+def script(data: Mapping[str, Any]) -> Document:
+    """A script, from the data that ``--json`` prints."""
+    where = data["slice"]["name"]
+    shown = None if data["costliest"] is None else data["programs"][data["costliest"]]
+    compiled = None if shown is None else shown["compiled"] or shown["refused"]
+    detail = None if compiled is None else compilation(compiled)
+    mesh = "" if compiled is None else f": {_mesh(compiled['mesh']['axes'])}"
+    return Document(
+        title=f"Compiled for {where}",
+        verdict=ShownVerdict(
+            subject=f"{data['command']} on {where}{mesh}",
+            says=sentence(data["verdict"]),
+            no="" if data["fits"] else data["verdict"],
+            details=(*(() if detail is None else detail.verdict.details), *_ending(data)),
+        ),
+        figures=() if detail is None else detail.figures,
+        charts=(*_programs(data), *(() if detail is None else detail.charts), *_rest(data)),
+        sources=() if detail is None else detail.sources,
+    )
+
+
+def _mesh(axes: Mapping[str, int]) -> str:
+    """The axes, and how many of the devices they are over."""
+    used = {name: size for name, size in axes.items() if name != UNUSED}
+    count, total = math.prod(used.values()), math.prod(axes.values())
+    whole = mesh_text(used) if count > 1 else ""
+    return ", ".join(filter(None, [whole, f"{count} of {total} devices" if count < total else ""]))
+
+
+def _ending(data: Mapping[str, Any]) -> Iterator[str]:
+    if data["ending"] == "error" and data["fits"]:
+        yield f"The script failed: {data['error']}"
+    elif data["ending"] == "steps":
+        yield "The script was stopped after enough calls of one program."
+
+
+def _programs(data: Mapping[str, Any]) -> Iterator[Chart]:
+    if not data["programs"]:
+        return
+    rows = []
+    for number, program in enumerate(data["programs"], start=1):
+        compiled, refused = program["compiled"], program["refused"]
+        flops = program["matmul_flops"]
+        step = None if compiled is None else compiled["step"]
+        waits = None if step is None else step["exposed_ici_s"] + step["exposed_dcn_s"]
+        took = "" if compiled is None else "cached" if program["cached"] else f"{compiled['compile_s']:.0f} s"
+        rows.append(
+            (
+                str(number),
+                program["name"],
+                program["called_from"],
+                str(program["calls"]) if program["calls"] else "",
+                "" if not flops else format_count(flops),
+                "" if step is None else format_seconds(step["expected_s"]),
+                "" if not waits else format_seconds(waits),
+                format_bytes((compiled or refused)["peak_bytes"]) if compiled or refused else "",
+                "does not fit" if refused else "not read" if program["unread"] else took,
+            )
+        )
+    columns = (
+        TableColumn(""),
+        TableColumn("program", "text"),
+        TableColumn("called from", "text", drop=1),
+        TableColumn("calls", drop=2),
+        TableColumn("FLOPs"),
+        TableColumn("a call"),
+        TableColumn("waiting"),
+        TableColumn("peak"),
+        TableColumn("XLA", "text"),
+    )
+    about = "FLOPs as the program writes them, over all devices; times and memory of one device."
+    yield Table(title="Programs", columns=columns, rows=tuple(rows), about=about)
+    for number, program in enumerate(data["programs"], start=1):
+        for difference in program["differs"]:
+            yield prose(f"Program {number} is {program['name']} compiled again; what differs: {difference}.")
+        if program["kernels"]:
+            yield prose(
+                f"Program {number} has {program['kernels']} Pallas kernels; the FLOPs above are outside of them."
+            )
+        if program["unread"]:
+            yield prose(f"Program {number} cannot be read: {program['unread']}.")
+    if not all(program["regular"] for program in data["programs"]):
+        text = "The devices of an axis do not form a line or a grid on the slice"
+        yield prose(f"{text}: collectives are priced as on a mesh of the same axes that rooftop lays out.")
+
+
+def _rest(data: Mapping[str, Any]) -> Iterator[Chart]:
+    if data["reads"]:
+        lines = _listed(data["reads"])
+        yield prose(f"Values that were not computed, and read as 1, by line of the script: {lines}.")
+    for note in data["notes"]:
+        yield prose(f"Note: {note}.")
+    if data["costliest"] is None and data["not_compiled"]:
+        yield prose(f"Small jits that were not compiled: {_listed(data['not_compiled'])}.")
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    named = [f"{name} ({count})" if count > 1 else name for name, count in list(counts.items())[:_NAMED]]
+    left = len(counts) - len(named)
+    return ", ".join([*named, *([f"{left} more"] if left else [])])

@@ -1,0 +1,352 @@
+"""JAX on a described slice: stand-ins behave as arrays do, small values are right, and nothing is left replaced.
+
+JAX itself is the oracle: the same Python runs on the emulated devices of the tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax._src.array import ArrayImpl
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rooftop.core.errors import RooftopError
+from rooftop.hardware import Slice
+from rooftop.target import private
+from rooftop.target.private import NAMES, PrivateName, require_known_jax
+from rooftop.target.session import Session, SessionOptions, _Argument, differences
+from rooftop.target.standin import StandIn
+from rooftop.target.written import jaxpr_of, written_work
+
+#: No jit of these tests is compiled by XLA:TPU.
+NEVER = SessionOptions(min_flops=float("inf"))
+SLICE = Slice.parse("v5e:2x2")
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with Session(slice=SLICE, options=NEVER) as session:
+        yield session
+
+
+def mesh_of(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    """Four of the devices that JAX has, those of the slice inside a session."""
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    return jax.sharding.Mesh(devices, ("data", "model"), axis_types=(kind, kind))
+
+
+# ---- the session ----------------------------------------------------------------------------------------------------
+
+
+def test_the_slice_is_what_jax_has_and_all_is_as_before_afterwards() -> None:
+    before = [(name, _value(name)) for name in NAMES]
+    devices, double = jax.devices(), jax.jit(lambda x: 2 * x)
+    assert float(double(jnp.float32(3))) == 6
+    with Session(slice=SLICE, options=NEVER):
+        assert [device.platform for device in jax.devices()] == ["tpu"] * 4
+        assert (jax.default_backend(), jax.device_count(), jax.local_device_count()) == ("tpu", 4, 4)
+        assert (jax.process_count(), jax.process_index(), len(jax.local_devices())) == (1, 0, 4)
+        assert jax.devices("cpu") == devices
+        # The jit knows the way to the CPU: it must not take it.
+        assert isinstance(double(np.ones((300, 300), np.float32)), StandIn)
+    assert jax.devices() == devices
+    assert not isinstance(double(jnp.float32(3)), StandIn)
+    assert [(name, _value(name)) for name in NAMES if name.module != "xla_bridge"] == [
+        (name, value) for name, value in before if name.module != "xla_bridge"
+    ]
+
+
+def _value(name: PrivateName) -> Any:
+    value: Any = __import__(f"jax._src.{name.module}", fromlist=["_"])
+    for part in name.name.split("."):
+        value = getattr(value, part)
+    # Registries of types keep that of stand-ins.
+    return value if callable(value) and not isinstance(value, type) else None
+
+
+def test_one_target_at_a_time(session: Session) -> None:
+    with pytest.raises(RooftopError, match="one target at a time"):
+        Session(slice=Slice.parse("v5e:4x4"), options=NEVER).start()
+
+
+def test_hosts_are_listed_one_after_the_other() -> None:
+    with Session(slice=Slice.parse("v5e:4x4"), options=NEVER):
+        corners = [tuple(device.coords[:2]) for device in jax.devices()[:8]]
+    assert corners == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
+
+
+def test_stand_ins_are_in_every_registry_of_types_that_arrays_are_in(session: Session) -> None:
+    missing = []
+    for name, module in list(sys.modules.items()):
+        for attribute, value in vars(module).items() if name.startswith("jax._src") else ():
+            if isinstance(value, dict | set) and ArrayImpl in value and StandIn not in value:
+                missing.append(f"{name}.{attribute}")
+    assert missing == []
+
+
+def test_the_installed_jax_is_known() -> None:
+    require_known_jax()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (PrivateName(module="pjit", name="_no_such_name"), "jax._src.pjit._no_such_name is missing"),
+        (PrivateName(module="no_such_module", name="x"), "jax._src.no_such_module.x is missing"),
+        (PrivateName(module="pjit", name="convert_to_metaty", parameters=("arg", "q")), "does not take q"),
+    ],
+)
+def test_an_unknown_jax_is_refused_in_one_line(name: PrivateName, problem: str) -> None:
+    with pytest.raises(
+        RooftopError, match=rf"jax: got '[\d.]+'; accepted: a release .*{problem}.* and 1 more\)$"
+    ) as no:
+        require_known_jax([name, name])
+    assert "\n" not in str(no.value)
+    assert private.KNOWN in str(no.value)
+
+
+# ---- small values ---------------------------------------------------------------------------------------------------
+
+
+def _scan() -> Any:
+    return jax.lax.scan(lambda carry, x: (carry + x, carry * x), jnp.float32(1), jnp.arange(5.0))
+
+
+def _updated() -> Any:
+    optimizer = optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100))
+    params = {"w": jnp.arange(6.0).reshape(2, 3)}
+    state = optimizer.init(params)
+    for _ in range(3):
+        updates, state = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+SMALL: dict[str, Callable[[], Any]] = {
+    "index": lambda: jnp.arange(10)[3] + 1,
+    "item": lambda: jnp.arange(10).sum().item(),
+    "slice": lambda: jnp.arange(24).reshape(2, 3, 4)[:, 1, ::2],
+    "keys": lambda: jax.random.key_data(jax.random.split(jax.random.key(7), 3)),
+    "old keys": lambda: jax.random.fold_in(jax.random.PRNGKey(7), 3),
+    "normal": lambda: jax.random.normal(jax.random.fold_in(jax.random.key(1), 5), (4, 4)),
+    "scan": _scan,
+    "while": lambda: jax.lax.while_loop(lambda x: x < 100, lambda x: x * 3, jnp.int32(1)),
+    "cond": lambda: jax.lax.cond(jnp.bool_(True), jnp.sin, jnp.cos, jnp.float32(2)),
+    "optimizer": _updated,
+    "jitted": lambda: jax.jit(lambda x, y: {"a": x @ y, "b": (x.sum(), 3)})(jnp.ones((3, 4)), jnp.ones((4, 5))),
+    "grad": lambda: jax.grad(lambda x: (jnp.tanh(x) ** 2).sum())(jnp.arange(4.0)),
+    "at": lambda: jnp.zeros(5).at[2].set(7.0),
+    "where": lambda: jnp.where(jnp.arange(4) > 1, jnp.arange(4), -1),
+    "constraint": lambda: jax.jit(
+        lambda x: jax.lax.with_sharding_constraint(x + 1, NamedSharding(mesh_of(), P("data")))
+    )(jnp.arange(8)),
+    "explicit": lambda: jax.device_put(jnp.arange(8), NamedSharding(mesh_of(AxisType.Explicit), P("data"))) * 2,
+    "callback": lambda: jax.make_array_from_callback(
+        (8, 2),
+        NamedSharding(mesh_of(), P("data")),
+        lambda index: np.arange(16, dtype=np.int32).reshape(8, 2)[index],
+    ),
+    "process": lambda: jax.make_array_from_process_local_data(
+        NamedSharding(mesh_of(), P("data")), np.arange(16, dtype=np.int32).reshape(8, 2)
+    ),
+    "shards": lambda: jax.device_put(np.arange(8), NamedSharding(mesh_of(), P("data"))).addressable_shards[1].data,
+    "donated": lambda: jax.jit(lambda x: x + 1, donate_argnums=0)(jnp.arange(8)),
+    "format": lambda: f"{jnp.float32(2.5):.3f} {jnp.arange(3)} {jnp.int32(4)!r} {jnp.int32(4)!s}",
+    "iteration": lambda: [int(x) for x in jnp.arange(3)],
+    "copies": lambda: copy.deepcopy(jnp.arange(3)) + copy.copy(jnp.arange(3)),
+    "numpy": lambda: np.concatenate([np.asarray(jnp.arange(3)), [4]]),
+    "block": lambda: jax.block_until_ready(jax.device_get({"x": jnp.arange(3)})),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize("name", SMALL)
+def test_small_values_are_those_that_jax_computes(name: str) -> None:
+    expected = jax.tree.map(np.asarray, SMALL[name]())
+    with Session(slice=SLICE, options=NEVER) as session:
+        result = SMALL[name]()
+        computed = jax.tree.map(np.asarray, result)
+    assert jax.tree.structure(computed) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(computed), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == theirs.dtype
+        if ours.dtype.kind == "f":
+            # Compiled as one program, sums may round differently.
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+        else:
+            np.testing.assert_array_equal(ours, theirs)
+    assert session.record.reads == {}
+    assert session.record.notes == ()
+
+
+def test_small_results_of_a_large_program_are_known(session: Session) -> None:
+    """A counter and a position come out of a step that is never executed."""
+
+    @jax.jit
+    def step(w: Any, state: Any) -> Any:
+        loss = (w @ w).sum()
+        return w - loss, {"count": state["count"] + 1, "longest": (state["tokens"] > 0).sum(-1).max()}, loss
+
+    w, state = jnp.zeros((4096, 4096)), {"count": jnp.int32(0), "tokens": jnp.array([[5, 6, 0], [7, 0, 0]])}
+    for _ in range(3):
+        w, counts, loss = step(w, state)
+        state = state | {"count": counts["count"]}
+    assert (int(state["count"]), int(counts["longest"])) == (3, 2)
+    assert session.record.reads == {}
+    assert float(loss) == 1.0
+    assert bool(jnp.isfinite(loss))
+    assert list(session.record.reads.values()) == [1]
+    assert all(line.startswith("test_session.py:") for line in session.record.reads)
+
+
+# ---- large arrays ---------------------------------------------------------------------------------------------------
+
+
+def test_tens_of_billions_of_parameters_need_no_memory(session: Session) -> None:
+    """280 GB of weights, made eagerly and then split."""
+    sharding = NamedSharding(mesh_of(), P("data", "model"))
+    layers = [jax.random.normal(jax.random.key(layer), (8192, 106496)) / 8192**0.5 for layer in range(80)]
+    split = jax.device_put(layers, sharding)
+    assert sum(layer.size for layer in split) == 80 * 8192 * 106496
+    assert {layer.sharding for layer in split} == {sharding}
+    assert {layer.addressable_shards[3].data.shape for layer in split} == {(4096, 53248)}
+
+
+def _shardings(value: Any) -> list[Any]:
+    return [
+        (leaf.shape, str(leaf.dtype), str(leaf.sharding.spec) if isinstance(leaf.sharding, NamedSharding) else "one")
+        for leaf in jax.tree.leaves(value)
+    ]
+
+
+def _large(kind: AxisType) -> tuple[Any, Any]:
+    mesh = mesh_of(kind)
+    x = jax.device_put(jnp.zeros((512, 256)), NamedSharding(mesh, P("data", "model")))
+    return mesh, x
+
+
+def _within(kind: AxisType, function: Callable[[], Any]) -> Any:
+    with jax.set_mesh(mesh_of(kind)):
+        return function()
+
+
+SPLIT: dict[str, Callable[[], Any]] = {
+    "elementwise": lambda: _large(AxisType.Auto)[1] * 2 + 1,
+    "like": lambda: [jnp.zeros_like(_large(AxisType.Auto)[1]), jnp.ones_like(_large(AxisType.Auto)[1])],
+    "explicit": lambda: jnp.sin(_large(AxisType.Explicit)[1]).T,
+    "explicit sum": lambda: _large(AxisType.Explicit)[1].sum(0),
+    "out_shardings": lambda: (
+        lambda mesh, x: jax.jit(lambda x: (x.T, x + 1), out_shardings=(NamedSharding(mesh, P("model")), None))(x)[0]
+    )(*_large(AxisType.Auto)),
+    "constraint": lambda: (
+        lambda mesh, x: jax.jit(
+            lambda x: jax.lax.with_sharding_constraint(x @ x.T, NamedSharding(mesh, P(None, "data")))
+        )(x)
+    )(*_large(AxisType.Auto)),
+    "one device": lambda: jnp.zeros((512, 512)) + 1,
+    "set mesh": lambda: _within(AxisType.Auto, lambda: [jnp.zeros((512, 512)), jnp.ones((512, 512)) * 2]),
+    "set explicit mesh": lambda: _within(AxisType.Explicit, lambda: [jnp.zeros((512, 512)), jnp.arange(8) + 1]),
+    "replicated": lambda: jax.jit(lambda x: (x @ x.T, x.sum()))(
+        jax.device_put(_large(AxisType.Auto)[1], NamedSharding(mesh_of(), P()))
+    ),
+    "resharded": lambda: jax.device_put(_large(AxisType.Auto)[1], NamedSharding(mesh_of(), P())),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_shardings_of_results_are_those_of_jax(name: str) -> None:
+    expected = _shardings(SPLIT[name]())
+    with Session(slice=SLICE, options=NEVER):
+        assert _shardings(SPLIT[name]()) == expected
+
+
+def test_shapes_that_do_not_divide_are_refused_as_jax_does() -> None:
+    def wrong() -> None:
+        jax.device_put(np.zeros((7, 512)), NamedSharding(mesh_of(), P("data")))
+
+    with pytest.raises(ValueError, match="7") as theirs:
+        wrong()
+    with Session(slice=SLICE, options=NEVER), pytest.raises(ValueError, match="7") as ours:
+        wrong()
+    assert "divi" in str(theirs.value)
+    assert "divi" in str(ours.value)
+
+
+def test_errors_of_shapes_are_those_of_jax(session: Session) -> None:
+    with pytest.raises(TypeError, match="same shape"):
+        jax.jit(lambda a, b: a @ b)(jnp.zeros((512, 512)), jnp.zeros((3, 3)))
+
+
+def test_a_stand_in_has_no_value_outside_of_its_target() -> None:
+    with Session(slice=SLICE, options=NEVER):
+        x = jnp.zeros((512, 512))
+        assert repr(x) == "Array(float32[512,512], on one device, value not computed)"
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(x)
+    with pytest.raises(TypeError, match="belongs to a target"):
+        jnp.sin(x)
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+def _mapped(x: Any) -> Any:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+    return jax.shard_map(lambda part: part @ part.T, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "flops"),
+    [
+        (lambda x, w: x @ w, [(8, 16), (16, 32)], 2 * 8 * 16 * 32),
+        (
+            lambda x, w: jax.lax.scan(lambda c, _: (c @ w, None), x, None, 5),
+            [(8, 16), (16, 16)],
+            5 * 2 * 8 * 256,
+        ),
+        (lambda x: jax.vmap(lambda a: jnp.einsum("ij,kj->ik", a, a))(x), [(3, 8, 16)], 3 * 2 * 8 * 8 * 16),
+        (_mapped, [(8, 16)], 4 * 2 * 2 * 2 * 16),
+        (jax.value_and_grad(lambda w, x: (x @ w).sum()), [(16, 32), (8, 16)], 2 * 2 * 8 * 16 * 32),
+        (jax.checkpoint(lambda x, w: x @ w), [(8, 16), (16, 32)], 2 * 8 * 16 * 32),
+        (lambda x: jax.lax.cond(x.sum() > 0, lambda: x @ x, lambda: x), [(8, 8)], 2 * 8 * 8 * 8),
+    ],
+    ids=["matmul", "scan", "vmap", "shard_map", "grad", "remat", "cond"],
+)
+def test_flops_as_written(function: Any, shapes: Any, flops: float) -> None:
+    traced = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    assert written_work(jaxpr_of(traced)[0]).matmul_flops == flops
+
+
+def test_flops_of_a_convolution_are_those_that_xla_counts() -> None:
+    def convolve(x: Any, w: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 16, 16, 8), (3, 3, 8, 32))]
+    counted = jax.jit(convolve).lower(*shapes).compile().cost_analysis()["flops"]
+    assert written_work(jaxpr_of(jax.make_jaxpr(convolve)(*shapes))[0]).matmul_flops == counted
+
+
+def _argument(name: str, **changes: Any) -> _Argument:
+    fields: dict[str, Any] = {"name": name, "type": "f32[8]", "sharding": "P()", "committed": True}
+    return _Argument(**(fields | changes))
+
+
+def test_what_differs_between_two_compilations_is_said() -> None:
+    last = [_argument(name) for name in "abcde"]
+    assert differences(last, last) == ("a static argument, or a value that the function closes over",)
+    assert differences(last, last[:3]) == ("3 arguments instead of 5, or others",)
+    split = [_argument(name, sharding="P('x')") for name in "abcd"] + [_argument("e", type="f32[4]", committed=False)]
+    assert differences(last, split) == (
+        "type of 1 argument: e f32[8] -> f32[4]",
+        "sharding of 4 arguments: a P() -> P('x'); b P() -> P('x'); c P() -> P('x'), ...",
+        "placement of 1 argument: e placed -> not placed",
+    )
