@@ -30,6 +30,7 @@ from rooftop.compiler.cache import digest
 from rooftop.compiler.compiling import CompiledProgram, CompileRequest, RequestError, WorkerAnswer, WorkerResult
 from rooftop.compiler.devices import topology_mesh
 from rooftop.compiler.hlo import text as hlo
+from rooftop.compiler.hlo.printing import compiled_text
 from rooftop.compiler.memory import OutOfMemory, PeakMemory, read_exceeded, read_memory
 from rooftop.compiler.targets import OPTIONS, XLA_GPU
 from rooftop.core.errors import Infeasible, RooftopError
@@ -87,7 +88,7 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
     compiler = XLA_GPU if for_gpus else "libtpu"
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", compiler)}
     return CompiledProgram(
-        hlo_text=compiled.as_text(),
+        hlo_text=compiled_text(compiled),
         peak_bytes=memory.peak_memory_in_bytes,
         memory={
             name: getattr(memory, f"{name}_size_in_bytes")

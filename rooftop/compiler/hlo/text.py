@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rooftop.core.errors import RooftopError
 
@@ -138,12 +138,16 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """A parsed HLO module, of one device's program. ``frames`` has the 'file:line' of every stack frame by its id."""
+    """A parsed HLO module, of one device's program. ``frames`` has the 'file:line' of every stack frame by its id.
+
+    ``kernels`` keeps the kernels that were counted (``rooftop.compiler.hlo.kernels``), by computation and instruction.
+    """
 
     name: str
     computations: Mapping[str, HloComputation]
     entry: str
     frames: Mapping[int, str] = field(default_factory=dict)
+    kernels: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False, compare=False)
 
     def source(self, instruction: Instruction) -> str:
         """The 'file:line' of the program that an instruction comes from ('' if the compiler dropped it)."""

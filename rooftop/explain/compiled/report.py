@@ -20,7 +20,7 @@ from rooftop.core.ledger import CollectiveKind, Ledger
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.core.records import Record
 from rooftop.explain.compiled.findings import IN_STEPS, SMALL, Finding, Findings, find
-from rooftop.explain.compiled.rooflines import OperationRoofline, operations
+from rooftop.explain.compiled.rooflines import CalledKernel, OperationRoofline, called_kernels, operations
 from rooftop.explain.join import JoinedRow, join
 from rooftop.plan.documents import PlannedSlice
 from rooftop.plan.training.plan import TrainingPlan
@@ -98,8 +98,9 @@ class CompiledCollective(Record):
 class CompiledRecord(CompilationRecord):
     """A compiled program, next to its plan if it has one. FLOPs and seconds are of one execution on one device.
 
-    ``kernel_flops`` are inside hand-written kernels, ``flops`` are all others; ``kernels`` declare none. Figures of a
-    row of the ``ledger`` are of one execution, and its count multiplies; those of findings are of a step.
+    ``kernel_flops`` are inside hand-written kernels, ``flops`` are all others. ``called`` lists the kernels; the FLOPs
+    of ``kernels`` are unknown, so that times are lower bounds. Figures of a row of the ``ledger`` are of one execution,
+    and its count multiplies; those of findings are of a step.
     """
 
     fits: Literal[True]
@@ -110,6 +111,7 @@ class CompiledRecord(CompilationRecord):
     kernel_flops: Amount
     planned_kernel_flops: Amount | None
     kernels: tuple[str, ...]
+    called: tuple[CalledKernel, ...]
     step: CompiledTimes
     planned_step: CompiledTimes | None
     collectives: tuple[CompiledCollective, ...]
@@ -157,6 +159,11 @@ class CompiledReport:
         return operations(self.compiled.module, self.timeline, self.rates)
 
     @cached_property
+    def called(self) -> tuple[CalledKernel, ...]:
+        """Every call of a hand-written kernel."""
+        return called_kernels(self.compiled.module)
+
+    @cached_property
     def joined(self) -> tuple[JoinedRow, ...]:
         """Planned next to compiled by scope and phase; empty without a plan."""
         return () if self.plan is None else tuple(join(self.plan.ledger, self.ledger))
@@ -199,7 +206,7 @@ class CompiledReport:
 
     @property
     def kernel_flops(self) -> float:
-        """FLOPs per device and step within hand-written kernels, as their program declares them."""
+        """FLOPs per device and step within hand-written kernels, where they are known."""
         return float(self.ledger.flops()) - self.flops
 
     def slowest(self, count: int) -> list[OperationRoofline]:
@@ -234,6 +241,7 @@ class CompiledReport:
             kernel_flops=self.kernel_flops,
             planned_kernel_flops=planned_kernel_flops,
             kernels=self.timeline.kernels,
+            called=self.called,
             step=self.timed.step,
             planned_step=None if plan is None else _planned_step(plan.ledger),
             collectives=tuple(CompiledCollective.of(collective) for collective in self.timeline.collectives),
@@ -283,7 +291,21 @@ def _alone(compiled_report: CompiledReport) -> str:
     return (
         f"{format_seconds(total_s)} expected, {share:.0%} of it waiting for collectives; "
         f"peak {format_bytes(compiled_report.peak_bytes)} of {format_bytes(usable)} a device"
+        f"{kernels_text(compiled_report.called)}"
     )
+
+
+def kernels_text(called: Iterable[CalledKernel]) -> str:
+    """The kernels whose FLOPs are unknown, and those that count with all work that may be done; '' without any."""
+    calls = list(called)
+    text = ""
+    for count, says in (
+        (sum(call.flops is None for call in calls), "of unknown FLOPs: a lower bound"),
+        (sum(call.limit == "at most" for call in calls), "counted as if no block were skipped: at most"),
+    ):
+        if count:
+            text += f"; {count} kernel{'s' if count > 1 else ''} {says}"
+    return text
 
 
 #: Largest share by which planned figures may differ from compiled ones. Planned memory may be too high by the first and

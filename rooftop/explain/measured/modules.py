@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from jaxlib import _hlo  # type: ignore[attr-defined]
-
 from rooftop.compiler.collectives.logical import LogicalCollective, logical_collectives
 from rooftop.compiler.hlo.costs import is_matmul, matmul_dtype, work
 from rooftop.compiler.hlo.places import holders, purpose, users
+from rooftop.compiler.hlo.printing import hlo_proto_of, module_text
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module, parse
 from rooftop.core.errors import RooftopError
 from rooftop.core.scopes import UNSCOPED
@@ -318,14 +317,9 @@ def read_module(path: Path) -> str:
         raise RooftopError("hlo", str(path), accepted) from None
 
 
-def module_text(proto: bytes) -> str:
-    """The text of a serialized HloModuleProto. JAX's own reader of them is not public: it is used only here."""
-    return str(_hlo.HloModule.from_serialized_hlo_module_proto(proto).to_string())
-
-
 def hlo_proto(text: str) -> bytes:
     """The text of a module as a serialized HloProto, the form in which a trace has it. ``module_text`` reads it."""
-    return message(1, bytes(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()))
+    return message(1, hlo_proto_of(text))
 
 
 #: Opcodes that change the memory, layout or type of an array, and compute nothing.

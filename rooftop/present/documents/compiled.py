@@ -295,6 +295,7 @@ def _alone(data: Mapping[str, Any]) -> Iterator[Chart]:
         rows.append(("kernels' FLOPs", format_count(data["kernel_flops"])))
     rows += [(title, format_seconds(data["step"][name])) for name, title in _TIMES if data["step"][name]]
     yield table("Per execution on one device", ("", ""), rows, section="Execution")
+    yield from _called(data)
     if not data["collectives"]:
         yield prose("No collectives.")
         return
@@ -312,6 +313,34 @@ def _alone(data: Mapping[str, Any]) -> Iterator[Chart]:
     ]
     headings = columns("collective", "axes", "bytes", "times", "time", "exposed", text=2)
     yield Table(title="Collectives", columns=(*headings, TableColumn("from", "text", drop=1)), rows=tuple(moved))
+
+
+#: The evidence for the FLOPs of a kernel in words.
+_EVIDENCE = {
+    "declared": "declared by the program", "body": "its body, over its grid", "estimate": "its cost estimate",
+    "shapes": "the shapes of its operands", "": "unknown",
+}  # fmt: skip
+
+
+def _called(data: Mapping[str, Any]) -> tuple[Chart, ...]:
+    """Hand-written kernels, equal calls in one row."""
+    calls: dict[tuple[str, ...], float] = {}
+    for call in data.get("called", ()):
+        flops = "unknown" if call["flops"] is None else format_count(call["flops"])
+        limit = f"{call['limit']}, " if call["limit"] else ""
+        key = (
+            call["kernel"], flops, format_bytes(call["hbm_bytes"]), f"{limit}{_EVIDENCE[call['evidence']]}",
+            place(call["source"]),
+        )  # fmt: skip
+        calls[key] = calls.get(key, 0.0) + call["count"]
+    rows = [(key[0], f"{count:g}", *key[1:]) for key, count in calls.items()]
+    headings = (
+        TableColumn("kernel", "text", wrap=True),
+        *(TableColumn(name) for name in ("times", "FLOPs", "HBM")),
+        TableColumn("FLOPs by", "text", wrap=True),
+        TableColumn("from", "text", drop=1),
+    )
+    return (Table(title="Hand-written kernels", columns=headings, rows=tuple(rows)),) if rows else ()
 
 
 def _operations(data: Mapping[str, Any]) -> Iterator[Chart]:
