@@ -18,6 +18,7 @@ from rooftop.cli.options import (
     WORKLOAD,
     VerbCommand,
     check_option,
+    frames_option,
     json_option,
     layout_option,
     mesh_option,
@@ -79,6 +80,7 @@ class _SeveralArrays(VerbCommand):
 @timeout_option(help="Give up after this time: 90s, 10m.")
 @option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
 @top_option(default="10", help="Operations and buffers to list, or all.")
+@frames_option()
 @option("--save", group=OUTPUT, type=FILE, help="Write the executable here, with the versions that compiled it.")
 @perfetto_option(help="Write the compiled timeline here, for ui.perfetto.dev.")
 @xprof_option()
@@ -98,6 +100,7 @@ def command(
     timeout: float | None,
     no_cache: bool,
     top: int | str,
+    frames: str,
     save: Path | None,
     perfetto: Path | None,
     xprof: Path | None,
@@ -162,7 +165,7 @@ def command(
         if result.refusal is not None:
             show(data, {name: names[name] for name in ("report", "page")}, plan=planned)
         else:
-            show(data, names, plan=planned, cached=result.cached)
+            show(data, names, plan=planned, cached=result.cached, frames=frames == "all")
     else:
         show(data, {"report": output}, plan=result.report.plan.to_json())
     result.raise_if_infeasible()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -12,10 +12,11 @@ from msgspec import Meta
 from rooftop import __version__
 from rooftop.arrays.mesh import MeshLayout
 from rooftop.compiler.compiling import Compiled
+from rooftop.compiler.hlo.text import Module
 from rooftop.compiler.ledger import CompiledTimes, TimedLedger, compiled_ledger
 from rooftop.compiler.machine.schedule import Scheduled, ScheduleTimeline
 from rooftop.compiler.memory import HbmBuffer, PeakMemory
-from rooftop.core.amounts import Amount
+from rooftop.core.amounts import Amount, Count
 from rooftop.core.ledger import CollectiveKind, Ledger
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.core.records import Record
@@ -58,7 +59,7 @@ class CompiledCollective(Record):
 
     ``bytes`` is the payload as in ``rooftop.core.ledger.Collective``, ``wire_bytes`` are sent by one device. The device
     waits for the transfer in ``exposed_s`` of ``expected_s``; for a ``synchronous`` one, in all of it. ``ring``: XLA
-    writes it as permutes. ``source`` is 'file:line'.
+    writes it as permutes. ``source`` is 'file:line', and ``frames`` the whole stack, innermost first.
     """
 
     scope: str
@@ -73,11 +74,13 @@ class CompiledCollective(Record):
     synchronous: bool
     ring: bool
     source: str
+    frames: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, scheduled: Scheduled) -> CompiledCollective:
+    def of(cls, scheduled: Scheduled, module: Module) -> CompiledCollective:
         """The record of a collective on the timeline."""
         collective = scheduled.collective
+        own = (module.computations[inside].instructions[name] for inside, name in collective.instructions)
         return cls(
             scope=collective.scope,
             phase=collective.phase,
@@ -91,7 +94,32 @@ class CompiledCollective(Record):
             synchronous=collective.synchronous,
             ring=collective.hops > 0,
             source=collective.source,
+            frames=next((frames for item in own if (frames := module.frames(item))), ()),
         )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for collectives that do the same at the same line."""
+        return (
+            self.scope, self.phase, self.kind, self.axes, self.bytes, self.wire_bytes, self.synchronous, self.ring,
+            self.source,
+        )  # fmt: skip
+
+
+def merged(collectives: Iterable[CompiledCollective]) -> tuple[CompiledCollective, ...]:
+    """Equal collectives as one with their count, and means of their times."""
+    groups: dict[tuple[object, ...], list[CompiledCollective]] = {}
+    for collective in collectives:
+        groups.setdefault(collective.key, []).append(collective)
+    return tuple(
+        replace(
+            group[0],
+            count=(count := sum(item.count for item in group)),
+            expected_s=sum(item.count * item.expected_s for item in group) / count,
+            exposed_s=sum(item.count * item.exposed_s for item in group) / count,
+        )
+        for group in groups.values()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +128,8 @@ class CompiledRecord(CompilationRecord):
 
     ``kernel_flops`` are inside hand-written kernels, ``flops`` are all others. ``called`` lists the kernels; the FLOPs
     of ``kernels`` are unknown, so that times are lower bounds. Figures of a row of the ``ledger`` are of one execution,
-    and its count multiplies; those of findings are of a step.
+    and its count multiplies; those of findings are of a step. Without a plan, equal ``collectives`` are one, and
+    ``layers`` has the number of layers that a folded scope stands for: {'model/layers_*': 32}.
     """
 
     fits: Literal[True]
@@ -115,6 +144,7 @@ class CompiledRecord(CompilationRecord):
     step: CompiledTimes
     planned_step: CompiledTimes | None
     collectives: tuple[CompiledCollective, ...]
+    layers: Mapping[str, Count]
     unexpected: tuple[Finding, ...]
     missing: tuple[Finding, ...]
     recomputed: tuple[Finding, ...]
@@ -157,6 +187,13 @@ class CompiledReport:
     def operations(self) -> tuple[OperationRoofline, ...]:
         """Every instruction that computes, with its roofline."""
         return operations(self.compiled.module, self.timeline, self.rates)
+
+    @cached_property
+    def collectives(self) -> tuple[CompiledCollective, ...]:
+        """The logical collectives; without a plan, equal ones are one."""
+        module = self.compiled.module
+        single = (CompiledCollective.of(collective, module) for collective in self.timeline.collectives)
+        return tuple(single) if self.plan is not None else merged(single)
 
     @cached_property
     def called(self) -> tuple[CalledKernel, ...]:
@@ -244,7 +281,8 @@ class CompiledReport:
             called=self.called,
             step=self.timed.step,
             planned_step=None if plan is None else _planned_step(plan.ledger),
-            collectives=tuple(CompiledCollective.of(collective) for collective in self.timeline.collectives),
+            collectives=self.collectives,
+            layers=self.compiled.module.scopes.tree.layers,
             unexpected=findings.unexpected,
             missing=findings.missing,
             recomputed=findings.recomputed,

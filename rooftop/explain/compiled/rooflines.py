@@ -22,7 +22,8 @@ class OperationRoofline(Record):
     ``count`` is the number of executions. ``shape`` is that of its results as XLA writes it, ``matmul`` the M, K, N of
     its largest matmul ('' without one). ``flops`` of a hand-written ``kernel`` are those of ``CalledKernel``.
     ``time_s`` is the bound by resource at peak rates, ``expected_s`` the duration on the timeline: the time at the
-    named fractions of the chip or, for a copy that overlaps other work, the wait for it. ``source`` is 'file:line'.
+    named fractions of the chip or, for a copy that overlaps other work, the wait for it. ``source`` is 'file:line', and
+    ``frames`` the whole stack, innermost first.
     """
 
     op: str
@@ -38,6 +39,7 @@ class OperationRoofline(Record):
     expected_s: Amount
     kernel: bool
     source: str
+    frames: tuple[str, ...] = ()
 
     @derived
     def bound(self) -> str:
@@ -98,6 +100,7 @@ def _operation(
         expected_s=line.spent_s.get((computation.name, instruction.name), 0.0) / executions,
         kernel=done.kernel is not None,
         source=module.source(instruction),
+        frames=module.frames(instruction),
     )
 
 
