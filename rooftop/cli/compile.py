@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from rooftop.library.compiling import CompileResult, EmbedCompileResult
 
 
-class _SeveralArrays(VerbCommand):
+class SeveralArrays(VerbCommand):
     """A command whose ``--args`` takes all the words that follow it, up to the next option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Repeat ``--args`` before every word that belongs to it."""
         spread, taking = list[str](), False
         for word in args:
             if word.startswith("-"):
@@ -55,7 +56,7 @@ class _SeveralArrays(VerbCommand):
 
 
 @click.command(
-    cls=_SeveralArrays,
+    cls=SeveralArrays,
     examples=(
         "rooftop compile plan.json",
         "rooftop compile mypkg.mymodule:step --args 'bf16[8192_X, 4096]' 'bf16[4096, F_Y]' \\\n"
@@ -128,7 +129,7 @@ def command(
         plan = plan_of(program)
         if isinstance(plan, EmbedPlan):
             _refuse(files, "nothing with a plan of embeddings: it has many programs")
-        with _progress_line(shown=not as_json) as on_progress:
+        with progress_line(shown=not as_json) as on_progress:
             result = compile(
                 plan, check=check, timeout=timeout, cache=not no_cache, save=save is not None, on_progress=on_progress
             )
@@ -136,7 +137,7 @@ def command(
         _refuse({"check": check}, "nothing but with a plan of embeddings: its programs run on SparseCores")
         if on is None:
             raise RooftopError("on", None, "a slice, such as v5e:4x4")
-        with _progress_line(shown=not as_json) as on_progress:
+        with progress_line(shown=not as_json) as on_progress:
             result = inspect(
                 program,
                 *arrays,
@@ -180,7 +181,7 @@ def _refuse(options: Mapping[str, object], accepted: str) -> None:
 
 
 @contextmanager
-def _progress_line(*, shown: bool) -> Iterator[Callable[[str, float], None] | None]:
+def progress_line(*, shown: bool) -> Iterator[Callable[[str, float], None] | None]:
     """A callback (phase, seconds) that keeps one line on stderr up to date, or None if stderr is not a terminal."""
     if not (shown and sys.stderr.isatty()):
         yield None

@@ -119,7 +119,7 @@ _WRAPPER = re.compile(
 )
 #: Parts that declare figures (``kernel_flops[...]``), the name of an argument, and the subscripts of an einsum.
 _NO_NAME = re.compile(r".*[\[\]'].*|.*->.*|")
-#: XLA joins the names of instructions that it combines: 'jit(f)/(a/b/add:a/c/dot_general)'.
+#: XLA joins the names of instructions that it combines: 'jit(f)/(a/b/add:a/c/dot_general)', or 'f/a/mul;f/b/div'.
 _COMBINED = re.compile(r"(?<![\w>])\(")
 
 
@@ -148,6 +148,8 @@ def open_place(op_name: str) -> tuple[str, str]:
 
 def _parts(op_name: str) -> list[str]:
     """The names that a combined instruction joins, else its own."""
+    if ";" in op_name:
+        return [part for name in op_name.split(";") for part in _parts(name)]
     opening = _COMBINED.search(op_name) if ":" in op_name and op_name.endswith(")") else None
     if opening is None:
         return [op_name]

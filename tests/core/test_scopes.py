@@ -150,6 +150,8 @@ COMBINED = (
         # What all parts share, with the phase of the first; without anything, the first part's.
         (COMBINED, "M/layers_0", "backward"),
         ("jit(f)/(a/add:b/c/mul)", "a", "forward"),
+        ("jit(f)/a/b/mul;jit(f)/a/c/div", "a", "forward"),
+        ("jit(f)/shard_map/mul;jit(f)/shard_map/div", UNSCOPED, "forward"),
         ("jit(step)/add", UNSCOPED, "forward"),
         ("params['layers']['w']", UNSCOPED, "forward"),
         ("broadcast.99", UNSCOPED, "forward"),
@@ -160,7 +162,7 @@ def test_open_places(op_name, scope, phase):
     assert open_place(op_name) == (scope, phase)
 
 
-@given(st.text(alphabet="ab/():[]'_0", max_size=30))
+@given(st.text(alphabet="ab/():;[]'_0", max_size=30))
 def test_any_text_has_an_open_place(text):
     scope, phase = open_place(text)
     assert is_path(scope)

@@ -267,7 +267,7 @@ def parse(text: str) -> Module:
                 name, instructions, root = match.group(2), {}, ""
                 entry = name if match.group(1) else entry
         elif line.startswith("}"):
-            last = next(reversed(instructions))
+            last = next(reversed(instructions), "")
             computations[name] = HloComputation(name=name, instructions=instructions, root=root or last)
             name = ""
         elif match := _INSTRUCTION.match(line):

@@ -28,7 +28,8 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.roofline.rates import Rates
 
 SCHEMA: Literal[1] = 1
-Versions = Annotated[Mapping[str, str], Meta(extra_json_schema={"required": ["jax", "jaxlib"]})]
+#: Versions of jax, jaxlib and the compiler; empty for a module alone.
+Versions = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +238,11 @@ class CompiledReport:
         return float(self.compiled.peak_bytes if at_peak is None else at_peak.peak_bytes)
 
     @property
+    def knows_peak(self) -> bool:
+        """False for a module alone, without the compiler's reports: ``peak_bytes`` are its arguments and results."""
+        return self.compiled.at_peak is not None or bool(self.compiled.memory)
+
+    @property
     def flops(self) -> float:
         """Matmul FLOPs per device and step, hand-written kernels apart."""
         return float(self.ledger.flops(kernels=False))
@@ -326,9 +332,10 @@ def _alone(compiled_report: CompiledReport) -> str:
     """The verdict on a program without a plan."""
     total_s, usable = compiled_report.timeline.total_s, compiled_report.compiled.mesh.slice.device_hbm_usable_bytes
     share = compiled_report.timeline.exposed_s / total_s if total_s else 0.0
+    memory = "peak" if compiled_report.knows_peak else "arguments and results"
     return (
         f"{format_seconds(total_s)} expected, {share:.0%} of it waiting for collectives; "
-        f"peak {format_bytes(compiled_report.peak_bytes)} of {format_bytes(usable)} a device"
+        f"{memory} {format_bytes(compiled_report.peak_bytes)} of {format_bytes(usable)} a device"
         f"{kernels_text(compiled_report.called)}"
     )
 

@@ -26,6 +26,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "compiled_embed": ("a compilation of embedding tables", "embedding:compiled_embedding"),
     "simulation": ("a simulation", "serving:simulation"),
     "compiled": ("a compilation", "compiled:compilation"),
+    "check": ("a checked program", "checked:checked"),
     "explained": ("an explained run", "explained:explained"),
     "difference": ("a difference of two runs", "explained:difference"),
     "operations": ("operations", "explained:operations"),

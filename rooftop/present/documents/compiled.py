@@ -70,7 +70,7 @@ def compilation(
 
 
 def _versions(data: Mapping[str, Any], cached: bool | None) -> tuple[str, ...]:
-    if not data["fits"] or "versions" not in data:
+    if not data["fits"] or not data.get("versions"):
         return ()
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     took = f", {'once ' if cached else ''}compiled in {data['compile_s']:.0f} s" if cached is not None else ""
@@ -87,8 +87,11 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
             note=f"of the compiled schedule; {waits}")  # fmt: skip
         if data.get("planned_step") is not None:
             yield ShownFigure("planned_s", "as planned", data["planned_step"]["expected_s"], "s", "expected")
-    yield ShownFigure("peak_bytes", "peak memory", data["peak_bytes"], "B",
-        note=f"of {format_bytes(data['capacity_bytes'])} a device, as the compiler allocates")  # fmt: skip
+    # A module alone has neither versions nor a peak.
+    alone = data["fits"] and not data["versions"] and data["memory"] is None
+    title, note = ("arguments, results", "") if alone else ("peak memory", ", as the compiler allocates")
+    yield ShownFigure("peak_bytes", title, data["peak_bytes"], "B",
+        note=f"of {format_bytes(data['capacity_bytes'])} a device{note}")  # fmt: skip
     if data.get("planned_peak_bytes") is not None:
         yield ShownFigure("planned_peak_bytes", "peak, planned", data["planned_peak_bytes"], "B", "expected")
 
@@ -388,8 +391,8 @@ def _scopes(data: Mapping[str, Any]) -> Iterator[Chart]:
         for key in listed
     ]
     rest = longest[len(listed) :]
-    if rest:
-        seconds = sum(rows[key]["time"] for key in rest)
+    seconds = sum(rows[key]["time"] for key in rest)
+    if seconds:
         cells.append((f"{len(rest)} more", "", milliseconds(seconds, 3), f"{seconds / whole:.1%}", "", "", "", ""))
     yield Table(
         title="By scope, the longest first (ms with what collectives expose)",
