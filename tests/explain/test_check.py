@@ -24,9 +24,11 @@ from rooftop.explain.advisor.report import CheckRecord, CheckReport
 from rooftop.explain.advisor.rules import ProgramFinding
 from rooftop.explain.compiled.module import explain_module
 from rooftop.hardware import Slice, chip
+from rooftop.library import testing
 from rooftop.library.checking import CheckResult, check
 from rooftop.library.explaining import diff
 from rooftop.library.explaining import explain_module as explained
+from rooftop.library.testing import TestLedger, assert_fits, assert_no_exposed
 from rooftop.roofline.collectives import price
 
 pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="the extra 'compile' is not installed")
@@ -294,3 +296,35 @@ def test_modules_that_are_none(on: str, text: str | None, message: str, module: 
     with pytest.raises(RooftopError) as caught:
         explained(path, on=on)
     assert str(caught.value).startswith(message)
+
+
+# ---- in tests -------------------------------------------------------------------------------------------------------
+
+
+def test_assertions(module: Callable[[str], Path]) -> None:
+    compiled = explained(module("plain"), on="v5e:2x2", mesh="data=4")
+    assert_fits(compiled)
+    with pytest.raises(AssertionError, match="needs 554 MB of 169 MB"):
+        assert_fits(compiled, share=0.01)
+    assert_no_exposed(compiled, at_most_s=0.01)
+    with pytest.raises(AssertionError, match=r"waits 6\.\d+ ms a step for collectives; the longest: all_reduce"):
+        assert_no_exposed(compiled)
+
+
+def test_the_ledger_of_a_test(module: Callable[[str], Path], tmp_path: Path) -> None:
+    """Written the first time; a slower program fails, and with --rooftop-save it is the new one."""
+    plain, trapped = (explained(module(name), on="v5e:2x2", mesh="data=4") for name in ("plain", "trap"))
+    ledger = TestLedger(path=tmp_path / "ledgers" / "test.json", save=False)
+    ledger.check(plain)
+    assert ledger.check(plain).holds
+    with pytest.raises(AssertionError, match="over the limit: time"):
+        ledger.check(trapped)
+    TestLedger(path=ledger.path, save=True).check(trapped)
+    assert ledger.check(trapped).holds
+
+
+own_ledger = testing.rooftop_ledger
+
+
+def test_the_fixture(own_ledger: TestLedger) -> None:
+    assert own_ledger.path == HERE.parent / "ledgers" / "test_the_fixture.json"
