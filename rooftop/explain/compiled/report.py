@@ -95,7 +95,8 @@ class CompiledCollective(Record):
             synchronous=collective.synchronous,
             ring=collective.hops > 0,
             source=collective.source,
-            frames=next((frames for item in own if (frames := module.frames(item))), ()),
+            # The parts of a combined collective have lines of their own.
+            frames=next((module.frames(item) for item in own if module.source(item) == collective.source), ()),
         )
 
     @property
