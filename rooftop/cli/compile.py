@@ -20,6 +20,7 @@ from rooftop.cli.options import (
     WORKLOAD,
     VerbCommand,
     check_option,
+    frames_option,
     json_option,
     layout_option,
     mesh_option,
@@ -44,10 +45,11 @@ if TYPE_CHECKING:
     from rooftop.library.compiling import CompileResult, EmbedCompileResult
 
 
-class _CompileCommand(VerbCommand):
+class SeveralArrays(VerbCommand):
     """A command whose ``--args`` takes all the words up to the next option; words after ``--`` are a command line."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Repeat ``--args`` before every word that belongs to it."""
         spread, taking = list[str](), False
         if "--" in args:
             # Options of the script are its own.
@@ -64,7 +66,7 @@ class _CompileCommand(VerbCommand):
 
 
 @click.command(
-    cls=_CompileCommand,
+    cls=SeveralArrays,
     examples=(
         "rooftop compile plan.json",
         "rooftop compile --on v5e:4x4 -- python train.py --layers 2",
@@ -107,6 +109,7 @@ class _CompileCommand(VerbCommand):
 @option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
 @top_option(default="10", help="Operations and buffers to list, or all.")
 @option("--out", group=OUTPUT, type=FOLDER, help="Write report and optimised HLO of all programs of a script here.")
+@frames_option()
 @option("--save", group=OUTPUT, type=FILE, help="Write the executable here, with the versions that compiled it.")
 @perfetto_option(help="Write the compiled timeline here, for ui.perfetto.dev.")
 @xprof_option()
@@ -130,6 +133,7 @@ def command(
     no_cache: bool,
     top: int | str,
     out: Path | None,
+    frames: str,
     save: Path | None,
     perfetto: Path | None,
     xprof: Path | None,
@@ -176,7 +180,7 @@ def command(
         plan = plan_of(program)
         if isinstance(plan, EmbedPlan):
             _refuse(files, "nothing with a plan of embeddings: it has many programs")
-        with _progress_line(shown=not as_json) as on_progress:
+        with progress_line(shown=not as_json) as on_progress:
             result = compile(
                 plan, check=check, timeout=timeout, cache=not no_cache, save=save is not None, on_progress=on_progress
             )
@@ -184,7 +188,7 @@ def command(
         _refuse({"check": check}, "nothing but with a plan of embeddings: its programs run on SparseCores")
         if on is None:
             raise RooftopError("on", None, "a slice, such as v5e:4x4")
-        with _progress_line(shown=not as_json) as on_progress:
+        with progress_line(shown=not as_json) as on_progress:
             result = inspect(
                 program,
                 *arrays,
@@ -214,7 +218,7 @@ def command(
         if result.refusal is not None:
             show(data, {name: names[name] for name in ("report", "page")}, plan=planned)
         else:
-            show(data, names, plan=planned, cached=result.cached)
+            show(data, names, plan=planned, cached=result.cached, frames=frames == "all")
     else:
         show(data, {"report": output}, plan=result.report.plan.to_json())
     result.raise_if_infeasible()
@@ -285,7 +289,7 @@ def _refuse(options: Mapping[str, object], accepted: str) -> None:
 
 
 @contextmanager
-def _progress_line(*, shown: bool) -> Iterator[Callable[[str, float], None] | None]:
+def progress_line(*, shown: bool) -> Iterator[Callable[[str, float], None] | None]:
     """A callback (phase, seconds) that keeps one line on stderr up to date, or None if stderr is not a terminal."""
     if not (shown and sys.stderr.isatty()):
         yield None

@@ -1,29 +1,39 @@
-"""``rooftop explain`` (a trace, an HLO instruction, two of a kind) and ``rooftop validate``."""
+"""``rooftop explain`` (a trace, a module, an HLO instruction), ``check``, ``diff`` and ``validate``."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
+from rooftop.cli.compile import SeveralArrays, progress_line
 from rooftop.cli.options import (
+    COUNT,
     COUNT_OR_ZERO,
+    FILE,
     HARDWARE,
+    OUTPUT,
+    PARALLELISM,
     PATH,
     RUN,
+    TIME,
     WORKLOAD,
     VerbCommand,
     assume_option,
     figure_option,
+    frames_option,
     json_option,
+    layout_option,
     mesh_option,
     on_option,
     option,
     report_option,
+    timeout_option,
     top_option,
 )
-from rooftop.cli.output import show
+from rooftop.cli.output import emit_json, show
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_text
 
@@ -33,11 +43,12 @@ from rooftop.core.files import write_text
     examples=(
         "rooftop explain run1",
         "rooftop explain /tmp/trace --hlo step.hlo.txt --mesh data=2,tensor=4 --on v5e",
+        "rooftop explain module.hlo --on v5p:2x2x4 --mesh X=16",
         "rooftop explain --op '%f = bf16[64]{0} fusion(bf16[64,128]{1,0} %w, bf16[128]{0} %x), kind=kLoop' --on v5p",
         "rooftop explain --diff run1 run2",
     ),
 )
-@click.argument("path", metavar="[RUN|TRACE]", type=PATH, required=False)
+@click.argument("path", metavar="[RUN|TRACE|MODULE]", type=PATH, required=False)
 @on_option(help="The chip, or a slice of it, whose roofs count. [default: the trace's own]")
 @figure_option()
 @option("--plan", group=HARDWARE, type=PATH, metavar="FILE", help="The plan to compare with. [default: the run's own]")
@@ -48,6 +59,7 @@ from rooftop.core.files import write_text
 @option("--op", "lines", group=RUN, multiple=True, metavar="HLO", help="Explain an HLO instruction, or several.")
 @option("--diff", group=RUN, type=(PATH, PATH), metavar="A B", help="Compare two runs, traces, plans or reports.")
 @top_option(default="12")
+@frames_option()
 @report_option(help="Write a page with tables and plots of a run or trace here (HTML).")
 @json_option
 def command(
@@ -61,10 +73,11 @@ def command(
     lines: tuple[str, ...],
     diff: tuple[Path, Path] | None,
     top: int | str,
+    frames: str,
     report: Path | None,
     as_json: bool,
 ) -> None:
-    """Explain where the time of a program goes: of a run with a trace, or of any trace of JAX's profiler.
+    """Explain where the time of a program goes: of a run with a trace, any trace of JAX's profiler, or a module of HLO.
 
     Shows measured, compiled and planned time by scope and phase, then a verdict, the largest losses with their causes,
     and what to try. --op explains an HLO instruction, and --diff compares two runs, traces, plans or reports.
@@ -79,12 +92,43 @@ def command(
     if useless:
         raise RooftopError(useless[0], choices[asked[0]], f"nothing next to --{asked[0]}")
     count = sys.maxsize if isinstance(top, str) else top
-    if path is not None:
+    if path is not None and _is_module(path):
+        _module(path, {"plan": plan, "hlo": hlo, "figure": figures}, mesh, on, report, count, frames == "all", as_json)
+    elif path is not None:
         _trace(path, plan, hlo, mesh, on, figures, report, count, as_json)
     elif diff is not None:
         _difference(diff, count, as_json)
     else:
         _operations(lines, on, figures, as_json)
+
+
+def _is_module(path: Path) -> bool:
+    """True for a module of HLO: by its suffix, or a folder of dumped ones."""
+    dumped = path.is_dir() and any(path.glob("*after_optimizations*"))
+    return dumped or (path.suffix in (".hlo", ".txt", ".pb") and not path.name.endswith(".xplane.pb"))
+
+
+def _module(
+    path: Path,
+    others: Mapping[str, object],
+    mesh: str | None,
+    on: str | None,
+    report: Path | None,
+    count: int,
+    frames: bool,
+    as_json: bool,
+) -> None:
+    for name, value in others.items():
+        if value:
+            raise RooftopError(name, str(value), "nothing with a module: it has no trace")
+    if on is None:
+        raise RooftopError("on", None, "the chip or slice that the module is compiled for, such as v5e:4x4")
+    from rooftop.library.explaining import explain_module
+
+    result = explain_module(path, on=on, mesh=mesh)
+    if report is not None:
+        write_text(report, result.page())
+    show(result.to_json(top=count), as_json=as_json, frames=frames)
 
 
 def _operations(lines: tuple[str, ...], on: str | None, figures: dict[str, float], as_json: bool) -> None:
@@ -118,6 +162,133 @@ def _trace(
     if report is not None:
         write_text(report, result.page())
     show(result.to_json(top=count), as_json=as_json, top=count)
+
+
+@click.command(
+    "check",
+    cls=SeveralArrays,
+    examples=(
+        "rooftop check mypkg.mymodule:step --args 'bf16[8192_X, 4096]' 'bf16[4096, 16384]' --mesh X=16 --on v5e:4x4",
+        "rooftop check module.hlo --on v5p:2x2x4 --mesh X=16 --tokens 1Mi --save ledger.json",
+        "rooftop check module.hlo --on v5p:2x2x4 --mesh X=16 --against ledger.json --max-time +2% --max-memory +1%",
+    ),
+)
+@click.argument("program", metavar="MODULE:FUNCTION|MODULE.hlo|FOLDER")
+@on_option(help="The slice, or for a module the kind of chip, that the program is compiled for.")
+@option(
+    "--args",
+    "arrays",
+    group=WORKLOAD,
+    multiple=True,
+    metavar="ARRAY...",
+    help="Arrays of a function: bf16[8192_X, D_Y].",
+)
+@option("--dims", group=WORKLOAD, metavar="SIZES", help="Sizes of the dims that arrays name: D=4096,F=16Ki.")
+@option("--tokens", group=WORKLOAD, type=COUNT, help="Tokens of a step on all devices, for tokens a second.")
+@mesh_option(help="Mesh axes and their sizes: X=4,Y=4.")
+@layout_option()
+@option("--auto", is_flag=True, group=PARALLELISM, help="Leave axes to the partitioner: not JAX's explicit mode.")
+@timeout_option(help="Give up after this time: 90s, 10m.")
+@option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
+@option("--against", group=RUN, type=FILE, help="An earlier ledger to compare with, of --save or compile -o.")
+@option("--max-time", group=RUN, metavar="SHARE", help="Share by which a step may take longer than before: +2%.")
+@option("--max-memory", group=RUN, metavar="SHARE", help="Share by which the peak of memory may grow: +1%.")
+@option("--fail-on", group=RUN, type=TIME, help="Fail if one finding is worth more than this time: 5ms.")
+@top_option(default="10", help="Operations and buffers to list, or all.")
+@frames_option()
+@option("--save", group=OUTPUT, type=FILE, help="Write the ledger here, for --against.")
+@option("--junit", group=OUTPUT, type=FILE, help="Write limits and findings here, as JUnit's XML.")
+@report_option()
+@json_option
+def check(
+    *,
+    program: str,
+    on: str | None,
+    arrays: tuple[str, ...],
+    dims: str | None,
+    tokens: int | None,
+    mesh: str | None,
+    layout: str | None,
+    auto: bool,
+    timeout: float | None,
+    no_cache: bool,
+    against: Path | None,
+    max_time: str | None,
+    max_memory: str | None,
+    fail_on: float | None,
+    top: int | str,
+    frames: str,
+    save: Path | None,
+    junit: Path | None,
+    report: Path | None,
+    as_json: bool,
+) -> int:
+    """Check a compiled program without a plan: what it wastes, at which line, and what that is worth.
+
+    Reads a function (compiled as in 'rooftop compile'), a module of HLO or a folder of --xla_dump_to. Finds replicated
+    arguments, missing donation, repeated and oversized collectives, float32 traffic, padding and host transfers. With
+    --against, compares with an earlier ledger; the status is 1 if a limit does not hold.
+    """
+    from rooftop.library import checking
+
+    if on is None:
+        raise RooftopError("on", None, "the slice that the program is compiled for, such as v5e:4x4")
+    subject: object = program
+    if ":" in program and not Path(program).exists():
+        from rooftop.library.compiling import inspect
+
+        with progress_line(shown=not as_json) as on_progress:
+            subject = inspect(
+                program,
+                *arrays,
+                on=on,
+                mesh=mesh,
+                layout=layout,
+                dims=dims,
+                auto=auto,
+                timeout=timeout,
+                cache=not no_cache,
+                on_progress=on_progress,
+            )
+    elif arrays or dims or layout or auto:
+        raise RooftopError("program", program, "module:function with --args, --dims, --layout and --auto")
+    result = checking.check(
+        subject,  # type: ignore[arg-type]
+        on=on,
+        mesh=mesh,
+        tokens=tokens,
+        against=against,
+        max_time=max_time,
+        max_memory=max_memory,
+        fail_on=fail_on,
+        name=program,
+    )
+    if save is not None:
+        result.save(save)
+    if junit is not None:
+        result.write_junit(junit)
+    if report is not None:
+        write_text(report, result.page())
+    data = result.to_json(top=sys.maxsize if isinstance(top, str) else top)
+    if as_json:
+        emit_json(data)
+    else:
+        count = 0 if isinstance(top, str) else top
+        show(data, {"ledger": save, "tests": junit, "page": report}, frames=frames == "all", top=count)
+    return 0 if result.holds else 1
+
+
+@click.command("diff", cls=VerbCommand, examples=("rooftop diff ledger.json new.json", "rooftop diff run1 run2"))
+@click.argument("before", type=PATH)
+@click.argument("after", type=PATH)
+@top_option(default="12")
+@json_option
+def diff(*, before: Path, after: Path, top: int | str, as_json: bool) -> None:
+    """Compare two runs, traces, plans, compilations or checks: what takes longer, what is new and what is gone."""
+    from rooftop.library import explaining
+
+    result = explaining.diff(before, after)
+    show(result.to_json(), as_json=as_json, top=sys.maxsize if isinstance(top, str) else top)
 
 
 @click.command("validate", cls=VerbCommand, examples=("rooftop validate --top 5",))

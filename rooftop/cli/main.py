@@ -25,6 +25,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("rooftop.cli.plan", "Plan training or serving: sharding, memory, time, cost, and why."),
     "simulate": ("rooftop.cli.simulate", "Requests against a serving plan: the latencies that users feel."),
     "compile": ("rooftop.cli.compile", "Compile a plan, or a JAX function, for TPUs or GPUs, with none."),
+    "check": ("rooftop.cli.explain:check", "What a compiled program wastes, with prices; limits for CI."),
+    "diff": ("rooftop.cli.explain:diff", "Two runs, plans or compilations: what changed."),
     "train": ("rooftop.cli.train", "Train a plan or a model on the devices that are here."),
     "serve": ("rooftop.cli.serve", "Serve a checkpoint, as OpenAI's API, on the devices here."),
     "embed": ("rooftop.cli.embed", "Embedding tables: limits from data, training, export."),

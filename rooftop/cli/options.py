@@ -388,6 +388,13 @@ processes_option = _shared("--processes", group=PROCESSES, type=COUNT, help="Num
 process_option = _shared("--process", group=PROCESSES, type=COUNT_OR_ZERO, help="Index of this process, from 0.")
 
 top_option = _shared("--top", group=OUTPUT, type=TOP, help="Rows to list, or all.")
+frames_option = _shared(
+    "--frames",
+    group=OUTPUT,
+    type=Name("first", "all"),
+    default="first",
+    help="Source lines: the first outside of libraries, or all frames.",
+)
 perfetto_option = _shared("--perfetto", group=OUTPUT, type=FILE, help="Write the timeline here, for ui.perfetto.dev.")
 xprof_option = _shared(
     "--xprof", group=OUTPUT, type=FOLDER, help="Write it as a profile into this folder, for XProf and TensorBoard."

@@ -1,8 +1,9 @@
 """The compiled ledger: rows by scope and phase, read from XLA's optimised HLO, and their times from its schedule.
 
 Matmul FLOPs are those of ``dot``, ``convolution`` (XLA:TPU writes every matmul so) and calls of cuBLAS; collectives are
-the logical ones. Hand-written kernels count with the FLOPs that they declare. ``compiled_ledger`` adds elementwise
-work, HBM traffic, and times that add up to the timeline: the sum of counts times expected seconds is its ``total_s``.
+the logical ones. Hand-written kernels count as in ``rooftop.compiler.hlo.kernels``. ``compiled_ledger`` adds
+elementwise work, HBM traffic, and times that add up to the timeline: the sum of counts times expected seconds is its
+``total_s``.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from rooftop.compiler.collectives.logical import logical_collectives
 from rooftop.compiler.compiling import Compiled
 from rooftop.compiler.hlo.costs import (
     InstructionWork,
-    declared_flops,
     is_host_copy,
     is_matmul,
     matmul_dtype,
     matmul_flops,
     work,
 )
+from rooftop.compiler.hlo.kernels import kernel
 from rooftop.compiler.hlo.places import place_of, purpose, users
 from rooftop.compiler.hlo.text import Module
 from rooftop.compiler.machine.run import scheduled
@@ -67,16 +68,17 @@ class RowDraft:
 
 
 def matmul_rows(module: Module) -> dict[Key, RowDraft]:
-    """Rows with the FLOPs of every matmul, and those that kernels declare."""
+    """Rows with the FLOPs of every matmul, and those of kernels."""
     rows: dict[Key, RowDraft] = {}
     for computation in module.computations.values():
         count = module.executions[computation.name]
         for instruction in computation if count else ():
-            declared = declared_flops(instruction)
-            if declared is None and not is_matmul(instruction):
+            called = kernel(module, computation, instruction)
+            inside = None if called is None else called.flops
+            if inside is None and not is_matmul(instruction):
                 continue
             draft = rows.setdefault((*place_of(module, computation, instruction), count), RowDraft())
-            draft.kernel_flops += declared or 0.0
+            draft.kernel_flops += inside or 0.0
             if is_matmul(instruction):
                 dtype = matmul_dtype(computation, instruction)
                 draft.flops[dtype] = draft.flops.get(dtype, 0.0) + matmul_flops(computation, instruction)

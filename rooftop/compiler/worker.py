@@ -31,6 +31,7 @@ from rooftop.compiler.cache import digest
 from rooftop.compiler.compiling import CompiledProgram, CompileRequest, RequestError, WorkerAnswer, WorkerResult
 from rooftop.compiler.devices import topology_mesh
 from rooftop.compiler.executables import compiled_program, read_reports, reporting_options
+from rooftop.compiler.hlo.printing import compiled_text
 from rooftop.compiler.memory import OutOfMemory, PeakMemory, read_exceeded
 from rooftop.core.errors import Infeasible, RooftopError
 
@@ -80,7 +81,7 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
         compile_s = time.perf_counter() - start - lower_s
         on_phase("reading")
         program = compiled_program(
-            compiled.as_text(),
+            compiled_text(compiled),
             compiled.memory_analysis(),
             folder,
             lower_s=lower_s,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import DTYPE_BYTES
 from rooftop.core.records import Record, derived, read_record
-from rooftop.core.scopes import UNSCOPED, Phase, is_phase, is_scope
+from rooftop.core.scopes import Phase, is_path, is_phase
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,8 +82,8 @@ class Row(Record):
     formula: str = ""
 
     def __post_init__(self) -> None:
-        if self.scope != UNSCOPED and not is_scope(self.scope):
-            raise RooftopError("row.scope", self.scope, "a scope of rooftop.core.scopes, or 'unscoped'")
+        if not is_path(self.scope):
+            raise RooftopError("row.scope", self.scope, "a scope, such as layers/mlp/up, or 'unscoped'")
         if not is_phase(self.phase):
             raise RooftopError("row.phase", self.phase, "a phase of rooftop.core.scopes")
         for name in self.time_s:

@@ -2,11 +2,16 @@
 
 The planner names its rows with these scopes, programs open ``jax.named_scope`` with the same ones, and readers of
 HLO and of profiles map what they find back: that is what lets the three ledgers join.
+
+A program of somebody else has its own scopes: named scopes and the paths of its modules. They form an open tree
+(``open_place``), in which equal layers are one: ``layers_*`` (``folded``).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 SCOPES: tuple[str, ...] = (
@@ -90,12 +95,157 @@ def scope_and_phase(op_name: str) -> tuple[str, str]:
     scope = "/".join(path)
     if not is_scope(scope):
         scope = UNSCOPED
+    return scope, _phase(scope, op_name)
+
+
+def _phase(scope: str, op_name: str) -> str:
     if _UPDATE_SCOPE.fullmatch(scope):
-        return scope, "update"
+        return "update"
     words = re.split(r"[/()]", op_name)
     if "rematted_computation" in words:
-        return scope, "recompute"
+        return "recompute"
     for phase in ("prefill", "generate"):
         if phase in words:
-            return scope, phase
-    return scope, "backward" if "transpose(" in op_name else "forward"
+            return phase
+    return "backward" if "transpose(" in op_name else "forward"
+
+
+# ---- scopes of other programs ---------------------------------------------------------------------------------------
+
+#: Parts of a name stack that JAX puts there: control flow, and rules for derivatives.
+_WRAPPER = re.compile(
+    r"while|body|cond|closed_call|checkpoint|rematted_computation|remat2?|shard_map|branch_\d+_fun|core_call|pjit"
+    r"|custom_[jv][vj]p_call\w*|xla_call|scan|custom_lin"
+)
+#: Parts that declare figures (``kernel_flops[...]``), the name of an argument, and the subscripts of an einsum.
+_NO_NAME = re.compile(r".*[\[\]'].*|.*->.*|")
+#: XLA joins the names of instructions that it combines: 'jit(f)/(a/b/add:a/c/dot_general)', or 'f/a/mul;f/b/div'.
+_COMBINED = re.compile(r"(?<![\w>])\(")
+
+
+def is_path(name: str) -> bool:
+    """Return True if ``name`` can be a scope of a program: parts that are not empty, joined by '/'."""
+    return bool(name) and all(part.strip() for part in name.split("/"))
+
+
+def open_place(op_name: str) -> tuple[str, str]:
+    """Scope and phase of an ``op_name`` of any program: its named scopes and modules, '/' between them.
+
+    The last part is the operation itself. The name of a combined instruction has the scope that all its parts share,
+    or that of its first part.
+    """
+    parts = _parts(op_name)
+    paths = [path for path in map(_path, parts) if path]
+    shared: list[str] = []
+    for words in zip(*paths, strict=False):
+        if len(set(words)) > 1:
+            break
+        shared.append(words[0])
+    path = shared or next(iter(paths), [])
+    scope = "/".join(path) or UNSCOPED
+    return scope, _phase(scope, parts[0])
+
+
+def _parts(op_name: str) -> list[str]:
+    """The names that a combined instruction joins, else its own."""
+    if ";" in op_name:
+        return [part for name in op_name.split(";") for part in _parts(name)]
+    opening = _COMBINED.search(op_name) if ":" in op_name and op_name.endswith(")") else None
+    if opening is None:
+        return [op_name]
+    prefix, inner = op_name[: opening.start()], op_name[opening.end() : -1]
+    depth, begin, parts = 0, 0, list[str]()
+    for at, sign in enumerate(f"{inner}:"):
+        depth += {"(": 1, ")": -1}.get(sign, 0)
+        if sign == ":" and depth == 0:
+            parts += _parts(prefix + inner[begin:at])
+            begin = at + 1
+    return parts or [op_name]
+
+
+def _path(op_name: str) -> list[str]:
+    words = _TRANSFORMATION.sub("", _FUNCTION.sub("", op_name)).split("/")[:-1]
+    names = [word for word in words if not _WRAPPER.fullmatch(word) and not _NO_NAME.fullmatch(word)]
+    # A module that calls its base class opens its scope again.
+    return [name for at, name in enumerate(names) if at == 0 or names[at - 1] != name]
+
+
+def is_own(op_names: Iterable[str]) -> bool:
+    """Return True if a program with these op_names opens rooftop's own scopes.
+
+    One scope of a group, such as ``layers/mlp/up``, is enough. A name such as ``loss`` is rooftop's only where the
+    program has no other scopes.
+    """
+    known, others = False, False
+    for op_name in op_names:
+        scope = scope_and_phase(op_name)[0]
+        if "/" in scope:
+            return True
+        known = known or scope != UNSCOPED
+        others = others or (scope == UNSCOPED and open_place(op_name)[0] != UNSCOPED)
+    return known and not others
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldedScopes:
+    """Scopes in which equal layers are one: ``names`` by the scope of the program.
+
+    ``layers`` has the number of layers that each folded path stands for: {'model/layers_*': 32}.
+    """
+
+    names: Mapping[str, str]
+    layers: Mapping[str, int]
+
+
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+#: So many numbered parts without scopes in them are layers; fewer may be the two matmuls of a block.
+_LEAVES = 4
+
+
+def folded(scopes: Iterable[str]) -> FoldedScopes:
+    """Fold numbered parts of paths, ``layers_0`` to ``layers_31`` or ``layers/0`` to ``layers/31``, into one.
+
+    Such parts are layers if all contain scopes and share one of them. Parts without scopes are, if there are at least
+    four of them.
+    """
+    paths = [scope.split("/") for scope in dict.fromkeys(scopes) if scope != UNSCOPED]
+    tree: dict[str, Any] = _tree(tuple("/".join(path) for path in paths))
+    renamed: dict[tuple[str, ...], str] = {}
+    layers: dict[str, int] = {}
+    _fold(tree, (), renamed, layers)
+    names = {UNSCOPED: UNSCOPED}
+    for path in paths:
+        at: tuple[str, ...] = ()
+        for part in path:
+            at = (*at, renamed.get((*at, part), part))
+        names["/".join(path)] = "/".join(at)
+    return FoldedScopes(names=names, layers=layers)
+
+
+def _fold(
+    node: dict[str, Any], at: tuple[str, ...], renamed: dict[tuple[str, ...], str], layers: dict[str, int]
+) -> None:
+    groups: dict[str, list[str]] = {}
+    for name in node:
+        if match := _NUMBERED.fullmatch(name):
+            groups.setdefault(match.group(1), []).append(name)
+    for stem, members in groups.items():
+        if len(members) > 1 and _are_layers([node[name] for name in members], len(members)):
+            merged = f"{stem}*"
+            renamed |= {(*at, name): merged for name in members}
+            layers["/".join((*at, merged))] = len(members)
+            node[merged] = {}
+            for name in members:
+                _merge(node[merged], node.pop(name))
+    for name, child in node.items():
+        _fold(child, (*at, name), renamed, layers)
+
+
+def _are_layers(members: list[dict[str, Any]], count: int) -> bool:
+    shared = set(members[0]).intersection(*members[1:])
+    return bool(shared) or (count >= _LEAVES and not any(members))
+
+
+def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, child in other.items():
+        _merge(into.setdefault(name, {}), child)

@@ -40,6 +40,8 @@ _LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([A-Za-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b[a-z]\w*\[[\d,\s]*\](?:\{[^}]*\})?")
 _OPERAND = re.compile(rf"(?P<array>{_ARRAY.pattern})?\s*%(?P<name>[\w.\-]+)")
+#: The name after an array, in the older form without '%'.
+_BARE = re.compile(r"\s+([A-Za-z_][\w.\-]*)")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _FORM = "an HLO instruction, such as %fusion.3 = bf16[32,4096]{1,0} fusion(bf16[32,8192]{1,0} %x), kind=kLoop, calls=%f"
 
@@ -155,12 +157,24 @@ def read_operation(text: str) -> Operation:
         name=match[1],
         opcode=_CAMEL.sub("-", opcode[1]).lower(),
         results=tuple(TileLayout.parse(item) for item in _ARRAY.findall(rest[:end])),
-        operands=tuple(
-            (item["name"], TileLayout.parse(item["array"]) if item["array"] else None)
-            for item in _OPERAND.finditer(inside)
-        ),
+        operands=tuple(_operands(inside)),
         attributes=rest[closing + 1 :],
     )
+
+
+def _operands(inside: str) -> Iterator[tuple[str, TileLayout | None]]:
+    """Yield names and layouts. Names may come without '%', and arrays without names."""
+    if "%" in inside:
+        for item in _OPERAND.finditer(inside):
+            yield item["name"], TileLayout.parse(item["array"]) if item["array"] else None
+        return
+    at = 0
+    for array in _ARRAY.finditer(inside):
+        name = _BARE.match(inside, array.end())
+        yield name[1] if name else "", TileLayout.parse(array.group())
+        at = array.end()
+    if not at:
+        yield from ((name, None) for name in re.findall(r"(?:^|,)\s*([A-Za-z_][\w.\-]*)\s*(?=,|$)", inside))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rooftop.core.ledger import CollectiveKind
-from rooftop.core.scopes import UNSCOPED, scope_and_phase
+from rooftop.core.scopes import UNSCOPED, open_place, scope_and_phase
 from rooftop.profile.trace import Op
 
 #: Categories of ops: the device computes, moves arrays, communicates, waits for its host, or runs a control op such as
@@ -48,12 +48,6 @@ _CATEGORIES: Mapping[Category, tuple[str, ...]] = {
 }  # fmt: skip
 _NUMBERED = re.compile(r"(?:[.:_]\d+|\.clone)+$")
 _NCCL = re.compile(r"nccl(?:Dev)?Kernel_(\w+?)_")
-#: Parts of a name stack that are not named scopes of the program.
-_WRAPPERS = re.compile(
-    r"\w+\(|\)|\b(?:while|body|cond|closed_call|checkpoint|rematted_computation|remat2?|shard_map|branch_\d+_fun)\b"
-    r"|\bcustom_[jv][vj]p_call\w*"
-)
-_FUNCTION = re.compile(r"\bp?jit\([^()]*\)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +94,7 @@ def facts_of(op: Op) -> Facts:
     """The facts of an op from the trace alone: its text or its name, its category, its name stack."""
     opcode = _opcode(op)
     kind, role = collective_kind(opcode)
-    scope, phase = program_place(op.op_name, ours=False)
+    scope, phase = _place(op.op_name)
     return Facts(
         category=COLLECTIVE if kind else category_of(opcode, op.category),
         places=(OpPlace(scope=scope, phase=phase),),
@@ -132,14 +126,10 @@ def collective_kind(opcode: str) -> tuple[str, str]:
     return COLLECTIVES.get(opcode, ""), "whole"
 
 
-def program_place(op_name: str, *, ours: bool) -> tuple[str, str]:
-    """Scope and phase by a name stack. If the program is not ``ours``, its own named scopes are the scope."""
-    scope, phase = scope_and_phase(op_name)
-    if ours or scope != UNSCOPED:
-        return scope, phase
-    words = [word for word in _WRAPPERS.sub("", _FUNCTION.sub("", op_name)).split("/") if word]
-    # The last word is the operation itself.
-    return "/".join(words[:-1]) or UNSCOPED, phase
+def _place(op_name: str) -> tuple[str, str]:
+    """Scope and phase by a name stack alone: rooftop's scope if there is one, else the program's own."""
+    place = scope_and_phase(op_name)
+    return place if place[0] != UNSCOPED else open_place(op_name)
 
 
 def _opcode(op: Op) -> str:

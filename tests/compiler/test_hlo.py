@@ -27,8 +27,9 @@ from rooftop.arrays import AXES, Mesh
 from rooftop.compiler.compiling import Compiled, CompileRequest, compile_ahead_of_time
 from rooftop.compiler.devices import topology_mesh
 from rooftop.compiler.hlo import text as hlo
-from rooftop.compiler.hlo.costs import declared_flops, is_matmul, matmul_batch, matmul_flops
+from rooftop.compiler.hlo.costs import is_matmul, matmul_batch, matmul_flops
 from rooftop.compiler.hlo.groups import replica_groups, varying_axes
+from rooftop.compiler.hlo.kernels import Kernel, kernel
 from rooftop.compiler.ledger import read_ledger
 from rooftop.compiler.targets import PLUGIN
 from rooftop.compiler.worker import compile_here
@@ -284,9 +285,9 @@ CORE = f"jit(f)/transpose(jvp())/while/body/checkpoint/layers/attn/core/{FLOPS}/
 
 def test_instructions_over_several_lines() -> None:
     """A line that begins with a brace ends a computation only if nothing else stands there."""
-    x, kernel, copy = hlo.parse(kernel_text(CORE)).computations["main"]
-    assert (kernel.opcode, kernel.op_name, kernel.operands) == ("custom-call", CORE, (x.name,) * 3)
-    assert (copy.opcode, copy.operands) == ("copy", (kernel.name,))
+    x, called, copy = hlo.parse(kernel_text(CORE)).computations["main"]
+    assert (called.opcode, called.op_name, called.operands) == ("custom-call", CORE, (x.name,) * 3)
+    assert (copy.opcode, copy.operands) == ("copy", (called.name,))
 
 
 @pytest.mark.parametrize(
@@ -308,8 +309,11 @@ def test_instructions_over_several_lines() -> None:
 )
 def test_kernels_declare_their_flops(op_name: str, target: str, flops: float | None) -> None:
     module = hlo.parse(kernel_text(op_name, target=target))
-    _, kernel, copy = module.computations["main"]
-    assert (declared_flops(kernel), declared_flops(copy)) == (flops, None)
+    main = module.computations["main"]
+    called, copied = (kernel(module, main, instruction) for instruction in list(main)[1:])
+    assert copied is None
+    assert called == (None if target == "ConcatBitcast" else Kernel() if flops is None else called)
+    assert called is None or called.flops == flops
     rows = [(row.scope, row.phase, row.count, row.kernel_flops) for row in read_ledger(module, {"data": 1})]
     assert rows == ([] if flops is None else [("layers/attn/core", "backward", 1, flops)])
 
@@ -606,11 +610,51 @@ def test_a_request_that_is_wrong() -> None:
 
 
 def test_ledger_of_a_program_without_scopes() -> None:
-    """Work outside every scope is shown as such and not dropped."""
-    text = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile().as_text()
-    (row,) = read_ledger(hlo.parse(text), {"data": 1})
-    assert (row.scope, row.phase, row.count) == ("unscoped", "forward", 1)
-    assert row.flops == {"f32": 2.0 * 8**3}
+    """Work outside every scope is shown by the function that it is in, and as such where there is none."""
+
+    def squared(x: jax.Array) -> jax.Array:
+        return x @ x
+
+    text = jax.jit(lambda x: squared(x) + 1).lower(jnp.ones((8, 8))).compile().as_text()
+    nameless = re.sub(r"stack_frame_id=\d+", "", text)
+    for program, scope in ((text, "squared"), (nameless, "unscoped")):
+        (row,) = read_ledger(hlo.parse(program), {"data": 1})
+        assert (row.scope, row.phase, row.count) == (scope, "forward", 1)
+        assert row.flops == {"f32": 2.0 * 8**3}
+
+
+def test_scopes_of_other_programs_are_an_open_tree() -> None:
+    """Named scopes of any name, layers folded; a scope that is called as one of rooftop's is none of them."""
+
+    def loss(w: list[jax.Array], x: jax.Array) -> jax.Array:
+        for at, weight in enumerate(w):
+            with named_scope(f"model/block_{at}"), named_scope("ffn"):
+                x = jnp.sin(jnp.einsum("bd,df->bf", x, weight))
+        with named_scope("loss"):
+            return (x @ w[0]).sum()
+
+    step = jax.jit(jax.value_and_grad(loss))
+    text = step.lower([jnp.ones((16, 16))] * 3, jnp.ones((8, 16))).compile().as_text()
+    module = hlo.parse(text)
+    rows = {(row.scope, row.phase): sum(row.flops.values()) for row in read_ledger(module, {"data": 1}) if row.flops}
+    one = 2.0 * 8 * 16 * 16
+    assert rows[("model/block_*/ffn", "forward")] == 3 * one
+    assert {scope for scope, _ in rows} <= {"model/block_*/ffn", "loss"}
+    # The gradient of the first block's input is not needed.
+    assert rows[("model/block_*/ffn", "backward")] + rows.get(("loss", "backward"), 0.0) >= 5 * one
+    assert module.scopes.tree.layers == {"model/block_*": 3}
+    assert not module.scopes.own
+
+
+def test_sources_are_the_first_frame_outside_of_libraries() -> None:
+    text = jax.jit(lambda x: jax.nn.gelu(jnp.tensordot(x, x, 1))).lower(jnp.ones((8, 8))).compile().as_text()
+    module = hlo.parse(text)
+    entry = module.computations[module.entry]
+    sources = {module.source(instruction) for instruction in entry if instruction.op_name.startswith("jit(")}
+    assert {source.rpartition(":")[0] for source in sources} == {__file__}
+    stacks = [module.stack(instruction) for instruction in entry if module.stack(instruction)]
+    assert all(frame.line for stack in stacks for frame in stack)
+    assert any("test_sources" in frame.function for stack in stacks for frame in stack)
 
 
 @pytest.mark.parametrize(("scope", "matmuls", "size"), [("inner", 2, 64), ("taken[1:3]", 4 / 3, 32)])

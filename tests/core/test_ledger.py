@@ -118,8 +118,9 @@ def test_a_sweep_is_no_json():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scope": "layers/mlp"}, "row.scope: got 'layers/mlp'"),
-        ({"scope": "layers/mlp/gate"}, "row.scope: got 'layers/mlp/gate'"),
+        ({"scope": "layers//mlp"}, "row.scope: got 'layers//mlp'"),
+        ({"scope": "layers/mlp/"}, "row.scope: got 'layers/mlp/'"),
+        ({"scope": ""}, "row.scope: got ''; accepted: a scope, such as layers/mlp/up"),
         ({"phase": "training"}, "row.phase: got 'training'"),
         ({"time_s": {"icy": 1.0}}, "row.time_s: got 'icy'; accepted: mxu, vpu, hbm, ici, dcn, pcie, host"),
         ({"flops": {"bfloat16": 1.0}}, "row.flops: got 'bfloat16'; accepted: bf16, f32"),

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.core.scopes import PHASES, SCOPES, UNSCOPED, is_phase, is_scope, scope_and_phase
+from rooftop.core.scopes import (
+    PHASES,
+    SCOPES,
+    UNSCOPED,
+    folded,
+    is_own,
+    is_path,
+    is_phase,
+    is_scope,
+    open_place,
+    scope_and_phase,
+)
 
 LEAVES = tuple(scope.replace("*", "user_id") for scope in SCOPES)
 
@@ -118,3 +129,88 @@ def test_phases():
     assert all(is_phase(phase) for phase in PHASES)
     assert not is_phase("training")
     assert not is_phase("")
+
+
+# ---- scopes of other programs ---------------------------------------------------------------------------------------
+
+COMBINED = (
+    "jit(step)/(transpose(jvp(M))/layers_0/Dense_0/reduce_sum:transpose(jvp(M))/layers_0/Dense_1/dot_general:"
+    "transpose(jvp(M))/layers_0/jit(_take)/scatter-add)"
+)
+
+
+@pytest.mark.parametrize(
+    ("op_name", "scope", "phase"),
+    [
+        ("jit(step)/jvp(M)/layers_3/Attention_0/Attention_0/value/dot", "M/layers_3/Attention_0/value", "forward"),
+        ("jit(step)/transpose(jvp(M))/Embed_0/jit(_take)/scatter-add", "M/Embed_0", "backward"),
+        ("jit(f)/while/body/checkpoint/rematted_computation/ffn/gate/btd,df->btf/dot_general", "ffn/gate", "recompute"),
+        ("jit(f)/shard_map/vmap(attention)/splash_mha_fwd/pallas_call", "attention/splash_mha_fwd", "forward"),
+        ("jit(f)/cond/branch_1_fun/experts/mul", "experts", "forward"),
+        # What all parts share, with the phase of the first; without anything, the first part's.
+        (COMBINED, "M/layers_0", "backward"),
+        ("jit(f)/(a/add:b/c/mul)", "a", "forward"),
+        ("jit(f)/a/b/mul;jit(f)/a/c/div", "a", "forward"),
+        ("jit(f)/shard_map/mul;jit(f)/shard_map/div", UNSCOPED, "forward"),
+        ("jit(step)/add", UNSCOPED, "forward"),
+        ("params['layers']['w']", UNSCOPED, "forward"),
+        ("broadcast.99", UNSCOPED, "forward"),
+        ("", UNSCOPED, "forward"),
+    ],
+)  # fmt: skip
+def test_open_places(op_name, scope, phase):
+    assert open_place(op_name) == (scope, phase)
+
+
+@given(st.text(alphabet="ab/():;[]'_0", max_size=30))
+def test_any_text_has_an_open_place(text):
+    scope, phase = open_place(text)
+    assert is_path(scope)
+    assert is_phase(phase)
+
+
+@pytest.mark.parametrize(
+    ("names", "own"),
+    [
+        (["jit(f)/jvp(layers)/while/body/mlp/up/dot", "jit(f)/mine/add"], True),
+        (["jit(f)/loss/mul", "jit(f)/add"], True),
+        # A program of somebody else may have a loss too.
+        (["jit(f)/loss/mul", "jit(f)/jvp(GPT)/block/dot"], False),
+        (["jit(f)/GPT/mul"], False),
+        ([], False),
+    ],
+)
+def test_whose_program_it_is(names, own):
+    assert is_own(names) == own
+
+
+def test_equal_layers_are_one():
+    modules = ("attn/q", "attn/out", "Dense_0", "Dense_1")
+    paths = [f"M/layers_{at}/{name}" for at in range(32) for name in modules] + ["M/embed", "M/Dense_0"]
+    result = folded(paths)
+    assert result.layers == {"M/layers_*": 32}
+    assert {result.names[path] for path in paths} == {
+        *(f"M/layers_*/{name}" for name in modules), "M/embed", "M/Dense_0",
+    }  # fmt: skip
+
+
+def test_numbers_in_parts_are_layers_too():
+    result = folded([f"blocks/{at}/mlp" for at in range(3)])
+    assert (set(result.names.values()), result.layers) == ({"blocks/*/mlp", UNSCOPED}, {"blocks/*": 3})
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        # Matmuls of one block, towers that share nothing.
+        ["M/fc1", "M/fc2"],
+        ["M/tower_0/image", "M/tower_1/text"],
+        ["layer_0/up"],
+    ],
+)
+def test_what_is_no_row_of_layers(paths):
+    assert folded(paths).layers == {}
+
+
+def test_layers_without_scopes_in_them():
+    assert folded([f"h_{at}" for at in range(12)]).layers == {"h_*": 12}

@@ -214,3 +214,25 @@ def test_wrong_input_is_one_line(
     assert answer.status == 2
     assert answer.err.startswith(f"rooftop: {line}")
     assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "operands",
+    [
+        "f32[128,256]{1,0} %p0, f32[256,512]{1,0} %p1",
+        "f32[128,256]{1,0} p0, f32[256,512]{1,0} p1",
+        "f32[128,256] p0, f32[256,512] p1",
+        "f32[128,256]{1,0}, f32[256,512]{1,0}",
+    ],
+)
+def test_operands_that_are_written_inline(operands: str) -> None:
+    """With and without the sign before a name, a layout, a name."""
+    operation = read_operation(f"d = f32[128,512]{{1,0}} dot({operands}), lhs_contracting_dims={{1}}")
+    assert operation.matmul is not None
+    assert operation.matmul.flops == 2.0 * 128 * 256 * 512
+    assert operation.hbm_bytes == 4.0 * (128 * 256 + 256 * 512 + 128 * 512)
+
+
+def test_operands_by_name_alone() -> None:
+    assert read_operation("%a = f32[8] add(%x, %y)").operands == (("x", None), ("y", None))
+    assert read_operation("a = f32[8] add(x, y.1)").operands == (("x", None), ("y.1", None))

@@ -403,6 +403,7 @@ def _unfolded(module: Module, mesh: Mapping[str, int], occurrences: list[_Occurr
         origin = producer(module, first.computation, source) if combined else None
         if origin:
             scope, phase = place_of(module, *origin)
+            line = line if module.scopes.own else module.source(origin[1]) or line
         part = _gathered(module, first.computation, source) if first.kind == "all_reduce" else None
         if part is not None:
             end = first.computation, _element(first.computation, first.instruction, index)
@@ -433,7 +434,7 @@ def _own_place(module: Module, occurrences: list[_Occurrence], holding: list[Ins
     named = [*own, *(holding if all(occurrence.synchronous for occurrence in occurrences) else [])]
     if flow and all(_UNNAMED.search(instruction.op_name) for instruction in named):
         return flow
-    scope, phase = first_place(instruction.op_name for instruction in [*own, *holding])
+    scope, phase = first_place(module, [*own, *holding])
     # Its name is that of the work that uses its result.
     phase = gather_phase(module, first.kind, phase, (first.computation, first.sources[0]))
     return scope, phase, _source(module, [*own, *holding]) or (flow[2] if flow else "")
@@ -467,7 +468,7 @@ def _permutes(module: Module, ring: Ring) -> list[Instruction]:
 
 
 def _ring_place(module: Module, ring: Ring) -> tuple[str, str]:
-    return first_place(permute.op_name for permute in _permutes(module, ring))
+    return first_place(module, _permutes(module, ring))
 
 
 def _from_transfer(module: Module, transfer: CompiledTransfer) -> LogicalCollective:

@@ -1,9 +1,7 @@
 """Work of one scheduled instruction on its device, and its time.
 
 - *Matmuls*: ``dot``, ``convolution``, which XLA:TPU uses for every matmul, and calls of cuBLAS.
-- *Hand-written kernels*: the compiler counts no FLOPs in them, so their program declares those of one execution on one
-  device in a named scope around each, such as ``kernel_flops[fwd=4000000,dq=6000000]``, keyed by a word of the kernel's
-  name; ``each`` matches any (see ``programs.attention.attend``).
+- *Hand-written kernels*: ``rooftop.compiler.hlo.kernels``.
 - A *fusion* reads the used part of its parameters (a slice of one, if it is only sliced), writes its results, and
   executes its matmuls. Arrays that the compiler keeps in VMEM cause no HBM traffic.
 """
@@ -13,16 +11,15 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
+from rooftop.compiler.hlo.kernels import CUBLAS, CUDNN, Kernel, kernel, target
 from rooftop.compiler.hlo.text import HloComputation, HloTensor, Instruction, Module
-from rooftop.roofline.achievable import MEASURED_DIMS, kernel_flops, matmul_fraction
 from rooftop.roofline.rates import Rates
 
 _MATMULS = ("dot", "convolution")
-_CUBLAS, _CUDNN = "__cublas$", "__cudnn$"
 
 #: M, K and N, the dtype, and the batch: so many matmuls of [M / batch, K] x [K, N].
 Matmul: TypeAlias = tuple[float, float, float, str, int]
@@ -32,7 +29,7 @@ _DTYPES = {"bf16": "bf16", "f16": "f16", "f32": "f32", "s8": "int8", "u8": "int8
 
 def is_matmul(instruction: Instruction) -> bool:
     """True for a ``dot``, a ``convolution`` or a matmul of cuBLAS."""
-    return instruction.opcode in _MATMULS or _target(instruction).startswith(_CUBLAS)
+    return instruction.opcode in _MATMULS or target(instruction).startswith(CUBLAS)
 
 
 def matmul_flops(computation: HloComputation, instruction: Instruction) -> float:
@@ -141,97 +138,6 @@ def _ledger_dtype(dtype: str) -> str:
     return _DTYPES.get(dtype, "f32")
 
 
-_DECLARED = re.compile(r"kernel_flops\[([^\]]*)\]")
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
-#: Words with which attention kernels declare their FLOPs; true for those of the backward pass.
-_ATTENTION = {"fwd": False, "dq": True, "dkv": True, "bwd": True}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One execution of a kernel on one device: ``flops`` as declared (None: not declared) under ``word``.
-
-    ``head_sizes`` are those of a query and of a value head, ``queries`` the (query, head) pairs, if it is an attention
-    kernel.
-    """
-
-    flops: float | None = None
-    word: str = ""
-    head_sizes: tuple[int, int] = (0, 0)
-    queries: int = 0
-
-    def expected_s(self, rates: Rates) -> float:
-        """Expected seconds on the matrix unit; 0 if no FLOPs are declared.
-
-        An attention kernel runs at the fraction measured for the chip (docs/achievable.md), forward or backward; any
-        other kernel as fast as a large matmul.
-        """
-        if self.flops is None:
-            return 0.0
-        chip = rates.chip
-        if self.word in _ATTENTION:
-            backward = _ATTENTION[self.word]
-            per_score = kernel_flops(chip, *self.head_sizes, backward=backward)
-            scores = self.flops / per_score
-            return float(rates.attention_s(scores, *self.head_sizes, backward=backward, queries=self.queries))
-        large = MEASURED_DIMS[1]
-        return self.flops / (rates.flops_per_s["bf16"] * float(matmul_fraction(chip.name, large, large, large)))
-
-
-def kernel(computation: HloComputation, instruction: Instruction) -> Kernel | None:
-    """The Pallas or cuDNN kernel that an instruction calls; None if it calls none."""
-    if not _is_kernel(instruction):
-        return None
-    declaration = _declaration(instruction)
-    if declaration is None:
-        return Kernel()
-    word, flops = declaration
-    return Kernel(flops=flops, word=word, **_heads(computation, instruction))
-
-
-def declared_flops(instruction: Instruction) -> float | None:
-    """FLOPs of one execution of a kernel on one device, as its program declares them; None without a declaration."""
-    declaration = _declaration(instruction) if _is_kernel(instruction) else None
-    return None if declaration is None else declaration[1]
-
-
-def _is_kernel(instruction: Instruction) -> bool:
-    target = _target(instruction)
-    return target == "tpu_custom_call" or target.startswith(_CUDNN)
-
-
-def _declaration(instruction: Instruction) -> tuple[str, float] | None:
-    """The word that identifies a kernel, and its FLOPs, from the innermost declaration."""
-    declarations = _DECLARED.findall(instruction.op_name)
-    declared = dict(part.split("=", 1) for part in declarations[-1].split(",") if "=" in part) if declarations else {}
-    words = _words(instruction)
-    return next(((word, float(flops)) for word, flops in declared.items() if word in words), None)
-
-
-def _words(instruction: Instruction) -> set[str]:
-    target = _target(instruction)
-    if target != "tpu_custom_call":
-        return {"bwd" if target.endswith("Backward") else "fwd", "each"}
-    called = re.search(r"([^/]+)/pallas_call", instruction.op_name)
-    name = called.group(1) if called else instruction.name.split(".")[0]
-    return {*name.split("_"), "each"}
-
-
-def _heads(computation: HloComputation, instruction: Instruction) -> dict[str, Any]:
-    """Sizes of a query and of a value head, minor dims of the first and third array of heads (q, k, v); queries."""
-    operands = computation.operands(instruction)
-    arrays = [tensor for operand in operands for tensor in operand.shape if len(tensor.dims) >= 3]
-    heads = [tensor.dims for tensor in arrays if tensor.dtype in ("bf16", "f16", "f32")]
-    if len(heads) < 3:
-        return {}
-    return {"head_sizes": (heads[0][-1], heads[2][-1]), "queries": math.prod(heads[0][:-1])}
-
-
-def _target(instruction: Instruction) -> str:
-    match = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
-    return match.group(1) if match else ""
-
-
 #: Opcodes that take no time: names for other results, and scalars that identify the device.
 FREE = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
@@ -260,8 +166,7 @@ class InstructionWork:
     """Work of one execution of an instruction.
 
     ``vector_ops`` are the elements computed one by one; ``vmem_bytes`` all bytes that are read; ``cycles`` XLA's own
-    estimate (None without one). Of a hand-written ``kernel`` only the arrays that it reads and writes and the declared
-    FLOPs are known.
+    estimate (None without one). The bytes of a hand-written ``kernel`` are those of its estimate, else of its arrays.
     """
 
     matmuls: tuple[Matmul, ...] = ()
@@ -273,7 +178,7 @@ class InstructionWork:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the matmuls, and those that a kernel declares."""
+        """FLOPs of the matmuls, and those of a kernel."""
         return sum(2.0 * m * k * n for m, k, n, *_ in self.matmuls) + self._kernel_flops
 
     @property
@@ -319,13 +224,15 @@ def work(module: Module, computation: HloComputation, instruction: Instruction) 
         return InstructionWork(hbm_bytes=moved_bytes(instruction))
     cycles = re.search(r'"estimated_cycles":"?(\d+)', instruction.attributes)
     reads, writes = _traffic(module, computation, instruction)
+    called = kernel(module, computation, instruction)
+    arrays = sum(nbytes for nbytes, space in (*reads, *writes) if space == 0)
     return InstructionWork(
         matmuls=tuple(_matmuls(module, computation, instruction)),
-        hbm_bytes=sum(nbytes for nbytes, space in (*reads, *writes) if space == 0),
+        hbm_bytes=arrays if called is None or called.hbm_bytes is None else called.hbm_bytes,
         vmem_bytes=sum(nbytes for nbytes, _ in reads),
         vector_ops=_vector_ops(module, instruction),
         cycles=float(cycles.group(1)) if cycles else None,
-        kernel=kernel(computation, instruction),
+        kernel=called,
     )
 
 
@@ -394,7 +301,7 @@ def _scatters_one(instruction: Instruction) -> bool:
 
 
 def _has_workspace(instruction: Instruction) -> bool:
-    return len(instruction.shape) > 1 and _target(instruction).startswith((_CUBLAS, _CUDNN))
+    return len(instruction.shape) > 1 and target(instruction).startswith((CUBLAS, CUDNN))
 
 
 def _read(module: Module, inner: HloComputation, source: Instruction) -> float:

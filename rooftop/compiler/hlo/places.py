@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from rooftop.compiler.hlo.costs import is_matmul
 from rooftop.compiler.hlo.dataflow import rendezvous
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
-from rooftop.core.scopes import UNSCOPED, scope_and_phase
+from rooftop.core.scopes import UNSCOPED
 
 
-def first_place(op_names: Iterable[str]) -> tuple[str, str]:
-    """Scope and phase of the first name that has a scope."""
-    places = [scope_and_phase(name) for name in op_names if name]
+def first_place(module: Module, instructions: Iterable[Instruction]) -> tuple[str, str]:
+    """Scope and phase of the first instruction that has a scope."""
+    places = [module.place(instruction) for instruction in instructions if instruction.op_name]
     return next((place for place in places if place[0] != UNSCOPED), places[0] if places else (UNSCOPED, "forward"))
 
 
@@ -21,27 +21,27 @@ def place_of(module: Module, computation: HloComputation, instruction: Instructi
 
     An instruction without a scope gets the phase of the loop around it.
     """
-    names = [*_fused_names(module, instruction), instruction.op_name, *_caller_names(module, computation.name)]
-    scope, phase = first_place(names)
-    if scope == UNSCOPED and not any(names):
+    named = [*_fused_matmuls(module, instruction), instruction, *_callers(module, computation.name)]
+    scope, phase = first_place(module, named)
+    if scope == UNSCOPED and not any(item.op_name for item in named):
         around = [(outer, loop) for outer, loop in module.callers.get(computation.name, ()) if loop.opcode == "while"]
         return place_of(module, *around[0]) if around else (scope, phase)
     return scope, phase
 
 
-def _fused_names(module: Module, instruction: Instruction) -> Iterator[str]:
-    """op_names of the matmuls in a fusion."""
+def _fused_matmuls(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+    """The matmuls in a fusion."""
     for fused in module.computations[instruction.called[0]] if instruction.opcode == "fusion" else ():
         if is_matmul(fused):
-            yield fused.op_name
-        yield from _fused_names(module, fused)
+            yield fused
+        yield from _fused_matmuls(module, fused)
 
 
-def _caller_names(module: Module, name: str) -> Iterator[str]:
-    """Yield the op_names of the instructions around a computation, innermost first."""
+def _callers(module: Module, name: str) -> Iterator[Instruction]:
+    """Yield the instructions around a computation, innermost first."""
     for computation, instruction in holders(module, name):
-        yield instruction.op_name
-        yield from _caller_names(module, computation.name)
+        yield instruction
+        yield from _callers(module, computation.name)
 
 
 def holders(module: Module, name: str) -> list[tuple[HloComputation, Instruction]]:
@@ -130,6 +130,8 @@ def producer(module: Module, computation: HloComputation, source: Instruction) -
             if at[1].opcode not in _MOVES:
                 return at
             moved = moved or at
+        elif not is_fused_input and _is_outside(module, at[1]):
+            return moved
         at = before(module, *at)
     return moved
 
@@ -158,12 +160,18 @@ def purpose(
     ``used_by`` are the ``users`` of the computation.
     """
     own = place_of(module, computation, instruction)
-    if own[0] != UNSCOPED:
+    # The operations of another program have names even where they have no scope.
+    if own[0] != UNSCOPED or _is_outside(module, instruction):
         return own
     around = (place_of(module, computation, user) for user in followers(instruction, used_by))
     after = next((place for place in around if place[0] != UNSCOPED), None)
     before = None if after else producer(module, computation, instruction)
     return after or (place_of(module, *before) if before else own)
+
+
+def _is_outside(module: Module, instruction: Instruction) -> bool:
+    """True for an operation of another program that stands outside all of its scopes: it belongs to no neighbour."""
+    return not module.scopes.own and "/" in instruction.op_name and module.place(instruction)[0] == UNSCOPED
 
 
 def _is_stacked(module: Module, computation: HloComputation, source: Instruction) -> bool:

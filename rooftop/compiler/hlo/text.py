@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from rooftop.compiler.hlo.scopes import ProgramScopes, Stack, StackFrame, source_of
 from rooftop.core.errors import RooftopError
 
 #: Bits of one element by HLO type; types that are not here (token, opaque) hold no data.
@@ -28,8 +29,6 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 # A memory space stands at the end of a layout: {1,0:T(8,128)(2,1)S(1)}.
 _TENSOR = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{[^}]*?S\((\d+)\)[^}]*\})?")
-#: Files of JAX and of libraries on top of it, which are not the user's source lines.
-_LIBRARY = re.compile(r"[/\\]site-packages[/\\](?:jax|jaxlib|optax|flax)[/\\]")
 _ROLES = "calls|to_apply|condition|body|branch_computations|true_computation|false_computation|called_computations"
 _CALLED = re.compile(rf"\b(?:{_ROLES})=(\{{[^}}]*\}}|%?[\w.\-]+)")
 
@@ -138,17 +137,39 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """A parsed HLO module, of one device's program. ``frames`` has the 'file:line' of every stack frame by its id."""
+    """A parsed HLO module, of one device's program. ``stacks`` has the frames of every stack frame id, innermost first.
+
+    ``kernels`` keeps the kernels that were counted (``rooftop.compiler.hlo.kernels``), by computation and instruction.
+    """
 
     name: str
     computations: Mapping[str, HloComputation]
     entry: str
-    frames: Mapping[int, str] = field(default_factory=dict)
+    stacks: Mapping[int, Stack] = field(default_factory=dict)
+    kernels: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def stack(self, instruction: Instruction) -> Stack:
+        """The stack frames of an instruction, innermost first (none if the compiler dropped them)."""
+        frame = _first(r"stack_frame_id=(\d+)", instruction.attributes)
+        return self.stacks.get(int(frame), ()) if frame else ()
 
     def source(self, instruction: Instruction) -> str:
         """The 'file:line' of the program that an instruction comes from ('' if the compiler dropped it)."""
-        frame = _first(r"stack_frame_id=(\d+)", instruction.attributes)
-        return self.frames.get(int(frame), "") if frame else ""
+        return source_of(self.stack(instruction))
+
+    def frames(self, instruction: Instruction) -> tuple[str, ...]:
+        """'file:line function' of every stack frame of an instruction, innermost first."""
+        return tuple(f"{frame.place} {frame.function}".rstrip() for frame in self.stack(instruction))
+
+    @cached_property
+    def scopes(self) -> ProgramScopes:
+        """The scopes of the program."""
+        instructions = (instruction for computation in self.computations.values() for instruction in computation)
+        return ProgramScopes.read((instruction.op_name for instruction in instructions), self.stacks)
+
+    def place(self, instruction: Instruction) -> tuple[str, str]:
+        """Scope and phase of an instruction by its name and its stack frames."""
+        return self.scopes.place(instruction.op_name, self.stack(instruction))
 
     @cached_property
     def callers(self) -> Mapping[str, tuple[tuple[HloComputation, Instruction], ...]]:
@@ -246,7 +267,7 @@ def parse(text: str) -> Module:
                 name, instructions, root = match.group(2), {}, ""
                 entry = name if match.group(1) else entry
         elif line.startswith("}"):
-            last = next(reversed(instructions))
+            last = next(reversed(instructions), "")
             computations[name] = HloComputation(name=name, instructions=instructions, root=root or last)
             name = ""
         elif match := _INSTRUCTION.match(line):
@@ -256,7 +277,7 @@ def parse(text: str) -> Module:
     if not entry or entry not in computations:
         raise RooftopError("hlo", text[:60], "the text of a compiled HLO module, with an ENTRY computation")
     name = _first(r"^HloModule ([\w.\-]+)", text)
-    return Module(name=name, computations=computations, entry=entry, frames=_frames(text))
+    return Module(name=name, computations=computations, entry=entry, stacks=_stacks(text))
 
 
 def _whole_lines(text: str) -> Iterator[str]:
@@ -276,25 +297,28 @@ def _whole_lines(text: str) -> Iterator[str]:
         yield pending
 
 
-def _frames(text: str) -> dict[int, str]:
-    """'file:line' by id of a stack frame, from the tables at the head of the text.
-
-    A frame in a library gets the line of its caller.
-    """
+def _stacks(text: str) -> dict[int, Stack]:
+    """The stack of every frame id, from the tables at the head of the text."""
     tables = text[: text.find("{\n")]
-    names = tables.partition("\nFileNames\n")[2].partition("\n\n")[0]
-    files = dict(re.findall(r'^(\d+) "(.*)"$', names, re.MULTILINE))
+
+    def named(heading: str) -> dict[str, str]:
+        rows = tables.partition(f"\n{heading}\n")[2].partition("\n\n")[0]
+        return dict(re.findall(r'^(\d+) "(.*)"$', rows, re.MULTILINE))
+
+    files, functions = named("FileNames"), named("FunctionNames")
     places = {
-        place: f"{files.get(name, '')}:{line}"
-        for place, name, line in re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", tables, re.MULTILINE)
+        place: StackFrame(files.get(name, ""), int(line), functions.get(function, ""))
+        for place, name, function, line in re.findall(
+            r"^(\d+) \{file_name_id=(\d+)(?: function_name_id=(\d+))? .*?\bline=(\d+)", tables, re.MULTILINE
+        )
     }
-    frames: dict[int, str] = {}
+    stacks: dict[int, Stack] = {}
     frame_rows = re.findall(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", tables, re.MULTILINE)
     for frame, place, parent in frame_rows:
         # Parents precede their children, and their printed id is one too high.
-        own, caller = places.get(place, ""), frames.get(int(parent) - 1, "")
-        frames[int(frame)] = caller if caller and _LIBRARY.search(own) else own
-    return {frame: place for frame, place in frames.items() if place}
+        callers = stacks.get(int(parent) - 1, ())
+        stacks[int(frame)] = (places[place], *callers) if place in places else callers
+    return stacks
 
 
 def _instruction(name: str, text: str) -> Instruction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -12,22 +12,24 @@ from msgspec import Meta
 from rooftop import __version__
 from rooftop.arrays.mesh import MeshLayout
 from rooftop.compiler.compiling import Compiled
+from rooftop.compiler.hlo.text import Module
 from rooftop.compiler.ledger import CompiledTimes, TimedLedger, compiled_ledger
 from rooftop.compiler.machine.schedule import Scheduled, ScheduleTimeline
 from rooftop.compiler.memory import HbmBuffer, PeakMemory
-from rooftop.core.amounts import Amount
+from rooftop.core.amounts import Amount, Count
 from rooftop.core.ledger import CollectiveKind, Ledger
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.core.records import Record
 from rooftop.explain.compiled.findings import IN_STEPS, SMALL, Finding, Findings, find
-from rooftop.explain.compiled.rooflines import OperationRoofline, operations
+from rooftop.explain.compiled.rooflines import CalledKernel, OperationRoofline, called_kernels, operations
 from rooftop.explain.join import JoinedRow, join
 from rooftop.plan.documents import PlannedSlice
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.roofline.rates import Rates
 
 SCHEMA: Literal[1] = 1
-Versions = Annotated[Mapping[str, str], Meta(extra_json_schema={"required": ["jax", "jaxlib"]})]
+#: Versions of jax, jaxlib and the compiler; empty for a module alone.
+Versions = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class CompiledCollective(Record):
 
     ``bytes`` is the payload as in ``rooftop.core.ledger.Collective``, ``wire_bytes`` are sent by one device. The device
     waits for the transfer in ``exposed_s`` of ``expected_s``; for a ``synchronous`` one, in all of it. ``ring``: XLA
-    writes it as permutes. ``source`` is 'file:line'.
+    writes it as permutes. ``source`` is 'file:line', and ``frames`` the whole stack, innermost first.
     """
 
     scope: str
@@ -73,11 +75,13 @@ class CompiledCollective(Record):
     synchronous: bool
     ring: bool
     source: str
+    frames: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, scheduled: Scheduled) -> CompiledCollective:
+    def of(cls, scheduled: Scheduled, module: Module) -> CompiledCollective:
         """The record of a collective on the timeline."""
         collective = scheduled.collective
+        own = (module.computations[inside].instructions[name] for inside, name in collective.instructions)
         return cls(
             scope=collective.scope,
             phase=collective.phase,
@@ -91,7 +95,33 @@ class CompiledCollective(Record):
             synchronous=collective.synchronous,
             ring=collective.hops > 0,
             source=collective.source,
+            # The parts of a combined collective have lines of their own.
+            frames=next((module.frames(item) for item in own if module.source(item) == collective.source), ()),
         )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for collectives that do the same at the same line."""
+        return (
+            self.scope, self.phase, self.kind, self.axes, self.bytes, self.wire_bytes, self.synchronous, self.ring,
+            self.source,
+        )  # fmt: skip
+
+
+def merged(collectives: Iterable[CompiledCollective]) -> tuple[CompiledCollective, ...]:
+    """Equal collectives as one with their count, and means of their times."""
+    groups: dict[tuple[object, ...], list[CompiledCollective]] = {}
+    for collective in collectives:
+        groups.setdefault(collective.key, []).append(collective)
+    return tuple(
+        replace(
+            group[0],
+            count=(count := sum(item.count for item in group)),
+            expected_s=sum(item.count * item.expected_s for item in group) / count,
+            exposed_s=sum(item.count * item.exposed_s for item in group) / count,
+        )
+        for group in groups.values()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +129,10 @@ class CompiledRecord(CompilationRecord):
     """A compiled program, next to its plan if it has one. FLOPs and seconds are of one execution on one device.
 
     ``options`` are those of the compiler that were asked for. ``kernel_flops`` are inside hand-written kernels,
-    ``flops`` are all others; ``kernels`` declare none. Figures of a row of the ``ledger`` are of one execution, and its
-    count multiplies; those of findings are of a step.
+    ``flops`` are all others. ``called`` lists the kernels; the FLOPs of ``kernels`` are unknown, so that times are lower
+    bounds. Figures of a row of the ``ledger`` are of one execution, and its count multiplies; those of findings are of a
+    step. Without a plan, equal ``collectives`` are one, and ``layers`` has the number of layers that a folded scope
+    stands for: {'model/layers_*': 32}.
     """
 
     fits: Literal[True]
@@ -112,9 +144,11 @@ class CompiledRecord(CompilationRecord):
     kernel_flops: Amount
     planned_kernel_flops: Amount | None
     kernels: tuple[str, ...]
+    called: tuple[CalledKernel, ...]
     step: CompiledTimes
     planned_step: CompiledTimes | None
     collectives: tuple[CompiledCollective, ...]
+    layers: Mapping[str, Count]
     unexpected: tuple[Finding, ...]
     missing: tuple[Finding, ...]
     recomputed: tuple[Finding, ...]
@@ -159,6 +193,18 @@ class CompiledReport:
         return operations(self.compiled.module, self.timeline, self.rates)
 
     @cached_property
+    def collectives(self) -> tuple[CompiledCollective, ...]:
+        """The logical collectives; without a plan, equal ones are one."""
+        module = self.compiled.module
+        single = (CompiledCollective.of(collective, module) for collective in self.timeline.collectives)
+        return tuple(single) if self.plan is not None else merged(single)
+
+    @cached_property
+    def called(self) -> tuple[CalledKernel, ...]:
+        """Every call of a hand-written kernel."""
+        return called_kernels(self.compiled.module)
+
+    @cached_property
     def joined(self) -> tuple[JoinedRow, ...]:
         """Planned next to compiled by scope and phase; empty without a plan."""
         return () if self.plan is None else tuple(join(self.plan.ledger, self.ledger))
@@ -195,13 +241,18 @@ class CompiledReport:
         return float(self.compiled.peak_bytes if at_peak is None else at_peak.peak_bytes)
 
     @property
+    def knows_peak(self) -> bool:
+        """False for a module alone, without the compiler's reports: ``peak_bytes`` are its arguments and results."""
+        return self.compiled.at_peak is not None or bool(self.compiled.memory)
+
+    @property
     def flops(self) -> float:
         """Matmul FLOPs per device and step, hand-written kernels apart."""
         return float(self.ledger.flops(kernels=False))
 
     @property
     def kernel_flops(self) -> float:
-        """FLOPs per device and step within hand-written kernels, as their program declares them."""
+        """FLOPs per device and step within hand-written kernels, where they are known."""
         return float(self.ledger.flops()) - self.flops
 
     def slowest(self, count: int) -> list[OperationRoofline]:
@@ -237,9 +288,11 @@ class CompiledReport:
             kernel_flops=self.kernel_flops,
             planned_kernel_flops=planned_kernel_flops,
             kernels=self.timeline.kernels,
+            called=self.called,
             step=self.timed.step,
             planned_step=None if plan is None else _planned_step(plan.ledger),
-            collectives=tuple(CompiledCollective.of(collective) for collective in self.timeline.collectives),
+            collectives=self.collectives,
+            layers=self.compiled.module.scopes.tree.layers,
             unexpected=findings.unexpected,
             missing=findings.missing,
             recomputed=findings.recomputed,
@@ -283,10 +336,25 @@ def _alone(compiled_report: CompiledReport) -> str:
     """The verdict on a program without a plan."""
     total_s, usable = compiled_report.timeline.total_s, compiled_report.compiled.mesh.slice.device_hbm_usable_bytes
     share = compiled_report.timeline.exposed_s / total_s if total_s else 0.0
+    memory = "peak" if compiled_report.knows_peak else "arguments and results"
     return (
         f"{format_seconds(total_s)} expected, {share:.0%} of it waiting for collectives; "
-        f"peak {format_bytes(compiled_report.peak_bytes)} of {format_bytes(usable)} a device"
+        f"{memory} {format_bytes(compiled_report.peak_bytes)} of {format_bytes(usable)} a device"
+        f"{kernels_text(compiled_report.called)}"
     )
+
+
+def kernels_text(called: Iterable[CalledKernel]) -> str:
+    """The kernels whose FLOPs are unknown, and those that count with all work that may be done; '' without any."""
+    calls = list(called)
+    text = ""
+    for count, says in (
+        (sum(call.flops is None for call in calls), "of unknown FLOPs: a lower bound"),
+        (sum(call.limit == "at most" for call in calls), "counted as if no block were skipped: at most"),
+    ):
+        if count:
+            text += f"; {count} kernel{'s' if count > 1 else ''} {says}"
+    return text
 
 
 #: Largest share by which planned figures may differ from compiled ones. Planned memory may be too high by the first and

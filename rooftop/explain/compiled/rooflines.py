@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rooftop.compiler.hlo.costs import work
-from rooftop.compiler.hlo.places import purpose, users
+from rooftop.compiler.hlo.kernels import KernelEvidence, KernelLimit, kernel, kernel_name
+from rooftop.compiler.hlo.places import place_of, purpose, users
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.compiler.machine.run import scheduled
 from rooftop.compiler.machine.schedule import ScheduleTimeline
@@ -19,9 +20,10 @@ class OperationRoofline(Record):
     """One scheduled instruction and its work; every figure is of one execution on one device.
 
     ``count`` is the number of executions. ``shape`` is that of its results as XLA writes it, ``matmul`` the M, K, N of
-    its largest matmul ('' without one). ``flops`` of a hand-written ``kernel`` are those that its program declares.
+    its largest matmul ('' without one). ``flops`` of a hand-written ``kernel`` are those of ``CalledKernel``.
     ``time_s`` is the bound by resource at peak rates, ``expected_s`` the duration on the timeline: the time at the
-    named fractions of the chip or, for a copy that overlaps other work, the wait for it. ``source`` is 'file:line'.
+    named fractions of the chip or, for a copy that overlaps other work, the wait for it. ``source`` is 'file:line', and
+    ``frames`` the whole stack, innermost first.
     """
 
     op: str
@@ -37,6 +39,7 @@ class OperationRoofline(Record):
     expected_s: Amount
     kernel: bool
     source: str
+    frames: tuple[str, ...] = ()
 
     @derived
     def bound(self) -> str:
@@ -97,4 +100,51 @@ def _operation(
         expected_s=line.spent_s.get((computation.name, instruction.name), 0.0) / executions,
         kernel=done.kernel is not None,
         source=module.source(instruction),
+        frames=module.frames(instruction),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalledKernel(Record):
+    """A hand-written kernel of the program, called ``count`` times; figures are of one call on one device.
+
+    ``flops`` (None: unknown) have an ``evidence``, see ``rooftop.compiler.hlo.kernels``, and are 'at most' so many if
+    branches on data count as taken. ``source`` is 'file:line'.
+    """
+
+    kernel: str
+    op: str
+    scope: str
+    phase: str
+    count: Amount
+    flops: Amount | None
+    evidence: KernelEvidence
+    limit: KernelLimit
+    hbm_bytes: Amount
+    source: str
+
+
+def called_kernels(module: Module) -> tuple[CalledKernel, ...]:
+    """Every call of a hand-written kernel, in the order of the text."""
+    calls = []
+    for computation in scheduled(module):
+        for instruction in computation:
+            counted = kernel(module, computation, instruction)
+            if counted is None:
+                continue
+            scope, phase = place_of(module, computation, instruction)
+            calls.append(
+                CalledKernel(
+                    kernel=kernel_name(instruction),
+                    op=instruction.name,
+                    scope=scope,
+                    phase=phase,
+                    count=module.executions[computation.name],
+                    flops=counted.flops,
+                    evidence=counted.evidence,
+                    limit=counted.limit,
+                    hbm_bytes=float(work(module, computation, instruction).hbm_bytes),
+                    source=module.source(instruction),
+                )
+            )
+    return tuple(calls)

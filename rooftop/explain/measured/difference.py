@@ -19,7 +19,7 @@ from rooftop.plan.training.plan import TrainingPlan
 
 #: A row whose figures differ by a smaller share is the same.
 _SAME = 1e-3
-_ACCEPTED = "a run, a trace, a plan.json, or what rooftop compile -o or rooftop explain --json wrote"
+_ACCEPTED = "a run, a trace, a plan.json, or what rooftop compile -o, check --save or explain --json wrote"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +140,8 @@ def side_of(name: str, data: Mapping[str, Any]) -> Side:
     try:
         if kind == "explained":
             return _of_report(name, data)
+        if kind == "check":
+            return side_of(name, data["compiled"])
         if kind == "compiled" and data.get("fits"):
             job = "train" if data.get("planned_step") else ""
             return _of_ledger(name, "compiled", Ledger.from_json(data["ledger"]), job)

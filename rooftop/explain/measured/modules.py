@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from jaxlib import _hlo  # type: ignore[attr-defined]
-
 from rooftop.compiler.collectives.logical import LogicalCollective, logical_collectives
 from rooftop.compiler.hlo.costs import is_matmul, matmul_dtype, work
-from rooftop.compiler.hlo.places import holders, purpose, users
+from rooftop.compiler.hlo.places import first_place, holders, purpose, users
+from rooftop.compiler.hlo.printing import hlo_proto_of, module_text
+from rooftop.compiler.hlo.scopes import source_of
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module, parse
 from rooftop.core.errors import RooftopError
-from rooftop.core.scopes import UNSCOPED
 from rooftop.core.timelines.xprof import message
 from rooftop.explain.axes import devices_of, infer_mesh
 from rooftop.profile.facts import (
@@ -27,7 +26,6 @@ from rooftop.profile.facts import (
     category_of,
     collective_kind,
     facts_of,
-    program_place,
 )
 from rooftop.profile.trace import Op, Trace
 from rooftop.profile.xplane import fields
@@ -48,11 +46,10 @@ class TracedProgram:
     mesh: Mapping[str, int]
     given: bool
 
-    @cached_property
+    @property
     def ours(self) -> bool:
         """True if the program opens the scopes of ``rooftop.core.scopes``."""
-        names = (item.op_name for computation in self.module.computations.values() for item in computation)
-        return any(program_place(name, ours=True)[0] != UNSCOPED for name in names if name)
+        return self.module.scopes.own
 
     @cached_property
     def collectives(self) -> tuple[LogicalCollective, ...]:
@@ -62,7 +59,8 @@ class TracedProgram:
     @cached_property
     def files(self) -> frozenset[str]:
         """Names of the files that its source lines are in."""
-        return frozenset(place.rpartition(":")[0].rpartition("/")[2] for place in self.module.frames.values())
+        sources = {source_of(stack) for stack in self.module.stacks.values()}
+        return frozenset(place.rpartition(":")[0].rpartition("/")[2] for place in sources)
 
     @cached_property
     def facts(self) -> Mapping[str, Facts]:
@@ -196,16 +194,11 @@ class TracedProgram:
     ) -> tuple[str, str]:
         if self.ours:
             return purpose(self.module, computation, instruction, used_by)
-        names = [instruction.op_name]
+        named = [instruction]
         if instruction.opcode == "fusion":
             inner = self.module.computations[instruction.called[0]]
-            names = [
-                *(instruction.op_name for instruction in inner if is_matmul(instruction)),
-                *names,
-                *(instruction.op_name for instruction in inner),
-            ]
-        places = [program_place(name, ours=False) for name in names if name]
-        return next((place for place in places if place[0] != UNSCOPED), places[0] if places else (UNSCOPED, "forward"))
+            named = [*(fused for fused in inner if is_matmul(fused)), instruction, *inner]
+        return first_place(self.module, named)
 
     def _source(self, instruction: Instruction) -> str:
         if (own := self.module.source(instruction)) or instruction.opcode != "fusion":
@@ -318,14 +311,9 @@ def read_module(path: Path) -> str:
         raise RooftopError("hlo", str(path), accepted) from None
 
 
-def module_text(proto: bytes) -> str:
-    """The text of a serialized HloModuleProto. JAX's own reader of them is not public: it is used only here."""
-    return str(_hlo.HloModule.from_serialized_hlo_module_proto(proto).to_string())
-
-
 def hlo_proto(text: str) -> bytes:
     """The text of a module as a serialized HloProto, the form in which a trace has it. ``module_text`` reads it."""
-    return message(1, bytes(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()))
+    return message(1, hlo_proto_of(text))
 
 
 #: Opcodes that change the memory, layout or type of an array, and compute nothing.

@@ -27,6 +27,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "simulation": ("a simulation", "serving:simulation"),
     "compiled": ("a compilation", "compiled:compilation"),
     "script": ("a script on a slice", "scripts:script"),
+    "check": ("a checked program", "checked:checked"),
     "explained": ("an explained run", "explained:explained"),
     "difference": ("a difference of two runs", "explained:difference"),
     "operations": ("operations", "explained:operations"),

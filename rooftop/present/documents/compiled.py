@@ -39,9 +39,16 @@ _TIMES = (
 
 
 def compilation(
-    data: Mapping[str, Any], *, plan: Mapping[str, Any] | None = None, cached: bool | None = None
+    data: Mapping[str, Any],
+    *,
+    plan: Mapping[str, Any] | None = None,
+    cached: bool | None = None,
+    frames: bool = False,
 ) -> Document:
-    """A compilation, next to its ``plan`` in JSON if there is one. ``cached`` says whether it was compiled before."""
+    """A compilation, next to its ``plan`` in JSON if there is one. ``cached`` says whether it was compiled before.
+
+    With ``frames``, sources are whole stacks.
+    """
     where, ledger = data["slice"]["name"], Ledger.from_json(data.get("ledger", []))
     subject = f"{where}: {mesh_text(data['mesh']['axes'])}"
     if plan is not None:
@@ -57,13 +64,13 @@ def compilation(
             details=_versions(data, cached),
         ),
         figures=tuple(_figures(data)),
-        charts=tuple(_charts(data, ledger, plan)),
+        charts=tuple(_charts(data, ledger, plan, frames=frames)),
         sources=written_by(data, "; XLA's schedule, priced at the chip's named fractions"),
     )
 
 
 def _versions(data: Mapping[str, Any], cached: bool | None) -> tuple[str, ...]:
-    if not data["fits"] or "versions" not in data:
+    if not data["fits"] or not data.get("versions"):
         return ()
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     took = f", {'once ' if cached else ''}compiled in {data['compile_s']:.0f} s" if cached is not None else ""
@@ -80,13 +87,18 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
             note=f"of the compiled schedule; {waits}")  # fmt: skip
         if data.get("planned_step") is not None:
             yield ShownFigure("planned_s", "as planned", data["planned_step"]["expected_s"], "s", "expected")
-    yield ShownFigure("peak_bytes", "peak memory", data["peak_bytes"], "B",
-        note=f"of {format_bytes(data['capacity_bytes'])} a device, as the compiler allocates")  # fmt: skip
+    # A module alone has neither versions nor a peak.
+    alone = data["fits"] and not data["versions"] and data["memory"] is None
+    title, note = ("arguments, results", "") if alone else ("peak memory", ", as the compiler allocates")
+    yield ShownFigure("peak_bytes", title, data["peak_bytes"], "B",
+        note=f"of {format_bytes(data['capacity_bytes'])} a device{note}")  # fmt: skip
     if data.get("planned_peak_bytes") is not None:
         yield ShownFigure("planned_peak_bytes", "peak, planned", data["planned_peak_bytes"], "B", "expected")
 
 
-def _charts(data: Mapping[str, Any], ledger: Ledger, plan: Mapping[str, Any] | None) -> Iterator[Chart]:
+def _charts(
+    data: Mapping[str, Any], ledger: Ledger, plan: Mapping[str, Any] | None, *, frames: bool
+) -> Iterator[Chart]:
     sides = {
         side: classes
         for side, classes in (("compiled", data.get("memory")), ("planned", data.get("planned_memory")))
@@ -100,7 +112,9 @@ def _charts(data: Mapping[str, Any], ledger: Ledger, plan: Mapping[str, Any] | N
         yield from _nearest(data)
         return
     planned = data.get("planned_step") is not None
-    yield from (_checks(data), _memory(data), *_rows(data, plan), *_findings(data)) if planned else _alone(data)
+    yield from (
+        (_checks(data), _memory(data), *_rows(data, plan), *_findings(data)) if planned else _alone(data, frames=frames)
+    )
     ledgers = {"compiled": data["ledger"]} | ({"planned": plan["ledger"]} if plan is not None else {})
     notes = {(row["scope"], row["phase"]): row["verdict"] for row in data["joined"] if row["verdict"] != "as planned"}
     lines = of_ledgers(ledgers, notes)
@@ -108,7 +122,7 @@ def _charts(data: Mapping[str, Any], ledger: Ledger, plan: Mapping[str, Any] | N
     yield ledger_table(lines, "The ledger", about="Per device and step, counts applied.")
     yield from rooflines(lines, roofs_of_slice(data["slice"]["name"]), section="Roofline")
     yield from filled
-    yield from _operations(data)
+    yield from _operations(data, frames=frames)
     yield from _buffers(data, detail=planned)
 
 
@@ -288,33 +302,141 @@ def _finding_table(title: str, findings: Sequence[Mapping[str, Any]]) -> Table:
     return Table(title=title, about=about, columns=headings, rows=tuple(rows))
 
 
-def _alone(data: Mapping[str, Any]) -> Iterator[Chart]:
-    """A program that nobody planned: its figures and collectives."""
+def _alone(data: Mapping[str, Any], *, frames: bool) -> Iterator[Chart]:
+    """A program that nobody planned: its figures, scopes and collectives."""
     rows = [("matmul FLOPs", format_count(data["flops"]))]
     if data["kernel_flops"]:
         rows.append(("kernels' FLOPs", format_count(data["kernel_flops"])))
     rows += [(title, format_seconds(data["step"][name])) for name, title in _TIMES if data["step"][name]]
     yield table("Per execution on one device", ("", ""), rows, section="Execution")
+    yield from _called(data)
+    yield from _scopes(data)
     if not data["collectives"]:
         yield prose("No collectives.")
         return
+    scoped = any(item["scope"] != UNSCOPED for item in data["collectives"])
+    layers = data.get("layers", {})
     moved = [
         (
+            *((layered(item["scope"], layers),) if scoped else ()),
             item["kind"] + (" (ring)" if item["ring"] else ""),
             ",".join(item["axes"]),
             format_bytes(item["bytes"]),
-            str(item["count"]),
+            f"{item['count']:g}",
             format_seconds(item["expected_s"]),
             format_seconds(item["exposed_s"]),
-            place(item["source"]),
+            _from(item, frames=frames),
         )
         for item in sorted(data["collectives"], key=lambda entry: -entry["count"] * entry["expected_s"])
     ]
-    headings = columns("collective", "axes", "bytes", "times", "time", "exposed", text=2)
-    yield Table(title="Collectives", columns=(*headings, TableColumn("from", "text", drop=1)), rows=tuple(moved))
+    headings = (
+        *((TableColumn("scope", "text", wrap=True, drop=2),) if scoped else ()),
+        *columns("collective", "axes", "bytes", "times", "time", "exposed", text=2),
+        TableColumn("from", "text", wrap=frames, drop=0 if frames else 1),
+    )
+    yield Table(title="Collectives", columns=headings, rows=tuple(moved))
 
 
-def _operations(data: Mapping[str, Any]) -> Iterator[Chart]:
+def _from(item: Mapping[str, Any], *, frames: bool) -> str:
+    """The source line of an item; with ``frames`` its whole stack, innermost first."""
+    stack = item.get("frames") if frames else None
+    return " < ".join(place(frame) for frame in stack) if stack else place(item["source"])
+
+
+#: Rows of the table of scopes, the longest first, and the smallest share of the time that is listed.
+_SCOPES = 30
+
+
+def layered(scope: str, layers: Mapping[str, int]) -> str:
+    """A scope, with the number of layers that it stands for: 'model/layers_*/mlp x 32'."""
+    counts = [count for folded, count in layers.items() if f"{scope}/".startswith(f"{folded}/")]
+    return scope + "".join(f" x {count}" for count in counts)
+
+
+def _scopes(data: Mapping[str, Any]) -> Iterator[Chart]:
+    """A program's own scopes, the longest first, with its collectives by kind and axes."""
+    rows: dict[tuple[str, str], dict[str, float]] = {}
+    moved: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in data["ledger"]:
+        key, count = (row["scope"], row["phase"]), row["count"]
+        sums = rows.setdefault(key, {"time": 0.0, "exposed": 0.0, "flops": 0.0, "hbm": 0.0})
+        sums["time"] += count * row["expected_s"]
+        sums["flops"] += count * (sum(row["flops"].values()) + row["kernel_flops"])
+        sums["hbm"] += count * row["hbm_bytes"]
+        for item in row["collectives"]:
+            sums["exposed"] += count * item["exposed_s"]
+            name = f"{item['kind']} {','.join(item['axes'])}"
+            amounts = moved.setdefault(key, {}).setdefault(name, [0.0, 0.0])
+            amounts[0] += count
+            amounts[1] += count * item["bytes"]
+    if all(scope == UNSCOPED for scope, _ in rows):
+        return
+    whole, layers = data["step"]["expected_s"] or 1.0, data.get("layers", {})
+    longest = sorted(rows, key=lambda key: -rows[key]["time"])
+    listed = [key for key in longest if rows[key]["time"] > _WORTH * whole][:_SCOPES]
+    cells = [
+        (
+            layered(key[0], layers),
+            key[1],
+            milliseconds(rows[key]["time"], 3),
+            f"{rows[key]['time'] / whole:.1%}",
+            milliseconds(rows[key]["exposed"], 3),
+            format_count(rows[key]["flops"]) if rows[key]["flops"] else "",
+            format_bytes(rows[key]["hbm"]) if rows[key]["hbm"] else "",
+            "\n".join(
+                f"{name}: {format_bytes(nbytes)}" + (f" in {count:g}" if count > 1 else "")
+                for name, (count, nbytes) in moved.get(key, {}).items()
+            ),
+        )
+        for key in listed
+    ]
+    rest = longest[len(listed) :]
+    seconds = sum(rows[key]["time"] for key in rest)
+    if seconds:
+        cells.append((f"{len(rest)} more", "", milliseconds(seconds, 3), f"{seconds / whole:.1%}", "", "", "", ""))
+    yield Table(
+        title="By scope, the longest first (ms with what collectives expose)",
+        section="Scopes",
+        columns=(
+            TableColumn("scope", "text", wrap=True),
+            TableColumn("phase", "text"),
+            *(TableColumn(name) for name in ("ms", "share", "exposed")),
+            *(TableColumn(name, drop=2) for name in ("FLOPs", "HBM")),
+            TableColumn("collectives", "text", wrap=True, drop=1),
+        ),
+        rows=tuple(cells),
+    )
+
+
+#: The evidence for the FLOPs of a kernel in words.
+_EVIDENCE = {
+    "declared": "declared by the program", "body": "its body, over its grid", "estimate": "its cost estimate",
+    "shapes": "the shapes of its operands", "": "unknown",
+}  # fmt: skip
+
+
+def _called(data: Mapping[str, Any]) -> tuple[Chart, ...]:
+    """Hand-written kernels, equal calls in one row."""
+    calls: dict[tuple[str, ...], float] = {}
+    for call in data.get("called", ()):
+        flops = "unknown" if call["flops"] is None else format_count(call["flops"])
+        limit = f"{call['limit']}, " if call["limit"] else ""
+        key = (
+            call["kernel"], flops, format_bytes(call["hbm_bytes"]), f"{limit}{_EVIDENCE[call['evidence']]}",
+            place(call["source"]),
+        )  # fmt: skip
+        calls[key] = calls.get(key, 0.0) + call["count"]
+    rows = [(key[0], f"{count:g}", *key[1:]) for key, count in calls.items()]
+    headings = (
+        TableColumn("kernel", "text", wrap=True),
+        *(TableColumn(name) for name in ("times", "FLOPs", "HBM")),
+        TableColumn("FLOPs by", "text", wrap=True),
+        TableColumn("from", "text", drop=1),
+    )
+    return (Table(title="Hand-written kernels", columns=headings, rows=tuple(rows)),) if rows else ()
+
+
+def _operations(data: Mapping[str, Any], *, frames: bool) -> Iterator[Chart]:
     whole = data["step"]["expected_s"]
     listed = [op for op in data["operations"] if op["count"] * op["expected_s"] > _WORTH * whole]
     if not listed:
@@ -331,7 +453,7 @@ def _operations(data: Mapping[str, Any]) -> Iterator[Chart]:
             f"{op['intensity']:.0f}" if op["intensity"] else "",
             op["bound"],
             format_seconds(op["count"] * op["expected_s"]),
-            place(op["source"]),
+            _from(op, frames=frames),
         )
         for op in listed
     ]
@@ -347,7 +469,7 @@ def _operations(data: Mapping[str, Any]) -> Iterator[Chart]:
             TableColumn("FLOPs/B"),
             TableColumn("bound", "text"),
             TableColumn("time"),
-            TableColumn("from", "text", drop=1),
+            TableColumn("from", "text", wrap=frames, drop=0 if frames else 1),
         ),
         rows=tuple(rows),
     )

@@ -1,0 +1,119 @@
+"""Arguments and results of a compiled program: their names, classes, shardings, and which results take which place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rooftop.compiler.hlo.text import HloComputation, HloTensor, Instruction, Module
+
+#: Words of an argument's name by its class; the first class with a matching word applies.
+_CLASSES: Mapping[str, frozenset[str]] = {
+    "optimizer": frozenset({"mu", "nu", "opt_state", "opt", "optimizer", "moments", "first_moment", "second_moment"}),
+    "cache": frozenset({"cache", "kv_cache", "kvcache", "k_cache", "v_cache", "kv", "k_pages", "v_pages", "kv_pages"}),
+    "parameters": frozenset({"params", "parameters", "weights", "kernel", "embedding", "w", "model"}),
+    "batch": frozenset({"batch", "tokens", "targets", "labels", "inputs", "x", "y"}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryArgument:
+    """An argument on one device. ``sharding`` is as HLO writes it ('' without one)."""
+
+    number: int
+    name: str
+    tensor: HloTensor
+    sharding: str
+    instruction: Instruction
+
+    @property
+    def group(self) -> str:
+        """The first part of the name: 'params' of ``params['layers']['w']``."""
+        match = re.match(r"[A-Za-z_]\w*", self.name)
+        return match.group() if match else f"argument {self.number}"
+
+    @property
+    def argument_class(self) -> str:
+        """Parameters, optimizer, cache, batch, or other, by the words of the name."""
+        words = set(re.findall(r"[A-Za-z_]+\w*", self.name))
+        return next((name for name, known in _CLASSES.items() if words & known), "other")
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if every device has the whole array."""
+        return self.sharding == "replicated" or ("last_tile_dim_replicate" in self.sharding and self._tiles == 1)
+
+    @property
+    def _tiles(self) -> int:
+        match = re.search(r"devices=\[([\d,]+)\]", self.sharding)
+        sizes = [int(size) for size in match.group(1).split(",")][:-1] if match else []
+        return max(sizes, default=1)
+
+
+def arguments(module: Module) -> tuple[EntryArgument, ...]:
+    """The arguments of a program, in their order."""
+    entry = module.computations[module.entry]
+    parameters = [item for item in entry if item.opcode == "parameter" and item.shape]
+    return tuple(
+        EntryArgument(
+            number=int(item.literal),
+            name=item.op_name.replace("\\", "") or item.name,
+            tensor=item.shape[0],
+            sharding=item.attribute("sharding"),
+            instruction=item,
+        )
+        for item in sorted(parameters, key=lambda parameter: int(parameter.literal))
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryResult:
+    """A result of a program, and the instruction that computes it."""
+
+    number: int
+    tensor: HloTensor
+    made_by: Instruction
+
+
+def results(module: Module) -> tuple[EntryResult, ...]:
+    """The results of a program, in their order."""
+    entry = module.computations[module.entry]
+    root = entry.instructions[entry.root]
+    makers = entry.operands(root) if root.opcode == "tuple" else (root,)
+    return tuple(
+        EntryResult(number=at, tensor=maker.shape[0], made_by=_computed(entry, maker))
+        for at, maker in enumerate(makers)
+        if maker.shape
+    )
+
+
+def _computed(entry: HloComputation, maker: Instruction) -> Instruction:
+    while maker.opcode in ("copy", "bitcast", "copy-done", "copy-start", "get-tuple-element") and maker.operands:
+        if "stack_frame_id" in maker.attributes:
+            break
+        maker = entry.operands(maker)[0]
+    return maker
+
+
+def aliases(header: str) -> dict[int, int]:
+    """The argument that each result takes the place of, from the first line of a module's text."""
+    text = header.partition("input_output_alias={")[2].partition(" }")[0]
+    return {int(output or 0): int(number) for output, number in re.findall(r"\{(\d*)\}: \((\d+), \{", text)}
+
+
+def undonated(module: Module, header: str) -> Iterator[tuple[EntryArgument, EntryResult]]:
+    """Arguments that a result of the same type could take the place of, with that result."""
+    taken = aliases(header)
+    free = [argument for argument in arguments(module) if argument.number not in taken.values()]
+    for result in results(module):
+        if result.number in taken:
+            continue
+        same = [argument for argument in free if _type(argument.tensor) == _type(result.tensor)]
+        if same:
+            free.remove(same[0])
+            yield same[0], result
+
+
+def _type(tensor: HloTensor) -> tuple[str, tuple[int, ...]]:
+    return tensor.dtype, tensor.dims

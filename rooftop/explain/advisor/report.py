@@ -1,0 +1,152 @@
+"""The answer of ``rooftop check``: findings, and the figures of a program without a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from rooftop import __version__
+from rooftop.core.amounts import Amount
+from rooftop.core.quantities import format_bytes, format_seconds
+from rooftop.core.records import Record
+from rooftop.explain.advisor.arguments import arguments
+from rooftop.explain.advisor.gates import Gate, GateLimits, gates
+from rooftop.explain.advisor.rules import ProgramFinding, find_all
+from rooftop.explain.compiled.report import CompiledRecord, CompiledReport
+from rooftop.explain.measured.difference import Difference, difference, side_of
+
+SCHEMA: Literal[1] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSums(Record):
+    """Bytes on one device: of arguments by class (by the words of their names), and at the peak by class."""
+
+    arguments: Mapping[str, Amount]
+    at_peak: Mapping[str, Amount] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRecord(Record):
+    """A checked program. Seconds are of one step on one device; ``compiled`` is the report that was checked.
+
+    ``mfu`` is the program's own FLOPs over those of the bf16 peak in the expected time; recomputed work counts.
+    ``tokens_per_s`` is over all devices (None: no ``tokens`` of a step were given). ``gates`` are limits and whether
+    they hold; ``difference`` is from an earlier ledger (None without one).
+    """
+
+    kind: Literal["check"]
+    schema: Literal[1]
+    rooftop_version: str
+    program: str
+    verdict: str
+    findings: tuple[ProgramFinding, ...]
+    expected_s: Amount
+    peak_bytes: Amount
+    mfu: Amount
+    tokens: Amount | None
+    tokens_per_s: Amount | None
+    sums: ProgramSums
+    gates: tuple[Gate, ...]
+    difference: Difference | None
+    compiled: CompiledRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """A compiled ``program`` with its findings; ``tokens`` are those of a step on all devices.
+
+    ``before`` is the JSON of an earlier check or compilation, and ``limits`` are those of time and memory.
+    """
+
+    program: str
+    report: CompiledReport
+    tokens: float | None = None
+    before: Mapping[str, Any] | None = None
+    limits: GateLimits = GateLimits()
+
+    @cached_property
+    def findings(self) -> tuple[ProgramFinding, ...]:
+        """The findings, what is worth most first."""
+        return find_all(self.report)
+
+    @property
+    def expected_s(self) -> float:
+        """Expected seconds of a step."""
+        return self.report.timeline.total_s
+
+    @property
+    def mfu(self) -> float:
+        """FLOPs of the program over those of the bf16 peak in the expected time."""
+        peak = self.report.rates.flops_per_s["bf16"]
+        flops = self.report.flops + self.report.kernel_flops
+        return flops / (peak * self.expected_s) if self.expected_s else 0.0
+
+    @property
+    def sums(self) -> ProgramSums:
+        """Bytes by class."""
+        by_class: dict[str, float] = {}
+        for argument in arguments(self.report.compiled.module):
+            name = argument.argument_class
+            by_class[name] = by_class.get(name, 0.0) + argument.tensor.nbytes
+        at_peak = self.report.compiled.at_peak
+        return ProgramSums(arguments=by_class, at_peak=None if at_peak is None else at_peak.by_class)
+
+    @cached_property
+    def gates(self) -> tuple[Gate, ...]:
+        """The limits that were set, and whether each holds."""
+        return gates(self.limits, self.before, self.expected_s, self.report.peak_bytes, self.findings)
+
+    @cached_property
+    def difference(self) -> Difference | None:
+        """Rows that differ from the earlier ledger, the largest change first."""
+        if self.before is None:
+            return None
+        return difference(side_of("before", self.before), side_of(self.program, self.report.to_json(top=1)))
+
+    @property
+    def holds(self) -> bool:
+        """True if every limit holds."""
+        return all(gate.holds for gate in self.gates)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        broken = [str(gate) for gate in self.gates if not gate.holds]
+        if broken:
+            changed = f"; {self.difference.verdict}" if self.difference is not None else ""
+            return f"over the limit: {'; '.join(broken)}{changed}"
+        count = len(self.findings)
+        if not count:
+            return f"nothing found; {self.report.verdict}"
+        seconds = sum(finding.seconds for finding in self.findings if finding.rule != "exposed_collective")
+        nbytes = sum(finding.bytes for finding in self.findings if not finding.seconds)
+        worth = [text for value, text in ((seconds, format_seconds(seconds)), (nbytes, format_bytes(nbytes))) if value]
+        price = f", worth up to {' and '.join(worth)}" if worth else ""
+        return f"{count} finding{'s' if count > 1 else ''}{price}; {self.report.verdict}"
+
+    def record(self, *, top: int = 20) -> CheckRecord:
+        """The answer as it is written; ``top`` operations and buffers of the compilation."""
+        return CheckRecord(
+            kind="check",
+            schema=SCHEMA,
+            rooftop_version=__version__,
+            program=self.program,
+            verdict=self.verdict,
+            findings=self.findings,
+            expected_s=self.expected_s,
+            peak_bytes=self.report.peak_bytes,
+            mfu=self.mfu,
+            tokens=self.tokens,
+            tokens_per_s=None if self.tokens is None else self.tokens / self.expected_s,
+            sums=self.sums,
+            gates=self.gates,
+            difference=self.difference,
+            compiled=self.report.record(top=top),
+        )
+
+    def to_json(self, *, top: int = 20) -> dict[str, Any]:
+        """The answer as plain JSON values."""
+        return self.record(top=top).to_json()

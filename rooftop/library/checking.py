@@ -1,0 +1,167 @@
+"""A compiled program checked without a plan: findings with prices, and limits against an earlier ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+from rooftop.core.errors import RooftopError
+from rooftop.core.files import read_json_object, write_json, write_text
+from rooftop.core.quantities import parse_quantity, parse_seconds
+from rooftop.library.compiling import CompileResult
+from rooftop.library.results import Result, flat
+
+if TYPE_CHECKING:
+    from rooftop.explain.advisor.report import CheckReport
+    from rooftop.explain.advisor.rules import ProgramFinding
+    from rooftop.present.document import Document
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CheckResult(Result):
+    """A checked program: its findings, what is worth most first, and whether the limits hold."""
+
+    report: CheckReport
+
+    def to_json(self, *, top: int = 20) -> dict[str, object]:
+        """Findings, limits, the difference from an earlier ledger, and the compilation."""
+        return self.report.to_json(top=top)
+
+    @property
+    def findings(self) -> tuple[ProgramFinding, ...]:
+        """The findings, what is worth most first."""
+        return self.report.findings
+
+    @property
+    def holds(self) -> bool:
+        """True if every limit holds."""
+        return self.report.holds
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A finding a row."""
+        return [flat(finding.to_json()) for finding in self.report.findings]
+
+    @property
+    def summary(self) -> str:
+        """The verdict."""
+        return self.report.verdict
+
+    @property
+    def document(self) -> Document:
+        """Findings, limits and the compilation."""
+        from rooftop.present.documents import document
+
+        return document(self.to_json())
+
+    def save(self, path: Path | str) -> None:
+        """Write the ledger, for ``against`` of a later check."""
+        write_json(Path(path), self.to_json())
+
+    def write_junit(self, path: Path | str) -> None:
+        """Write the limits as test cases, for the tests of a CI: a case for each limit and each finding."""
+        write_text(Path(path), junit(self.report))
+
+
+def check(
+    program: CompileResult | Path | str,
+    *,
+    on: str | None = None,
+    mesh: Mapping[str, int] | str | None = None,
+    tokens: float | str | None = None,
+    against: Path | str | None = None,
+    max_time: float | str | None = None,
+    max_memory: float | str | None = None,
+    fail_on: float | str | None = None,
+    name: str | None = None,
+) -> CheckResult:
+    """Check a compiled program: what it wastes, at which line, and what each is worth.
+
+    Args:
+        program: What ``compile`` or ``inspect`` returned, or a module of HLO (see ``explain_module``).
+        on: The slice or chip that a module is compiled for.
+        mesh: Mesh axes of a module.
+        tokens: Tokens of a step on all devices, for tokens a second.
+        against: An earlier ledger: what ``save`` or ``rooftop compile -o`` wrote.
+        max_time: Share by which a step may take longer than before, 0.02 or '+2%'.
+        max_memory: Share by which the peak may grow.
+        fail_on: Seconds that one finding may be worth, or '5ms'.
+        name: Name of the program in the answer.
+
+    Limits are those of ``holds``. Raises RooftopError for a program that did not compile, for limits without an earlier
+    ledger, and for files that are none.
+    """
+    from rooftop.explain.advisor.gates import GateLimits
+    from rooftop.explain.advisor.report import CheckReport
+    from rooftop.explain.compiled.report import CompiledReport
+
+    for field, value in (("max-time", max_time), ("max-memory", max_memory)):
+        if value is not None and against is None:
+            raise RooftopError(field, value, "a ledger to compare with: --against FILE")
+    result = program
+    if not isinstance(result, CompileResult):
+        if on is None:
+            raise RooftopError("on", None, "the chip or slice that the module is compiled for, such as v5e:4x4")
+        from rooftop.library.explaining import explain_module
+
+        name, result = name or Path(result).name, explain_module(result, on=on, mesh=mesh)
+    result.raise_if_infeasible()
+    report = result.report
+    assert isinstance(report, CompiledReport)
+    before = None
+    if against is not None:
+        accepted = "what rooftop check --save or rooftop compile -o wrote"
+        before = read_json_object(Path(against), field="against", accepted=accepted)
+    limits = GateLimits(
+        time=_growth(max_time, "max-time"),
+        memory=_growth(max_memory, "max-memory"),
+        finding_s=None if fail_on is None else _seconds(fail_on),
+    )
+    counted = parse_quantity(tokens, "tokens") if isinstance(tokens, str) else tokens
+    return CheckResult(
+        report=CheckReport(program=name or "program", report=report, tokens=counted, before=before, limits=limits),
+    )
+
+
+def _seconds(value: float | str) -> float:
+    return parse_seconds(value, "fail-on") if isinstance(value, str) else float(value)
+
+
+def _growth(value: float | str | None, field: str) -> float | None:
+    """A share, of '+2%' or 0.02."""
+    if value is None:
+        return None
+    text = str(value).strip().removeprefix("+")
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 10:
+        raise RooftopError(field, value, "a share such as +2% or 0.02")
+    return share
+
+
+def junit(report: CheckReport) -> str:
+    """The limits and findings of a check as JUnit's XML; findings fail if they are over their limit."""
+    broken = {gate.name for gate in report.gates if not gate.holds}
+    cases: list[tuple[str, str, str]] = [
+        (gate.name, "limits", "" if gate.holds else str(gate)) for gate in report.gates
+    ]
+    for finding in report.findings:
+        name = f"{finding.rule} at {finding.source.rpartition('/')[2] or finding.scope}"
+        if name not in broken:
+            cases.append((name, "findings", ""))
+    suite = ElementTree.Element(
+        "testsuite",
+        name=f"rooftop check {report.program}",
+        tests=str(len(cases)),
+        failures=str(sum(bool(failure) for _, _, failure in cases)),
+    )
+    for name, group, failure in cases:
+        case = ElementTree.SubElement(suite, "testcase", classname=f"rooftop.{group}", name=name)
+        if failure:
+            ElementTree.SubElement(case, "failure", message=failure).text = report.verdict
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
