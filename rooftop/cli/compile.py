@@ -46,15 +46,11 @@ if TYPE_CHECKING:
 
 
 class SeveralArrays(VerbCommand):
-    """A command whose ``--args`` takes all the words up to the next option; words after ``--`` are a command line."""
+    """A command whose ``--args`` takes all the words that follow it, up to the next option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Repeat ``--args`` before every word that belongs to it."""
         spread, taking = list[str](), False
-        if "--" in args:
-            # Options of the script are its own.
-            at = args.index("--")
-            ctx.meta[_SCRIPT], args = args[at + 1 :], args[:at]
         for word in args:
             if word.startswith("-"):
                 taking = word == "--args"
@@ -65,8 +61,19 @@ class SeveralArrays(VerbCommand):
         return super().parse_args(ctx, spread)
 
 
+class _CompileCommand(SeveralArrays):
+    """The same, where words after ``--`` are the command line of a script."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Set the script's words aside: its options are its own."""
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta[_SCRIPT], args = args[at + 1 :], args[:at]
+        return super().parse_args(ctx, args)
+
+
 @click.command(
-    cls=SeveralArrays,
+    cls=_CompileCommand,
     examples=(
         "rooftop compile plan.json",
         "rooftop compile --on v5e:4x4 -- python train.py --layers 2",
@@ -242,7 +249,7 @@ def _compile_script(
     """Run a script on a slice, and show its programs."""
     from rooftop.library.scripts import compile_script
 
-    with _progress_line(shown=not as_json) as on_progress:
+    with progress_line(shown=not as_json) as on_progress:
         result = compile_script(
             words,
             on=on,

@@ -26,6 +26,7 @@ from rooftop.compiler import cache as cache_module
 from rooftop.compiler.cache import Cache, digest
 from rooftop.compiler.compiling import CompiledProgram, WorkerResult
 from rooftop.compiler.executables import MEMORY, compiled_program, read_reports, reporting_options
+from rooftop.compiler.hlo.printing import written
 from rooftop.compiler.memory import OutOfMemory, read_exceeded
 from rooftop.hardware import Slice
 
@@ -101,7 +102,7 @@ def compile_module(
             no = OutOfMemory(what, needed_bytes=exceeded[0], available_bytes=exceeded[1], at_peak=read_reports(folder))
             return CompiledModule(result=WorkerResult.refused(no), executable=None, error=error)
         program = compiled_program(
-            "\n\n".join(part.to_string() for part in executable.hlo_modules()),
+            "\n\n".join(written(part) for part in executable.hlo_modules()),
             executable.get_compiled_memory_stats(),
             folder,
             lower_s=lower_s,

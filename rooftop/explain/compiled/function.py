@@ -24,6 +24,7 @@ from rooftop.arrays import Mesh, ShardedArray, parse_axes, placed_mesh
 from rooftop.compiler.compiling import ENVIRONMENT, Compiled, CompileRequest, Progress, compile_ahead_of_time
 from rooftop.compiler.devices import coordinates_of, described_devices, topology_mesh
 from rooftop.compiler.executables import compiled_program
+from rooftop.compiler.hlo.printing import compiled_text
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.explain.compiled.report import CompiledReport
 from rooftop.hardware import Slice
@@ -156,7 +157,7 @@ def _read(stage: jax.stages.Compiled, slice_: Slice) -> Compiled:
     devices = list(meshes[0].devices.flat) if meshes else [next(iter(shardings[0].device_set))]
     axes = dict(meshes[0].shape) if meshes else {"devices": 1}
     program = compiled_program(
-        stage.as_text() or "",
+        compiled_text(stage),
         memory,
         Path(os.devnull),
         lower_s=0.0,

@@ -129,10 +129,10 @@ class CompiledRecord(CompilationRecord):
     """A compiled program, next to its plan if it has one. FLOPs and seconds are of one execution on one device.
 
     ``options`` are those of the compiler that were asked for. ``kernel_flops`` are inside hand-written kernels,
-    ``flops`` are all others. ``called`` lists the kernels; the FLOPs of ``kernels`` are unknown, so that times are lower
-    bounds. Figures of a row of the ``ledger`` are of one execution, and its count multiplies; those of findings are of a
-    step. Without a plan, equal ``collectives`` are one, and ``layers`` has the number of layers that a folded scope
-    stands for: {'model/layers_*': 32}.
+    ``flops`` are all others. ``called`` lists the kernels; the FLOPs of ``kernels`` are unknown, so that times are
+    lower bounds. Figures of a row of the ``ledger`` are of one execution, and its count multiplies; those of findings
+    are of a step. Without a plan, equal ``collectives`` are one, and ``layers`` has the number of layers that a folded
+    scope stands for: {'model/layers_*': 32}.
     """
 
     fits: Literal[True]
