@@ -97,6 +97,7 @@ class Draw:
             "optimizer": problem.numerics.optimizer,
             "matmul": problem.numerics.matmul,
             "collective_matmuls": "yes" if summary.collective_matmuls else "",
+            "experts_over_tensor": "yes" if plan.choice.experts_over_tensor else "",
             "date": f"{datetime.now(UTC):%Y-%m-%d}",
         } | compiled_figures(plan)
 

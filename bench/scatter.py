@@ -14,6 +14,7 @@ import io
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
+from math import lcm
 from pathlib import Path
 
 import jax
@@ -45,6 +46,51 @@ CASES: tuple[tuple[str, str, int, tuple[tuple[int, ...], ...]], ...] = (
     ("v5p:4x4x4", "fsdp=16,tensor=4", 16, ((4096, 151936), (4096, 75968), (4096, 37984), (5120, 8, 128))),
     ("v5e:4x8", "fsdp=8,tensor=4", 8, ((4096, 151936), (2560, 4, 256))),
     ("tpu7x:2x2x4", "fsdp=8,tensor=4", 8, ((4096, 151936), (3072, 8, 128), (2880, 64, 64))),
+    # Long rings, and parts that are padded to whole tiles.
+    (
+        "v5p:4x4x12", "fsdp=96,tensor=2", 96,
+        ((4128, 64128), (4608, 64128), (4128, 32000), (4128, 16000), (4128, 7168), (2112, 4096)),
+    ),
+    ("v5p:4x4x8", "fsdp=8,tensor=16", 8, ((4096, 128256),)),
+    ("v5p:4x4x8", "fsdp=16,tensor=8", 16, ((4096, 128256), (4096, 32000))),
+    (
+        "v5p:4x4x8", "fsdp=32,tensor=4", 32,
+        ((4096, 103424), (4096, 62464), (4096, 54272), (4096, 44032), (4096, 32064), (5120, 27648)),
+    ),
+    ("v5p:4x4x4", "fsdp=16,tensor=4", 16, ((4096, 32064), (8192, 32064))),
+    ("v5p:4x4x4", "fsdp=32,tensor=2", 32, ((4096, 64128),)),
+    ("v5p:4x4x8", "fsdp=64,tensor=2", 64, ((4096, 64128), (4096, 14336), (5120, 13824), (5120, 8192))),
+    ("v5p:4x4x8", "data=2,fsdp=64", 64, ((4096, 128256), (5120, 152064), (5120, 27648), (27648, 5120), (5120, 5120))),
+    (
+        "v5p:8x8x4", "fsdp=128,tensor=2", 128,
+        ((8192, 7168), (8192, 8192), (7168, 8192), (16384, 13312), (13312, 16384), (4096, 14336), (8192, 32064)),
+    ),
+    (
+        "v5p:8x8x8", "fsdp=256,tensor=2", 256,
+        (
+            (8192, 3584), (8192, 5120), (8192, 5632), (8192, 6144), (8192, 6656), (8192, 7168), (8192, 8192),
+            (8192, 8704), (8192, 9216), (8192, 14336), (7168, 8192), (13312, 16384), (4096, 8192), (8192, 32064),
+            (16384, 3584), (16384, 6656),
+        ),
+    ),
+    (
+        "v5p:8x8x16", "fsdp=512,tensor=2", 512,
+        (
+            (8192, 6144), (8192, 7168), (8192, 8192), (7168, 8192), (13312, 16384), (4096, 8192), (2048, 8192),
+            (16384, 13312),
+        ),
+    ),
+    (
+        "v5p:16x16x16", "fsdp=1024,tensor=4", 1024,
+        ((8192, 7168), (7168, 8192), (2048, 8192), (8192, 6144), (8192, 8192), (8192, 32064), (16384, 6656)),
+    ),
+    ("v5p:16x20x28", "fsdp=2240,tensor=4", 2240, ((17920, 13312), (13440, 16384), (4480, 16384))),
+    ("v5p:16x20x28", "fsdp=1120,tensor=8", 1120, ((17920, 6656), (6720, 16384))),
+    ("v5e:8x16", "data=2,fsdp=64", 64, ((4096, 128256),)),
+    ("v5e:16x16", "fsdp=64,tensor=4", 64, ((5120, 6912),)),
+    ("v6e:16x16", "fsdp=64,tensor=4", 64, ((5120, 6912),)),
+    ("v6e:16x16", "fsdp=128,tensor=2", 128, ((2048, 8192),)),
+    ("v6e:8x8", "fsdp=8,tensor=8", 8, ((4096, 16032),)),
 )  # fmt: skip
 
 #: The same for weights of experts: [rows, experts on a device, columns].
@@ -70,7 +116,8 @@ def expert_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
 
 def kind(slice_: str, mesh: str, shape: tuple[int, ...]) -> tuple[str, CompiledReport]:
     """The collective that the gradient becomes, and the compiled program."""
-    operands = [f"bf16[{TOKENS}_fsdp,{','.join(map(str, sizes))}]" for sizes in (shape[:1], shape[1:])]
+    tokens = lcm(TOKENS, parse_axes(mesh)["fsdp"])
+    operands = [f"bf16[{tokens}_fsdp,{','.join(map(str, sizes))}]" for sizes in (shape[:1], shape[1:])]
     return _compiled(partial(gradient, dims="dnh"[: len(shape)]), operands, slice_, mesh)
 
 

@@ -219,6 +219,10 @@ def default_layout(dtype: str, shape: Sequence[int]) -> TileLayout:
 
 #: Largest prime factor of the tiles across an array with which XLA:TPU still scatters it, piece by piece.
 _LARGEST_FACTOR = 397
+#: The same where columns are in the lanes, times the devices of the ring: every step of it holds a piece of each.
+_LARGEST_STEP = 1690
+#: The most permutes that move the rows of padded parts to their devices; where it takes more, the whole is summed.
+_MOST_SHIFTS = 64
 
 
 def summed_whole(shape: Sequence[int], parts: int, *, whole_tiles: bool = True) -> bool:
@@ -231,10 +235,13 @@ def summed_whole(shape: Sequence[int], parts: int, *, whole_tiles: bool = True) 
 
     - rows are in the lanes of registers, and a part is no multiple of 256 of them, two tiles;
     - rows are in sublanes, between other dims, and a part is no multiple of 16, the rows of a bf16 tile;
-    - there is one row of columns, a head, on each device.
+    - there is one row of columns, a head, on each device;
+    - columns are in the lanes, and the largest odd prime factor of the tiles across them, times ``parts``, is above
+      1,690;
+    - parts are padded to whole tiles, and it takes more than 64 permutes to move their rows (``shifts``).
 
     Columns are in the lanes if they fill registers, or pad them less than rows do. So found, not documented: it agrees
-    with libtpu 0.0.42.1 on all arrays tried (bench/scatter.py, bench/results/scatter.csv).
+    with libtpu 0.0.42.1 on the arrays tried (bench/scatter.py, bench/results/scatter.csv) but those that tests name.
     """
     rows, columns = shape[0], shape[-1]
     lanes, tile = VPU[1], VPU[0] * _packing("bf16")
@@ -247,7 +254,18 @@ def summed_whole(shape: Sequence[int], parts: int, *, whole_tiles: bool = True) 
         return (whole_tiles and bool(part % (2 * lanes))) or _largest_factor(ceil_div(columns, tile)) > _LARGEST_FACTOR
     if len(shape) > 2:
         return whole_tiles and (shape[1] == 1 or bool(part % tile))
-    return _largest_factor(ceil_div(columns, lanes)) > _LARGEST_FACTOR
+    factor = _largest_factor(ceil_div(columns, lanes))
+    too_long = factor > 2 and factor * parts > _LARGEST_STEP
+    return factor > _LARGEST_FACTOR or (whole_tiles and (too_long or shifts(part, parts) > _MOST_SHIFTS))
+
+
+def shifts(part: Any, parts: Any) -> Any:
+    """Permutes after a scatter of ``parts`` of so many rows, which XLA:TPU pads to whole tiles of 8 rows.
+
+    A device then has rows of others before it: those of the last one are farthest away. Sizes may be NumPy arrays.
+    """
+    last = parts - 1
+    return last - part * last // next_multiple(part, VPU[0])
 
 
 def _largest_factor(number: int) -> int:

@@ -26,7 +26,9 @@ class Overlap:
     whole tiles only (``rooftop.arrays.tiles.summed_whole``). ``windowed_einsum``: False if XLA's own
     collective matmuls of gathered weights take longer than what they replace. ``asynchronous``: collectives of a layer
     that XLA runs next to any computation (``rooftop.plan.parts``). ``collective_matmuls``: True if it overlaps the
-    permutes of our collective matmuls, so that plans may have them. ``source`` is the evidence.
+    permutes of our collective matmuls, so that plans may have them. ``small_in_vmem``: the share of VMEM below which
+    arrays around attention stay there from one operation to the next, the smaller the more of them; 0: none does.
+    ``source`` is the evidence.
     """
 
     hidden: Mapping[str, float]
@@ -36,6 +38,7 @@ class Overlap:
     windowed_einsum: bool
     asynchronous: Asynchronous
     collective_matmuls: bool
+    small_in_vmem: float
     source: str
 
 
@@ -53,5 +56,6 @@ def overlap(chip_name: str) -> Overlap:
         windowed_einsum=entry.get("windowed_einsum", True),
         asynchronous=entry.get("asynchronous", "none"),
         collective_matmuls=entry.get("collective_matmuls", False),
+        small_in_vmem=float(entry.get("small_in_vmem", 0.0)),
         source=entry.get("source", "no schedule was read: what may hide, hides"),
     )

@@ -418,13 +418,12 @@ def test_data_over_dcn_reduces_gradient_shards() -> None:
 _KNOWN_MISSES = {
     name: pytest.mark.xfail(strict=True, reason=reason)
     for name, reason in {
-        "v5e-shared-keys": "memory 1.163; the program's peak was not read",
-        "v5p-stages-uneven": "memory 0.948; a gather over tensor for each microbatch",
-        "v5p-uneven-d": "time 0.900: shards that fill no tiles are scattered padded, and moved by permutes",
-        "v5p-gpt-oss": "memory 0.944; the program's peak was not read",
-        "v6e-tensor-int8": "memory 0.963; the program's peak was not read",
+        "v5e-shared-keys": "memory 1.163: three gathered streams and one hidden array are alive, not five and three",
+        "v5p-gpt-oss": "memory 0.944: XLA copies an untied embedding table and its state, as it does tied ones",
+        "tpu7x-muon": "memory 0.966; the program's peak was not read",
         "tpu7x-rings": "memory 0.914, time 1.124: of collective matmuls on TPU7x no more than this was compiled",
         "3-7": "gathers over expert and fsdp together",
+        "4-4": "memory 0.967: a third array of the unembedding's size at the peak; no rule is written on seed 4",
     }.items()
 }
 
@@ -476,7 +475,8 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
         # A sum over slices is taken in steps, over other axes each: see docs/compile.md. Near the edge of HBM some are
         # done twice.
         if asked.slice.num_slices == 1 and not float(row["rematerialised_s"] or 0.0):
-            assert moved[axes][0] == pytest.approx(float(nbytes), rel=0.05, abs=2**16)
+            planned, _ = moved.get(axes, (0.0, 0.0))
+            assert planned == pytest.approx(float(nbytes), rel=0.05, abs=2**16)
 
 
 def test_matmuls_in_8_bits_gather_half_the_bytes() -> None:

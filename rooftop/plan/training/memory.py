@@ -19,6 +19,10 @@ from rooftop.plan.training.step import TrainingStep
 #: comes nearer to the edge, it computes results again rather than keep them: with libtpu 0.0.42.1 from 92 to 94 % on.
 HEADROOM = 0.08
 
+#: Padded size of a table's rows over their own up to which XLA:TPU copies it: compiled programs copy rows of 320
+#: elements as 384 (1.20), of 112 (1.14) and of 100 (1.28) as 128, and do not copy rows of 192 or 96 (1.33).
+_MOST_PADDED_COPY = 1.3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -192,6 +196,9 @@ def _layer_backward(step: TrainingStep) -> Number:
     Its weights as gathered over fsdp and the largest one's whole gradient; three arrays of hidden activations; five of
     the stream at the width of the matmuls' inputs (those of both blocks, their gradients, partial sums) and four as the
     residual stream is split; queries, keys, values and output of attention; tokens sent to experts and back.
+    What fsdp does not split a pipeline's stage takes out of the stack of its layers, and puts gradients back into it.
+    With matmuls in 8 bits the gradients of attention's input are summed in 32 bits, one for each array: then eight
+    arrays of the stream and two of hidden activations may be more.
     """
     model, sizes, moe = step.model, step.layer_parameters, step.model.moe
     weights, sent = sizes["attn"], 0.0
@@ -207,13 +214,15 @@ def _layer_backward(step: TrainingStep) -> Number:
         sent = 2.0 * moe.active * model.d_model
         matrix = np.maximum(matrix, sizes["experts"] / model.mlp_matrices)
     heads, kv_heads = step.widths.heads * step.tensor, step.kv_heads * step.tensor
-    gathered = np.where(step.strategies.devices(*GATHER_AXES) > 1, weights + matrix, 0.0)
+    gathered = np.where(step.strategies.devices(*GATHER_AXES) > 1, weights + matrix, step.staged * 2.0 * weights)
     d_qk, d_v = attention_kind(model).head_sizes
     queries_and_keys = d_qk * (heads + kv_heads) + d_v * (heads + kv_heads)
     # A ring also has its running sums, and the keys and values in transit.
     ring = np.where(step.strategies.devices(*SEQUENCE_AXES) > 1, 5.0 * heads * d_v, 0.0)
-    inside = 3.0 * hidden + queries_and_keys + ring + sent
-    streams = (5.0 * step.tensor + 4.0) * model.d_model
+    streams = 3.0 * hidden + 5.0 * step.tensor * model.d_model
+    if step.operand_bytes < step.element_bytes and model.mla is None:
+        streams = np.maximum(streams, 2.0 * hidden + 8.0 * step.tensor * model.d_model)
+    inside = queries_and_keys + ring + sent + 4.0 * model.d_model
     return (gathered + _own(step) * (inside + streams)) * step.element_bytes
 
 
@@ -221,7 +230,8 @@ def _table_copies(step: TrainingStep) -> Number:
     """Bytes of copies of a tied embedding table and of its optimizer state, [C, 1].
 
     A table whose shards do not fill registers is stored with tokens in the lanes, which pads least. Where it is the
-    unembedding too, XLA:TPU copies it and its state into rows of whole registers for the whole step.
+    unembedding too, XLA:TPU copies it and its state into rows of whole registers for the whole step, unless that makes
+    them larger than ``_MOST_PADDED_COPY`` times.
     """
     model, numerics = step.model, step.numerics
     if not model.tied_embeddings or step.slice.chip.kind != "tpu":
@@ -229,7 +239,7 @@ def _table_copies(step: TrainingStep) -> Number:
     columns = step.widths.spread(model.d_model) / (step.strategies.devices(*GATHER_AXES) * step.tensor)
     rows = step.widths.vocab * step.tensor
     padded = next_multiple(columns, LANES)
-    turned = padded / columns > next_multiple(rows, LANES) / rows
+    turned = (padded / columns > next_multiple(rows, LANES) / rows) & (padded <= _MOST_PADDED_COPY * columns)
     copies: Number = turned * rows * padded * (dtype_bytes(numerics.weights) + numerics.table_optimizer_bytes)
     return copies
 

@@ -196,10 +196,14 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
         )
 
+    kernels = _passes(step)
+    passes = kernels.rope + (kernels.normed_heads if model.qk_norm else 0.0)
     rope = Work(
-        scope="layers/attn/rope", phase="forward", count=count, hbm_bytes=_passes(step).rope * queries_keys,
+        scope="layers/attn/rope", phase="forward", count=count,
+        hbm_bytes=passes * step.in_hbm(tokens * heads * d_qk * step.element_bytes) * queries_keys,
         vector_flops=VECTOR_OPS["rope"] * queries_keys / step.element_bytes,
-        formula=f"queries and keys rotated, transposed, written: {_passes(step).rope:.2g} passes",
+        formula=f"queries and keys {'normalised, ' if model.qk_norm else ''}rotated, transposed, written: "
+        f"{passes:.1f} passes{', but for what stays in VMEM' if step.slice.chip.kind == 'tpu' else ''}",
     )  # fmt: skip
     again = Work(
         scope="layers/attn/core", phase="recompute", count=count, collectives=window,
@@ -235,7 +239,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         ),
         rope,
         recompute(rope, recomputed("rope")),
-        backward(rope, _passes(step).rope_backward / _passes(step).rope),
+        backward(rope, kernels.rope_backward / kernels.rope),
         core("forward", per_pair, 1.0),
         # Even where its output is kept, the reference computes its scores again for the gradient of softmax. In a stage
         # of our program the backward pass of any kernel begins with its forward pass: residuals cannot leave nested
@@ -541,8 +545,18 @@ def _in_chunks(step: TrainingStep, table: MatmulShape, unembed: Sequence[Work]) 
         hbm_bytes=rows + logits + 2.0 * chunks * matrix,
         formula="dW: 2 T k n; the sum of all chunks read and written for each",
     )  # fmt: skip
+    collectives = both.collectives
+    if np.any(step.staged):
+        # In a stage each chunk's partial sums are added up over tensor at once, on every device, in float32.
+        summed = Transfer("all_reduce", COLUMN_AXES, 4.0 * step.tokens * table.k, "tensor", step.staged, pieces=chunks)
+        unstaged = 1 - step.staged
+        others = (
+            replace(one, when=one.when * unstaged) if (one.kind, one.axes) == ("reduce_scatter", COLUMN_AXES) else one
+            for one in collectives
+        )
+        collectives = (*others, summed)
     of_rows = replace(
-        both, flops=halved, matmul_s=step.rates.matmul_s(step.tokens, table.n, table.k, dtype),
+        both, collectives=collectives, flops=halved, matmul_s=step.rates.matmul_s(step.tokens, table.n, table.k, dtype),
         vector_flops=VECTOR_OPS["loss"] * step.tokens * table.n,
         hbm_bytes=rows + logits + chunks * matrix, formula="dX: 2 T k n",
     )  # fmt: skip
@@ -818,13 +832,17 @@ _RING_BACKWARD = _RingPasses(once=8, hop=16.5, keys_hop=4.5)
 #: and residual sums are fused, and paid in the matmuls' fraction of peak.
 _NORM_PASSES = 1.5
 ROPE_PASSES = 38 / 6
+#: Passes more where queries and keys are normalised before they are rotated: XLA writes them in float32 between, as
+#: counted in the programs of Qwen3-0.6B (docs/compile.md).
+_NORMED_HEADS_PASSES = 3.3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ElementwisePasses:
     """HBM passes (a read or a write of bf16) of elementwise work in one execution, by scope.
 
-    ``norm`` has the residual sum before it; ``act_more`` are those of an activation beyond one kernel that reads its
+    ``norm`` has the residual sum before it; ``normed_heads`` are those of rope where queries and keys are normalised
+    first; ``act_more`` are those of an activation beyond one kernel that reads its
     inputs and writes its result, forward; backward there are twice as many. ``again``: an activation that is recomputed
     is a kernel of its own, not a second result of its gradient's.
     """
@@ -833,6 +851,7 @@ class _ElementwisePasses:
     norm_backward: float
     rope: float
     rope_backward: float
+    normed_heads: float = 0.0
     act_more: float = 0.0
     again: bool = True
 
@@ -843,7 +862,13 @@ class _ElementwisePasses:
 #: (2), about half as much again backward; rotation converts, multiplies and converts back (10); SwiGLU is two kernels.
 #: XLA:GPU fuses nothing into cuBLAS's matmuls: as counted in compiled layers (docs/compile.md).
 _ELEMENTWISE: Mapping[str | None, _ElementwisePasses] = {
-    None: _ElementwisePasses(norm=_NORM_PASSES, norm_backward=3.0, rope=ROPE_PASSES, rope_backward=2 * ROPE_PASSES),
+    None: _ElementwisePasses(
+        norm=_NORM_PASSES,
+        norm_backward=3.0,
+        rope=ROPE_PASSES,
+        rope_backward=2 * ROPE_PASSES,
+        normed_heads=_NORMED_HEADS_PASSES,
+    ),
     "xla:gpu": _ElementwisePasses(norm=3.5, norm_backward=5.5, rope=2.0, rope_backward=2.0, again=False),
     "fused": _ElementwisePasses(norm=5.0, norm_backward=6.0, rope=2.0, rope_backward=2.0),
     "eager": _ElementwisePasses(norm=21.0, norm_backward=30.0, rope=10.0, rope_backward=12.0, act_more=2.0),
@@ -912,8 +937,15 @@ def matmuls(
     inputs = sum((tokens * m.k for m in shapes), 0.0)
     outputs = sum((tokens * m.n for m in shapes), 0.0)
     flops = 2.0 * sum((tokens * m.parameters for m in shapes), 0.0)
-    forward_bytes = (inputs + weights) * operand + outputs * element
-    backward_bytes = (outputs + weights) * operand + inputs * element + (inputs + outputs + weights) * element
+    # Arrays that share an input read it one by one, and their gradients of it are added up in HBM. Those of matmuls in
+    # 8 bits are of 32 bits until the last one.
+    sharing = arrays if len(shapes) == 1 and step.assumptions.own_program else 1
+    read, of_input = sharing * inputs, (sharing - 1) * 2.0 * (4.0 if narrow else element) + element
+    forward_bytes = (read + weights) * operand + outputs * element
+    backward_bytes = (outputs + weights) * (operand + element) + read * element + inputs * of_input
+    # Rows that fsdp adds are cut off once the weight is gathered, and put to its gradient.
+    stored = step.stored(shapes)
+    cut = np.where(stored > weights, (stored + weights) * element, 0.0) if step.assumptions.own_program else 0.0
     # An activation is read and written in fewer bits: its maxima are fused into what makes it. A device quantises its
     # own part of a weight, which it reads for the maxima and once more.
     of_weight = weights / step.strategies.devices(*GATHER_AXES) * (2.0 * element + operand) if narrow else 0.0
@@ -924,7 +956,7 @@ def matmuls(
     quantised = step.framework.quantising_reads * element + step.framework.quantised_copies * operand
     of_inputs, of_outputs = (size * quantised if narrow else 0.0 for size in (inputs, outputs))
     stream = tokens * step.model.d_model * element / step.tensor
-    weights = (step.stored(shapes) - (step.own_keys if keys else 0.0)) * element
+    weights = (stored - (step.own_keys if keys else 0.0)) * element
 
     def share_s(m: Number, k: Number, n: Number, dtype: str) -> Number:
         """Seconds of one expert's part of the batch, or of its own matmul."""
@@ -1003,11 +1035,14 @@ def matmuls(
         columns = shape.n if len(shapes) > 1 or head else shape.n / arrays
         summed = step.summed_whole(MatmulShape(shape.k, columns), head=head, experts=several_experts)
         share = weights if len(shapes) == 1 else step.stored([shape]) * element
+        # Parts of heads or experts are scattered in whole tiles or not at all.
+        moves, rows = (0.0, 0.0) if head or "expert" in dims else step.shifts(shape.k)
         scatter_weight += (
             Transfer(
-                "reduce_scatter", GATHER_AXES, share, "gradient_scatter", pieces=pieces / len(shapes), summed=summed
+                "reduce_scatter", GATHER_AXES, share, "gradient_scatter", pieces=pieces / len(shapes), summed=summed,
+                shifts=moves * pieces / len(shapes), shifted=rows * columns * element,
             ),
-        )
+        )  # fmt: skip
     if keys and np.any(step.copied_keys):
         copied, both, when = step.copied_keys * element, (*GATHER_AXES, *COLUMN_AXES), step.widths.copied_keys
         gather_weight += (Transfer("all_gather", both, copied * operand / element, "weight_gather", when, pieces=2),)
@@ -1042,7 +1077,7 @@ def matmuls(
     once = scope == "unembed"  # Outside the layers nothing is recomputed and the gathered weight is still there.
     forward = Work(
         scope=scope, phase="forward", count=count, flops={dtype: flops}, matmul_s=forward_s,
-        hbm_bytes=forward_bytes, elementwise_bytes=of_inputs + of_weight + forward_passes,
+        hbm_bytes=forward_bytes, elementwise_bytes=of_inputs + of_weight + forward_passes + cut,
         vector_flops=VECTOR_OPS["add"] * stream / element if residual else 0.0,
         collectives=gather_weight + gather_input + input_maxima + scatter_output, formula=terms,
     )  # fmt: skip
@@ -1050,7 +1085,7 @@ def matmuls(
         scope=scope, phase="backward", count=count,
         flops={of_sum: 2 * flops} if of_gradient == of_sum else {of_gradient: flops, of_sum: flops},
         matmul_s=dx_s + dw_s, hbm_bytes=backward_bytes + summed_bytes,
-        elementwise_bytes=of_outputs + unstacked + backward_passes,
+        elementwise_bytes=of_outputs + unstacked + backward_passes + cut,
         collectives=scatter_weight + gather_output + gradient_maxima + scatter_input,
         formula=f"dX and dW: 2 x ({terms})",
     )  # fmt: skip
@@ -1059,7 +1094,7 @@ def matmuls(
     regather = Work(
         scope=scope, phase="recompute", count=0 if once else count,
         flops={dtype: flops * again}, matmul_s=forward_s * again,
-        hbm_bytes=forward_bytes * again, elementwise_bytes=of_inputs * again + of_weight + again_passes,
+        hbm_bytes=forward_bytes * again, elementwise_bytes=of_inputs * again + of_weight + again_passes + cut,
         collectives=gather_weight
         + input_again
         + tuple(replace(t, payload=t.payload * again) for t in (*input_maxima, *scatter_output)),

@@ -26,7 +26,7 @@ from rooftop.arrays.rules import (
     Rules,
     copy_axes,
 )
-from rooftop.arrays.tiles import summed_whole
+from rooftop.arrays.tiles import VPU, shifts, summed_whole
 from rooftop.capabilities import CONTEXT_CHUNKS, LANES, block_size, padded_positions
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
@@ -183,6 +183,16 @@ class TrainingStep:
             return 2.0 * nbytes
         return nbytes * np.where(np.asarray(nbytes) < chip.vmem_bytes / chip.devices, 1.0, 2.0)
 
+    def in_hbm(self, nbytes: Number) -> Number:
+        """Share of the passes over an array around attention that go to HBM: XLA keeps what is small in VMEM, [C, K].
+
+        ``Overlap.small_in_vmem`` is the share of VMEM from which nothing is kept; below it, less in proportion.
+        """
+        chip, small = self.slice.chip, self.rates.overlap.small_in_vmem
+        if not small:
+            return 1.0
+        return np.minimum(np.asarray(nbytes) / (small * chip.vmem_bytes / chip.devices), 1.0)
+
     @cached_property
     def staged(self) -> Floats:
         """1 with a pipeline, 0 without, [C, 1]."""
@@ -319,6 +329,14 @@ class TrainingStep:
         ]
         whole: Number = np.reshape(summed, (len(first), len(columns)))[np.ix_(index, switch.reshape(-1))]
         return np.where(np.asarray(experts) > 1, whole, 0.0) if several else whole
+
+    def shifts(self, rows: Number) -> tuple[Number, Number]:
+        """Permutes after gradients of a weight [rows, columns] are scattered over fsdp, and rows in each, [C, 1]."""
+        parts = self.strategies.devices(*GATHER_AXES)
+        part = np.asarray(self.widths.stored(rows)) / parts
+        if self.slice.chip.kind != "tpu" or not self.rates.overlap.whole_tiles or not np.any(part % VPU[0]):
+            return 0.0, 0.0
+        return shifts(part, parts), next_multiple(part, VPU[0])
 
     @cached_property
     def _weight_splits(self) -> tuple[Ints, Ints]:
