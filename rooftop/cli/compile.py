@@ -17,6 +17,7 @@ from rooftop.cli.options import (
     RUN,
     WORKLOAD,
     VerbCommand,
+    calibration_option,
     check_option,
     json_option,
     layout_option,
@@ -75,6 +76,7 @@ class _SeveralArrays(VerbCommand):
 @mesh_option(help="Mesh axes and their sizes for a function: X=4,Y=4.")
 @layout_option()
 @option("--auto", is_flag=True, group=PARALLELISM, help="Leave axes to the partitioner: not JAX's explicit mode.")
+@calibration_option(help="Price a plan by the fractions that rooftop calibrate measured (JSON).")
 @check_option(help="Build checks into a plan of embeddings: nan, bounds, buffers.")
 @timeout_option(help="Give up after this time: 90s, 10m.")
 @option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
@@ -94,6 +96,7 @@ def command(
     mesh: str | None,
     layout: str | None,
     auto: bool,
+    calibration: Path | None,
     check: str | None,
     timeout: float | None,
     no_cache: bool,
@@ -127,9 +130,16 @@ def command(
             _refuse(files, "nothing with a plan of embeddings: it has many programs")
         with _progress_line(shown=not as_json) as on_progress:
             result = compile(
-                plan, check=check, timeout=timeout, cache=not no_cache, save=save is not None, on_progress=on_progress
+                plan,
+                calibration=calibration,
+                check=check,
+                timeout=timeout,
+                cache=not no_cache,
+                save=save is not None,
+                on_progress=on_progress,
             )
     elif ":" in program:
+        _refuse({"calibration": calibration}, "nothing with a function, which has no plan")
         _refuse({"check": check}, "nothing but with a plan of embeddings: its programs run on SparseCores")
         if on is None:
             raise RooftopError("on", None, "a slice, such as v5e:4x4")

@@ -15,6 +15,7 @@ from rooftop.cli.options import (
     WORKLOAD,
     VerbCommand,
     assume_option,
+    calibration_option,
     figure_option,
     json_option,
     mesh_option,
@@ -123,9 +124,10 @@ def _trace(
 @click.command("validate", cls=VerbCommand, examples=("rooftop validate --top 5",))
 @option("--runs", group=WORKLOAD, type=PATH, metavar="FILE", help="Another table of runs, with the same columns (CSV).")
 @assume_option(help="Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md).")
+@calibration_option(help="Predict training on a chip by the fractions that rooftop calibrate measured (JSON).")
 @top_option(type=COUNT_OR_ZERO, default="10", help="Runs to list, the worst first; 0: none.")
 @json_option
-def validate(*, runs: Path | None, assume: str | None, top: int, as_json: bool) -> None:
+def validate(*, runs: Path | None, assume: str | None, calibration: Path | None, top: int, as_json: bool) -> None:
     """Compare predicted times with published measurements of training and serving, misses included.
 
     There are three levels: the bound, the uncalibrated prediction, and the prediction calibrated with one factor per
@@ -133,6 +135,6 @@ def validate(*, runs: Path | None, assume: str | None, top: int, as_json: bool) 
     """
     from rooftop.library import explaining
 
-    result = explaining.validate(runs=runs, assume=assume)
+    result = explaining.validate(runs=runs, assume=assume, calibration=calibration)
     data = result.to_json()
     show(data, as_json=as_json, kind="validation", worst=top)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.explain.measured.modules import read_module
 from rooftop.explain.operations import Inferred, Operation, OperationRecord, OperationsRecord, infer, read_operation
-from rooftop.library.inputs import AxesLike, ChipLike, PlanLike, axes_of, chip_of, training_plan_of
+from rooftop.library.inputs import (
+    AxesLike,
+    CalibrationLike,
+    ChipLike,
+    PlanLike,
+    axes_of,
+    calibrated_places,
+    chip_of,
+    training_plan_of,
+)
 from rooftop.library.results import Result, flat
 from rooftop.present.documents import document
 
@@ -233,14 +242,21 @@ def diff(before: Result | Path | str, after: Result | Path | str) -> DiffResult:
     return DiffResult(difference=difference(_side(before, "before"), _side(after, "after")))
 
 
-def validate(*, runs: Path | str | None = None, assume: str | None = None) -> ValidationResult:
+def validate(
+    *,
+    runs: Path | str | None = None,
+    assume: str | None = None,
+    calibration: CalibrationLike | None = None,
+) -> ValidationResult:
     """Predict published runs of training and serving, and compare with the measured times.
 
     Args:
         runs: Another table of runs with the same columns (CSV).
         assume: Shares of transfers that hide, 'weight_gather=1,tensor=0.5'.
+        calibration: A calibration file of `rooftop calibrate`, or its fractions, for training on its chip.
 
-    Raises RooftopError for a table that cannot be read, naming the cell.
+    Raises RooftopError for a table that cannot be read, naming the cell, and for a calibration of a chip that no run is
+    on.
     """
     from rooftop import validation
     from rooftop.plan.training.assumptions import Assumptions
@@ -251,8 +267,9 @@ def validate(*, runs: Path | str | None = None, assume: str | None = None) -> Va
     path = None if runs is None else Path(runs)
     serving = serving_report(path)
     published = validation.load_published(path, training=not serving.comparisons)
+    runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, calibration)
     predicted, notes, unpredicted = [], {}, {}
-    for run in published.runs:
+    for run in (replace(run, slice=runs_of[run.id][0]) for run in published.runs):
         try:
             prediction = predict(run, assumptions)
         except (RooftopError, Infeasible) as error:

@@ -24,11 +24,13 @@ from rooftop.core.records import field_values
 from rooftop.hardware import Chip, Slice
 from rooftop.library.inputs import (
     AxesLike,
+    CalibrationLike,
     CountLike,
     ModelLike,
     OnSlice,
     TimeLike,
     axes_of,
+    calibrated_places,
     chip_of,
     model_of,
     rate_of,
@@ -202,6 +204,7 @@ def plan_serving(
     kv_sharing: CountLike = 1,
     mfu: float | str | None = None,
     assume: str | None = None,
+    calibration: CalibrationLike | None = None,
     bounds: str = "usable",
     price: float | str | None = None,
     objective: str = "cost",
@@ -240,6 +243,7 @@ def plan_serving(
         kv_sharing: Layers that share one KV cache.
         mfu: Share of peak that a prefill reaches, instead of our own estimate.
         assume: Assumptions: 'hbm_read=0.9,latency=0.5'.
+        calibration: A calibration file of `rooftop calibrate`, or its fractions: they replace the catalogue's.
         bounds: 'usable' HBM, or the 'book' arithmetic.
         price: Dollars per chip-hour, instead of the list price.
         objective: Minimize 'cost' or 'chips' in a search.
@@ -258,7 +262,7 @@ def plan_serving(
         draft=draft, draft_length=draft_length, acceptance=acceptance, batching=batching, mesh=mesh,
         prefill_mesh=prefill_mesh, prefill_on=prefill_on, kv_split=kv_split, link=link, weights_dtype=weights_dtype,
         kv_dtype=kv_dtype, matmul_dtype=matmul_dtype, embeddings_dtype=embeddings_dtype, weight_group=weight_group,
-        kv_sharing=kv_sharing, mfu=mfu, assume=assume, bounds=bounds, price=price,
+        kv_sharing=kv_sharing, mfu=mfu, assume=assume, calibration=calibration, bounds=bounds, price=price,
     )  # fmt: skip
     problem = question.problem
     if not question.searching and problem.workload.requests_per_second is None:
@@ -296,6 +300,7 @@ def serving_front(
     weight_group: CountLike | None = None,
     kv_sharing: CountLike = 1,
     assume: str | None = None,
+    calibration: CalibrationLike | None = None,
     bounds: str = "usable",
     price: float | str | None = None,
     on_progress: Progress | None = None,
@@ -308,7 +313,7 @@ def serving_front(
         model, on=on, prompt=prompt, generate=generate, context=context, draft=draft, draft_length=draft_length,
         acceptance=acceptance, batching=batching, mesh=mesh, kv_split=kv_split, weights_dtype=weights_dtype,
         kv_dtype=kv_dtype, matmul_dtype=matmul_dtype, embeddings_dtype=embeddings_dtype, weight_group=weight_group,
-        kv_sharing=kv_sharing, assume=assume, bounds=bounds, price=price,
+        kv_sharing=kv_sharing, assume=assume, calibration=calibration, bounds=bounds, price=price,
     )  # fmt: skip
     points = front(question.problem, question.where, question.numerics, on_progress)
     return ServingFrontResult(model=question.problem.model.name, points=points)
@@ -344,11 +349,13 @@ def _question(
     kv_sharing: CountLike,
     mfu: float | str | None = None,
     assume: str | None,
+    calibration: CalibrationLike | None,
     bounds: str,
     price: float | str | None,
 ) -> _Question:
     """The problem, with everything read and checked. Raises RooftopError naming the argument that is wrong."""
     where, searching = _servers(on, price)
+    where = calibrated_places(where, calibration)
     for name, value in (("mesh", mesh), ("prefill-mesh", prefill_mesh), ("prefill-on", prefill_on)):
         if searching and value is not None:
             raise RooftopError(name, value, "this with one slice, such as --on v5e:4x4")

@@ -212,7 +212,8 @@ class ServingPlanDocument(Record):
     @property
     def plan(self) -> ServingPlan:
         """The plan, priced anew. Raises RooftopError on slices or meshes that cannot be."""
-        slice_, prefill_slice = Slice.parse(self.slice.name), Slice.parse(self.prefill.slice)
+        slice_ = self.slice.hardware
+        prefill_slice = Slice.parse(self.prefill.slice).with_calibration(self.slice.calibrated)
         draft = None
         if self.draft is not None:
             draft = DraftModel(model=self.draft.config, length=self.draft.length, acceptance=self.draft.acceptance)
@@ -517,8 +518,11 @@ class ServingPlan:
     def evidence(self) -> ServingEvidence:
         """Published decode steps and prefills of the chip and kind of model, and the intervals that they give."""
         problem = self.problem
-        decode = evidence_for(Question.of("decode", problem.model, problem.slice, round(problem.step_context)))
-        prefill = evidence_for(Question.of("prefill", problem.model, problem.prefill_server, problem.workload.prompt))
+        calibration, context = problem.slice.chip.calibrated, round(problem.step_context)
+        decode = evidence_for(Question.of("decode", problem.model, problem.slice, context)).calibrated(calibration)
+        prefill = evidence_for(
+            Question.of("prefill", problem.model, problem.prefill_server, problem.workload.prompt)
+        ).calibrated(calibration)
         return ServingEvidence(
             decode=decode,
             prefill=prefill,

@@ -200,7 +200,7 @@ class _Times:
             transfers=[[durations.transfer_s(transfer) for transfer in item.collectives] for item in work],
             host=[durations.host_s(item) for item in work],
             exposed=_Busy.of(work, durations, assumptions).exposed(assumptions.shares(rates.overlap)),
-            factor=assumptions.calibration,
+            factor=assumptions.calibration * rates.step,
             asynchronous=_asynchronous(rates, assumptions),
         )
 
@@ -315,7 +315,7 @@ def price_work(
     times = _Times.of(work, strategies, rates, assumptions)
     rows = list(_rows(times, strategies, rates))
     idle = _idle(work, rows, strategies, assumptions, last_chunk)
-    return Ledger((*rows, *_padding(work, rows), idle))
+    return Ledger((*rows, *_padding(work, rows), idle, *_gap(rates)))
 
 
 def expected_s(
@@ -328,7 +328,7 @@ def expected_s(
         for owner, transfers in busy.transfers[key].items():
             seconds[owner] = seconds.get(owner, 0.0) + share * transfers
     idle = _idle_s(seconds, strategies, assumptions, last_chunk)
-    return assumptions.calibration * (sum(seconds.values(), 0.0) + idle)
+    return assumptions.calibration * rates.step * (sum(seconds.values(), 0.0) + idle) + rates.gap_s
 
 
 def _rows(times: _Times, strategies: Strategies, rates: Rates) -> Iterator[Row]:
@@ -361,6 +361,19 @@ def _padding(work: Sequence[Work], rows: Sequence[Row]) -> list[Row]:
         )
         for phase in dict.fromkeys(row.phase for _, row in skipped)
     ]
+
+
+def _gap(rates: Rates) -> list[Row]:
+    """Time of a step in which devices idle or wait for their host, where a user has measured it."""
+    if not rates.gap_s:
+        return []
+    gap_s = rates.gap_s
+    return [
+        Row(
+            scope="host_gap", phase="update", count=1, time_s={"host": gap_s}, expected_s=gap_s, serial_s=gap_s,
+            formula="idle between steps and ops, as measured",
+        )
+    ]  # fmt: skip
 
 
 def _idle(

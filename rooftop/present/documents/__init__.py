@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "compiled": ("a compilation", "compiled:compilation"),
     "explained": ("an explained run", "explained:explained"),
     "difference": ("a difference of two runs", "explained:difference"),
+    "calibration": ("a calibration", "calibration:calibration"),
     "operations": ("operations", "explained:operations"),
 }
 
