@@ -17,6 +17,7 @@ from rooftop.library.inputs import (
     PlanLike,
     axes_of,
     calibrated_places,
+    calibration_of,
     chip_of,
     training_plan_of,
 )
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from rooftop.present.document import Document
     from rooftop.validation import AccuracyReport, PublishedRuns
     from rooftop.validation.accuracy import ComparisonRecord
+    from rooftop.validation.memory import MemoryRecord
     from rooftop.validation.serving import ServingReport
 
 
@@ -133,6 +135,8 @@ class ValidationResult(Result):
     notes: Mapping[str, Sequence[str]]
     reasons: Mapping[str, str]
     unpredicted: Mapping[str, str]
+    memory: MemoryRecord
+    calibrated_by: str | None = None
 
     def to_json(self) -> dict[str, object]:
         """Every run with its levels and errors, errors by group, and the runs left out."""
@@ -141,6 +145,8 @@ class ValidationResult(Result):
         rows = self._training_rows
         return ValidationRecord(
             rows=rows,
+            memory=self.memory,
+            calibrated_by=self.calibrated_by,
             summary=ValidationSummary(
                 groups=self.report.groups,
                 beats_bound=self.report.beats_bound,
@@ -260,6 +266,7 @@ def validate(
     """
     from rooftop import validation
     from rooftop.plan.training.assumptions import Assumptions
+    from rooftop.validation.memory import compare_memory
     from rooftop.validation.predict import predict
     from rooftop.validation.serving import serving_report
 
@@ -267,8 +274,10 @@ def validate(
     path = None if runs is None else Path(runs)
     serving = serving_report(path)
     published = validation.load_published(path, training=not serving.comparisons)
-    runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, calibration)
+    own = calibration_of(calibration)
+    runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, own)
     predicted, notes, unpredicted = [], {}, {}
+    plans = []
     for run in (replace(run, slice=runs_of[run.id][0]) for run in published.runs):
         try:
             prediction = predict(run, assumptions)
@@ -276,6 +285,7 @@ def validate(
             unpredicted[run.id] = str(error)
             continue
         predicted.append((run, prediction.bound_s, prediction.uncalibrated_s))
+        plans.append((run, prediction.plan))
         notes[run.id] = list(prediction.notes)
     report = validation.summarise(
         [run for run, _, _ in predicted], [bound for _, bound, _ in predicted], [seconds for _, _, seconds in predicted]
@@ -287,6 +297,8 @@ def validate(
         notes=notes,
         reasons=validation.load_reasons(),
         unpredicted=unpredicted,
+        memory=compare_memory(plans),
+        calibrated_by=None if own is None else own.by,
     )
 
 

@@ -145,7 +145,12 @@ class Errors(Record):
     @classmethod
     def at(cls, level: str, comparisons: Iterable[Compared]) -> Errors | None:
         """The errors at a level of those that have one; None if none has."""
-        signed = np.array([error for one in comparisons if (error := one.error(level)) is not None])
+        return cls.of([error for one in comparisons if (error := one.error(level)) is not None])
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Errors | None:
+        """The errors with these signed values; None without any."""
+        signed = np.array(values)
         if not signed.size:
             return None
         absolute = np.abs(signed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rooftop.core.records import Record, field_values
 from rooftop.validation.accuracy import ComparisonRecord, Group
+from rooftop.validation.memory import MemoryRecord
 from rooftop.validation.runs import Unusable
 from rooftop.validation.serving import ServingRecord
 
@@ -51,8 +52,10 @@ class ValidationSummary(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRecord(Record):
-    """Runs of training and of serving next to their predictions, in seconds."""
+    """Runs of training and of serving next to their predictions, in seconds, and memory of training in bytes."""
 
     rows: tuple[ComparisonRecord, ...]
+    memory: MemoryRecord
+    calibrated_by: str | None
     summary: ValidationSummary
     serving: ServingRecord

@@ -24,9 +24,10 @@ def validation(data: Mapping[str, Any], *, worst: int = 10) -> Document:
     """Errors of predictions by group, the ``worst`` runs, and what is missing."""
     return Document(
         title="Predictions next to published measurements",
-        verdict=ShownVerdict(),
+        verdict=ShownVerdict(subject=f"calibrated by {data['calibrated_by']}" if data["calibrated_by"] else ""),
         charts=(
             *(_training(data, worst) if data["rows"] else ()),
+            *(_memory(data["memory"]) if data["memory"]["rows"] else ()),
             *(_serving(data["serving"], worst) if data["serving"]["rows"] else ()),
         ),
     )
@@ -59,6 +60,32 @@ def _training(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
         f"used; {summary['serving_rows']} rows of serving are in tables of their own. --json has every run, "
         "reading and reason."
     )
+    yield prose("\n".join(lines))
+
+
+def _memory(memory: Mapping[str, Any]) -> Iterator[Chart]:
+    """Errors of planned memory by chip and kind, next to the null model."""
+    rows = tuple(
+        (
+            f"{group['chip']}, {group['kind']}",
+            str(group["errors"]["runs"]),
+            _mean(group["errors"]),
+            f"{100 * group['errors']['mean']:+.1f}",
+            f"{100 * group['errors']['largest_absolute']:.1f}",
+            _mean(group["null"]),
+        )
+        for group in memory["groups"]
+    )
+    names = ("runs", "planned", "signed", "largest", "null model")
+    yield Table(
+        title="Planned against published memory of a chip", section="Memory",
+        columns=columns("chip and kind", *names), rows=rows,
+    )  # fmt: skip
+    lines = [
+        "Errors of bytes in % (planned / published - 1), mean absolute where no other is named. Null model: the median "
+        "of other models' runs on the chip."
+    ]
+    lines += [f"not compared: {name}" for name in memory["not_compared"]]
     yield prose("\n".join(lines))
 
 
