@@ -236,8 +236,8 @@ def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
         return Remat(published=word, policy=facts.get("policy", "custom"), offloaded=tuple(facts["offloaded"])), ()
     if word.startswith("custom/full"):
         return Remat(published=word, policy=None), ("remat policy not stated",)
-    if (kept := _read_actions(word)) is not None:
-        return Remat(published=word, policy=kept), ()
+    if (policy := _read_actions(word)) is not None:
+        return Remat(published=word, policy=policy), ()
     custom = re.fullmatch(r"custom\((.*?)\s*offload\)(?:, dropped cf([\d.]+))?", word)
     if custom is None:
         accepted = f"{', '.join(_REMAT_WORDS)}, custom(a+b offload), custom/full, or nothing"

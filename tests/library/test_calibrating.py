@@ -236,7 +236,7 @@ def test_devices_are_measured_and_a_killed_calibration_goes_on(tmp_path: Path, m
     path, measured = tmp_path / "cpu.json", list[tuple[str, ...]]()
     measure = bench.Bench.measure
 
-    def counted(self: bench.Bench, case: bench.Case) -> CalibrationPoint:
+    def counted(self: bench.Bench, case: bench.CalibrationCase) -> CalibrationPoint:
         if len(measured) == 9:
             raise KeyboardInterrupt
         measured.append(case.key)

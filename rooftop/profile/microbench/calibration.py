@@ -61,7 +61,7 @@ PAYLOADS = (2**20, 2**24, 2**27, 2**16, 2**22)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class CalibrationCase:
     """Work to measure, with the fields of the ``CalibrationPoint`` that it becomes."""
 
     what: Measurement
@@ -108,19 +108,19 @@ class Bench:
         """The attention kernel of the platform."""
         return {"tpu": "splash", "gpu": "cudnn"}.get(self.devices[0].platform, "chunked")
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[CalibrationCase]:
         """All work to measure: a little of everything first, and then the rest in turns."""
         room = usable_bytes(self.devices)
         largest = int(min(_HBM_BYTES, room * _HBM_SHARE, _CPU_BYTES if self.devices[0].platform == "cpu" else math.inf))
         dtypes, groups = self._dtypes(), self._groups()
-        calls = [Case(what="call", kind=kind, dtype="f32") for kind in ("wait", "launch")]
+        calls = [CalibrationCase(what="call", kind=kind, dtype="f32") for kind in ("wait", "launch")]
         hbm = [
-            Case(what="hbm", kind=kind, sizes={"bytes": size}, bytes=size * (2 if kind == "copy" else 1))
+            CalibrationCase(what="hbm", kind=kind, sizes={"bytes": size}, bytes=size * (2 if kind == "copy" else 1))
             for size in (largest, largest // 4)
             for kind in ("copy", "read")
         ]
         matmuls = [
-            Case(
+            CalibrationCase(
                 what="matmul",
                 dtype=dtype,
                 sizes={"m": m, "k": k, "n": n},
@@ -131,13 +131,13 @@ class Bench:
             for dtype in dtypes
         ]
         attention = [
-            Case(what="attention", kind=kind, sizes={"batch": 1, "seq": seq, "heads": heads, "d_head": size},
+            CalibrationCase(what="attention", kind=kind, sizes={"batch": 1, "seq": seq, "heads": heads, "d_head": size},
                  flops=self._attention_flops(seq, heads, size, backward=kind == "backward"))
             for seq, heads, size in ATTENTION
             for kind in ("forward", "backward")
         ]  # fmt: skip
         collectives = [
-            Case(what="collective", kind=kind, sizes={"ranks": ranks, "bytes": size}, bytes=float(size))
+            CalibrationCase(what="collective", kind=kind, sizes={"ranks": ranks, "bytes": size}, bytes=float(size))
             for size in PAYLOADS
             for ranks in groups
             for kind in COLLECTIVES
@@ -169,7 +169,7 @@ class Bench:
             return scores * kernel_flops(self.chip, size, size, backward=backward)
         return scores * 4.0 * size * (2.5 if backward else 1.0)
 
-    def measure(self, case: Case) -> CalibrationPoint:
+    def measure(self, case: CalibrationCase) -> CalibrationPoint:
         """Measure one case. Raises Infeasible if it does not fit the devices, RooftopError if it does not compile."""
         timing = _MEASURES[case.what](case, self)
         return CalibrationPoint(
@@ -185,7 +185,7 @@ class Bench:
             runs=timing.runs,
         )
 
-    def bound_s(self, case: Case) -> float | None:
+    def bound_s(self, case: CalibrationCase) -> float | None:
         """Seconds of a case at the peaks of the chip; None without one, and for calls."""
         if self.where is None or case.what == "call":
             return None
@@ -203,14 +203,14 @@ class Bench:
         return {"X": count} if ranks == count else {"Y": count // ranks, "X": ranks}
 
 
-def too_long(case: Case, points: Sequence[CalibrationPoint], minutes: float) -> bool:
+def too_long(case: CalibrationCase, points: Sequence[CalibrationPoint], minutes: float) -> bool:
     """True if a pass of ``case`` is expected to take more than a share of all the time, by points of its kind."""
     alike = [point for point in points if (point.what, point.dtype) == (case.what, case.dtype)]
     rates = [(point.flops or point.bytes) / point.median_s for point in alike]
     return case.what != "call" and bool(rates) and (case.flops or case.bytes) / max(rates) > 60 * minutes * _LONGEST
 
 
-def _call(case: Case, bench: Bench) -> Timing:
+def _call(case: CalibrationCase, bench: Bench) -> Timing:
     """Seconds of an empty program: with a wait for each, or of one among many that nothing waits for."""
     mesh = device_mesh({"X": len(bench.devices)})
     if case.kind == "wait":
@@ -228,7 +228,7 @@ def _call(case: Case, bench: Bench) -> Timing:
     return Timing(seconds=tuple(seconds))
 
 
-def _hbm(case: Case, bench: Bench) -> Timing:
+def _hbm(case: CalibrationCase, bench: Bench) -> Timing:
     array = jax.ShapeDtypeStruct((int(case.sizes["bytes"] / dtype_bytes(case.dtype)),), DTYPES[case.dtype])
     if case.kind == "copy":
         return _time_passes(lambda x: x + 1, [array], case, bench, following=lambda x, result: result)
@@ -236,14 +236,14 @@ def _hbm(case: Case, bench: Bench) -> Timing:
     return _time_passes(lambda c, x: jnp.sum(x + c.astype(x.dtype), dtype=jnp.float32), [one, array], case, bench)
 
 
-def _matmul(case: Case, bench: Bench) -> Timing:
+def _matmul(case: CalibrationCase, bench: Bench) -> Timing:
     m, k, n = (case.sizes[name] for name in ("m", "k", "n"))
     arrays = [jax.ShapeDtypeStruct(shape, DTYPES[case.dtype]) for shape in ((m, k), (k, n))]
     result = jnp.int32 if case.dtype == "int8" else jnp.bfloat16
     return _time_passes(lambda x, w: jnp.matmul(x, w, preferred_element_type=result), arrays, case, bench)
 
 
-def _attention(case: Case, bench: Bench) -> Timing:
+def _attention(case: CalibrationCase, bench: Bench) -> Timing:
     batch, seq, heads, size = (case.sizes[name] for name in ("batch", "seq", "heads", "d_head"))
     scores, kernel = Scores(scale=size**-0.5), bench.kernel
     arrays = [jax.ShapeDtypeStruct((batch, seq, heads, size), DTYPES[case.dtype])] * 3
@@ -259,7 +259,7 @@ def _attention(case: Case, bench: Bench) -> Timing:
     return Timing(seconds=tuple(max(seconds - alone.median_s, seconds / 2) for seconds in both.seconds))
 
 
-def _collective(case: Case, bench: Bench) -> Timing:
+def _collective(case: CalibrationCase, bench: Bench) -> Timing:
     ranks = case.sizes["ranks"]
     parts = math.ceil(case.sizes["bytes"] / dtype_bytes(case.dtype) / ranks)
     array = jax.ShapeDtypeStruct((parts if case.kind == "all_gather" else parts * ranks,), DTYPES[case.dtype])
@@ -267,7 +267,7 @@ def _collective(case: Case, bench: Bench) -> Timing:
     return _time_passes(collective, [array], case, bench, axes=bench.axes(ranks))
 
 
-_MEASURES: Mapping[Measurement, Callable[[Case, Bench], Timing]] = {
+_MEASURES: Mapping[Measurement, Callable[[CalibrationCase, Bench], Timing]] = {
     "call": _call, "hbm": _hbm, "matmul": _matmul, "attention": _attention, "collective": _collective
 }  # fmt: skip
 
@@ -282,7 +282,7 @@ def _touched(first: jax.Array, results: Any) -> jax.Array:
 def _time_passes(
     work: Callable[..., Any],
     arrays: Sequence[jax.ShapeDtypeStruct],
-    case: Case,
+    case: CalibrationCase,
     bench: Bench,
     *,
     axes: Mapping[str, int] | None = None,
