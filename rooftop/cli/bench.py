@@ -157,7 +157,6 @@ def serve(*, output: Path | None, as_json: bool, **options: Unpack[_ReplayOption
     examples=(
         "rooftop calibrate -o v5e.json",
         "rooftop calibrate run1 -o run1.json",
-        "rooftop plan train llama3-8b --on v5e:4x4 --batch-seqs 16 --calibration v5e.json",
     ),
 )
 @click.argument("run", metavar="[RUN]", type=FOLDER, required=False)

@@ -15,22 +15,28 @@ from rooftop.library.inputs import (
     CalibrationLike,
     ChipLike,
     PlanLike,
+    TimeLike,
     axes_of,
     calibrated_places,
     calibration_of,
     chip_of,
+    seconds_of,
     training_plan_of,
 )
 from rooftop.library.results import Result, flat
+from rooftop.library.serving import Progress
 from rooftop.present.documents import document
+from rooftop.runs.environment import uninterrupted
 
 if TYPE_CHECKING:
     from rooftop.explain.measured.difference import Difference, Side
     from rooftop.explain.measured.report import Explained
     from rooftop.hardware import Chip
+    from rooftop.plan.training.plan import TrainingPlan
     from rooftop.present.document import Document
-    from rooftop.validation import AccuracyReport, PublishedRuns
+    from rooftop.validation import AccuracyReport, PublishedRun, PublishedRuns
     from rooftop.validation.accuracy import ComparisonRecord
+    from rooftop.validation.compiled import CompiledRuns
     from rooftop.validation.memory import MemoryRecord
     from rooftop.validation.serving import ServingReport
 
@@ -137,6 +143,7 @@ class ValidationResult(Result):
     unpredicted: Mapping[str, str]
     memory: MemoryRecord
     calibrated_by: str | None = None
+    compiled: CompiledRuns | None = None
 
     def to_json(self) -> dict[str, object]:
         """Every run with its levels and errors, errors by group, and the runs left out."""
@@ -147,6 +154,7 @@ class ValidationResult(Result):
             rows=rows,
             memory=self.memory,
             calibrated_by=self.calibrated_by,
+            compiled=self.compiled,
             summary=ValidationSummary(
                 groups=self.report.groups,
                 beats_bound=self.report.beats_bound,
@@ -253,6 +261,10 @@ def validate(
     runs: Path | str | None = None,
     assume: str | None = None,
     calibration: CalibrationLike | None = None,
+    compiled: bool = False,
+    only: str | None = None,
+    timeout: TimeLike | None = None,
+    on_progress: Progress | None = None,
 ) -> ValidationResult:
     """Predict published runs of training and serving, and compare with the measured times.
 
@@ -260,6 +272,11 @@ def validate(
         runs: Another table of runs with the same columns (CSV).
         assume: Shares of transfers that hide, 'weight_gather=1,tensor=0.5'.
         calibration: A calibration file of `rooftop calibrate`, or its fractions, for training on its chip.
+        compiled: Compile our programs of runs on TPUs for their own slices too, small slices first. What is compiled
+            is in the cache of ``compile``: a second call goes on from there.
+        only: Compare the runs of training alone whose names have this in them.
+        timeout: Seconds, or '10m', after which a compilation is given up.
+        on_progress: Called with runs compiled, their number, and the run.
 
     Raises RooftopError for a table that cannot be read, naming the cell, and for a calibration of a chip that no run is
     on.
@@ -274,6 +291,11 @@ def validate(
     path = None if runs is None else Path(runs)
     serving = serving_report(path)
     published = validation.load_published(path, training=not serving.comparisons)
+    if only is not None:
+        serving = replace(serving, comparisons=())
+        published = replace(published, runs=tuple(run for run in published.runs if only in run.id))
+        if not published.runs:
+            raise RooftopError("only", only, "a part of the name of a run of training in the table (--json lists them)")
     own = calibration_of(calibration)
     runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, own)
     predicted, notes, unpredicted = [], {}, {}
@@ -299,7 +321,51 @@ def validate(
         unpredicted=unpredicted,
         memory=compare_memory(plans),
         calibrated_by=None if own is None else own.by,
+        compiled=_compiled(plans, only, timeout, on_progress) if compiled else None,
     )
+
+
+def _compiled(
+    plans: Sequence[tuple[PublishedRun, TrainingPlan]],
+    only: str | None,
+    timeout: TimeLike | None,
+    on_progress: Progress | None,
+) -> CompiledRuns:
+    """Published, planned and compiled times of runs on TPUs."""
+    from rooftop.compiler.compiling import require_compiler
+    from rooftop.validation.compiled import CompiledRow, CompiledRuns, chosen
+
+    timeout_s = None if timeout is None else seconds_of(timeout, "timeout")
+    by_id = {run.id: plan for run, plan in plans}
+    runs = chosen([run for run, _ in plans], only)
+    require_compiler("tpu")
+    with uninterrupted():
+        from rooftop.explain.compiled.report import CompiledReport
+        from rooftop.explain.compiled.training import compile_plan
+    rows = []
+    for done, run in enumerate(runs):
+        if on_progress is not None:
+            on_progress(done, len(runs), run.id)
+        plan = by_id[run.id]
+        both = run, plan.expected_s, plan.memory_bytes
+        try:
+            report = compile_plan(plan, timeout_s=timeout_s)
+        except RooftopError as error:
+            rows.append(CompiledRow.of(*both, why=str(error)))
+            continue
+        if not isinstance(report, CompiledReport):
+            rows.append(CompiledRow.of(*both, compiled_bytes=report.answer.needed_bytes, why=report.verdict))
+            continue
+        rows.append(
+            CompiledRow.of(
+                *both,
+                compiled_s=report.timed.step.expected_s,
+                compiled_bytes=report.peak_bytes,
+                compile_s=report.compiled.compile_s,
+                versions=report.compiled.versions,
+            )
+        )
+    return CompiledRuns.of(rows)
 
 
 def _roofs(on: ChipLike | None, figures: Mapping[str, float | str] | None) -> Chip | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rooftop.core.records import Record, field_values
 from rooftop.validation.accuracy import ComparisonRecord, Group
+from rooftop.validation.compiled import CompiledRuns
 from rooftop.validation.memory import MemoryRecord
 from rooftop.validation.runs import Unusable
 from rooftop.validation.serving import ServingRecord
@@ -57,5 +58,6 @@ class ValidationRecord(Record):
     rows: tuple[ComparisonRecord, ...]
     memory: MemoryRecord
     calibrated_by: str | None
+    compiled: CompiledRuns | None
     summary: ValidationSummary
     serving: ServingRecord

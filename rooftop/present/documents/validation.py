@@ -26,6 +26,7 @@ def validation(data: Mapping[str, Any], *, worst: int = 10) -> Document:
         title="Predictions next to published measurements",
         verdict=ShownVerdict(subject=f"calibrated by {data['calibrated_by']}" if data["calibrated_by"] else ""),
         charts=(
+            *(_compiled(data["compiled"]) if data["compiled"] else ()),
             *(_training(data, worst) if data["rows"] else ()),
             *(_memory(data["memory"]) if data["memory"]["rows"] else ()),
             *(_serving(data["serving"], worst) if data["serving"]["rows"] else ()),
@@ -60,6 +61,35 @@ def _training(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
         f"used; {summary['serving_rows']} rows of serving are in tables of their own. --json has every run, "
         "reading and reason."
     )
+    yield prose("\n".join(lines))
+
+
+def _compiled(compiled: Mapping[str, Any]) -> Iterator[Chart]:
+    """Published, planned and compiled times of runs, and errors by chip and kind of model."""
+    rows = tuple(
+        (
+            row["id"],
+            format_seconds(row["measured_s"]),
+            format_seconds(row["planned_s"]),
+            f"{100 * row['error']['planned']:+.1f}",
+            format_seconds(row["compiled_s"]),
+            f"{100 * row['error']['compiled']:+.1f}",
+        )
+        for row in compiled["rows"]
+        if row["compiled_s"] is not None
+    )
+    names = ("published", "planned", "error %", "compiled", "error %")
+    if rows:
+        yield Table(
+            title="Published, planned and compiled step times", section="Compiled",
+            columns=(TableColumn("run", "text", wrap=True), *columns(*names, text=0)), rows=rows,
+        )  # fmt: skip
+    lines = [
+        f"{group['name']}: {group['runs']} compiled; planned {_mean(group['errors']['planned'])} % off, compiled "
+        f"{_mean(group['errors']['compiled'])} %, mean absolute."
+        for group in compiled["groups"]
+    ]
+    lines += [f"not compiled: {row['id']}: {row['why']}" for row in compiled["rows"] if row["why"]]
     yield prose("\n".join(lines))
 
 
