@@ -20,6 +20,7 @@ from rooftop.core.measurements import CalibrationPoint
 from rooftop.core.records import read_record, schema
 from rooftop.explain.measured.terms import corrected, timed_terms
 from rooftop.hardware import Calibrated, CollectiveFit, MatmulFit, Slice, chip
+from rooftop.library.inputs import recalibrated
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.profile.microbench import calibration as bench
 from rooftop.roofline.achievable import attention_seconds, fractions, matmul_fraction
@@ -167,6 +168,24 @@ def test_serving_plans_and_simulations_take_it() -> None:
         before.to_json(), requests_per_second=0.5, duration=20, calibration=replace(OWN, hbm_read=0.4)
     )
     assert simulated.plan.tpot_s == pytest.approx(after.plan.tpot_s)
+
+
+def test_plans_of_tables_and_plans_from_files_take_it() -> None:
+    tables, own = Path(__file__).parents[2] / "docs" / "tables.toml", Calibrated(chip="v5p", by="mine.json", hbm=0.085)
+    before = rooftop.plan_embedding(tables, on="v5p:2x2x1")
+    after = rooftop.plan_embedding(tables, on="v5p:2x2x1", calibration=own)
+    assert after.plan.document.units_s["hbm"] == pytest.approx(10 * before.plan.document.units_s["hbm"])
+    assert recalibrated(before.plan, own).document == after.plan.document
+    assert recalibrated(plan().plan, replace(OWN, step=2.0)).expected_s == pytest.approx(2 * plan().plan.expected_s)
+    with pytest.raises(RooftopError, match="one of v5e; this one is of v5p"):
+        recalibrated(plan().plan, own)
+
+
+def test_validation_takes_it_for_its_chip() -> None:
+    only = "maxtext-default-16b/v5e:16x16/"
+    before, after = (rooftop.validate(only=only, calibration=own).to_json() for own in (None, replace(OWN, step=2.0)))
+    assert after["rows"][0]["uncalibrated_s"] == pytest.approx(2 * before["rows"][0]["uncalibrated_s"])
+    assert (before["calibrated_by"], after["calibrated_by"]) == (None, "mine.json")
 
 
 @pytest.fixture
