@@ -29,6 +29,7 @@ _FUNCTIONS = {
     "ServeRequest": "serving",
     "plan_embedding": "embedding",
     "embedding_limits": "embedding",
+    "calibrate": "calibrating",
     "bench_collectives": "benchmarks",
     "bench_serving": "benchmarks",
     "compile": "compiling",

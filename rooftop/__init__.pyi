@@ -1,6 +1,7 @@
 from rooftop.library.arrays import matmul as matmul
 from rooftop.library.benchmarks import bench_collectives as bench_collectives
 from rooftop.library.benchmarks import bench_serving as bench_serving
+from rooftop.library.calibrating import calibrate as calibrate
 from rooftop.library.catalogue import chip as chip
 from rooftop.library.catalogue import chips as chips
 from rooftop.library.catalogue import model as model

@@ -1,4 +1,4 @@
-"""``rooftop bench``: measurements of collectives and of a server, a subcommand each."""
+"""``rooftop bench`` (measurements of collectives and of a server) and ``rooftop calibrate`` (devices or a run)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import click
 from rooftop.cli.options import (
     COUNT,
     FILE,
+    FOLDER,
+    OUTPUT,
     PATH,
     QUANTITY,
+    RUN,
     SERVER,
     WORKLOAD,
     VerbCommand,
     burstiness_option,
+    devices_option,
     dtype_option,
     duration_option,
     hash_tokens_option,
@@ -144,4 +148,39 @@ def serve(*, output: Path | None, as_json: bool, **options: Unpack[_ReplayOption
     if output is not None:
         write_json(output, data)
     show(data, {"report": output}, as_json=as_json, kind="bench serve")
+    return 0
+
+
+@click.command(
+    name="calibrate",
+    cls=VerbCommand,
+    examples=(
+        "rooftop calibrate -o v5e.json",
+        "rooftop calibrate run1 -o run1.json",
+    ),
+)
+@click.argument("run", metavar="[RUN]", type=FOLDER, required=False)
+@on_option(help="The slice that the devices are. [default: by their kind and number]")
+@option("--minutes", group=RUN, default="10", type=QUANTITY, help="Time after which measurements end.")
+@devices_option()
+@option(
+    "-o", "--output", group=OUTPUT, default="calibration.json", type=FILE, help="The calibration file; goes on with it."
+)
+@json_option
+def calibrate(
+    *, run: Path | None, on: str | None, minutes: float, devices: int | None, output: Path, as_json: bool
+) -> int:
+    """Measure the devices that are here: matmuls, attention, HBM, collectives, calls. Plans take --calibration FILE.
+
+    The file is written after each measurement: the same command goes on where a killed one stopped. With RUN, the
+    folder of `rooftop train plan.json`, compare three or more measured steps with their plan: which term is off
+    (compute, HBM, collectives, host gaps), and what the next plan changes.
+    """
+    from rooftop.library import calibrating
+
+    with progress_bar(shown=not as_json) as on_progress:
+        result = calibrating.calibrate(
+            run, output=output, on=on, minutes=minutes, devices=devices, on_progress=on_progress
+        )
+    show(result.to_json(), {"calibration": output}, as_json=as_json)
     return 0

@@ -19,6 +19,7 @@ from rooftop.cli.options import (
     RUN,
     WORKLOAD,
     VerbCommand,
+    calibration_option,
     check_option,
     frames_option,
     json_option,
@@ -111,6 +112,7 @@ class _CompileCommand(SeveralArrays):
     default="100M",
     help="Compile jits of a script from so many matmul FLOPs on, over all devices.",
 )
+@calibration_option(help="Price a plan by the fractions that rooftop calibrate measured (JSON).")
 @check_option(help="Build checks into a plan of embeddings: nan, bounds, buffers.")
 @timeout_option(help="Give up after this time: 90s, 10m.")
 @option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
@@ -135,6 +137,7 @@ def command(
     compiler_options: tuple[str, ...],
     steps: int,
     min_flops: float,
+    calibration: Path | None,
     check: str | None,
     timeout: float | None,
     no_cache: bool,
@@ -189,9 +192,16 @@ def command(
             _refuse(files, "nothing with a plan of embeddings: it has many programs")
         with progress_line(shown=not as_json) as on_progress:
             result = compile(
-                plan, check=check, timeout=timeout, cache=not no_cache, save=save is not None, on_progress=on_progress
+                plan,
+                calibration=calibration,
+                check=check,
+                timeout=timeout,
+                cache=not no_cache,
+                save=save is not None,
+                on_progress=on_progress,
             )
     elif ":" in program:
+        _refuse({"calibration": calibration}, "nothing with a function, which has no plan")
         _refuse({"check": check}, "nothing but with a plan of embeddings: its programs run on SparseCores")
         if on is None:
             raise RooftopError("on", None, "a slice, such as v5e:4x4")

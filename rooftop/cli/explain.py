@@ -22,6 +22,7 @@ from rooftop.cli.options import (
     WORKLOAD,
     VerbCommand,
     assume_option,
+    calibration_option,
     figure_option,
     frames_option,
     json_option,
@@ -33,7 +34,7 @@ from rooftop.cli.options import (
     timeout_option,
     top_option,
 )
-from rooftop.cli.output import emit_json, show
+from rooftop.cli.output import emit_json, progress_bar, show
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_text
 
@@ -291,19 +292,42 @@ def diff(*, before: Path, after: Path, top: int | str, as_json: bool) -> None:
     show(result.to_json(), as_json=as_json, top=sys.maxsize if isinstance(top, str) else top)
 
 
-@click.command("validate", cls=VerbCommand, examples=("rooftop validate --top 5",))
+@click.command(
+    "validate",
+    cls=VerbCommand,
+    examples=("rooftop validate --top 5", "rooftop validate --compiled --only llama3.1-8b/v6e:2x4"),
+)
 @option("--runs", group=WORKLOAD, type=PATH, metavar="FILE", help="Another table of runs, with the same columns (CSV).")
 @assume_option(help="Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md).")
+@calibration_option(help="Predict training on a chip by the fractions that rooftop calibrate measured (JSON).")
+@option("--compiled", group=RUN, is_flag=True, help="Compile runs on TPUs for their slices too (XLA:TPU; cached).")
+@option("--only", group=WORKLOAD, metavar="NAME", help="Runs of training whose names have this in them.")
+@timeout_option(help="Give up a compilation after this time: 10m.")
 @top_option(type=COUNT_OR_ZERO, default="10", help="Runs to list, the worst first; 0: none.")
 @json_option
-def validate(*, runs: Path | None, assume: str | None, top: int, as_json: bool) -> None:
+def validate(
+    *,
+    runs: Path | None,
+    assume: str | None,
+    calibration: Path | None,
+    compiled: bool,
+    only: str | None,
+    timeout: float | None,
+    top: int,
+    as_json: bool,
+) -> None:
     """Compare predicted times with published measurements of training and serving, misses included.
 
     There are three levels: the bound, the uncalibrated prediction, and the prediction calibrated with one factor per
     chip from other models' runs. A null model is the median FLOP/s per chip of other models. --json lists every run.
+    --compiled compiles our programs of runs on TPUs too, and sets the three times side by side.
     """
     from rooftop.library import explaining
 
-    result = explaining.validate(runs=runs, assume=assume)
+    with progress_bar(shown=not as_json) as on_progress:
+        result = explaining.validate(
+            runs=runs, assume=assume, calibration=calibration, compiled=compiled, only=only, timeout=timeout,
+            on_progress=on_progress,
+        )  # fmt: skip
     data = result.to_json()
     show(data, as_json=as_json, kind="validation", worst=top)

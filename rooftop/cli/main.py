@@ -32,6 +32,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "embed": ("rooftop.cli.embed", "Embedding tables: limits from data, training, export."),
     "explain": ("rooftop.cli.explain", "Where time goes: measured next to compiled next to planned."),
     "bench": ("rooftop.cli.bench", "Measure: collectives on the devices here, a server under load."),
+    "calibrate": ("rooftop.cli.bench:calibrate", "Measure your devices, or a run: fractions for plans."),
     "validate": ("rooftop.cli.explain:validate", "Predictions next to published measurements, misses included."),
     "ui": ("rooftop.cli.ui", "Explorers in a browser, with sliders; plans and runs too."),
 }

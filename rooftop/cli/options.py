@@ -365,6 +365,9 @@ weight_group_option = _shared(
 optimizer_option = _shared("--optimizer", group=NUMERICS, type=Name(*OPTIMIZERS), help="The optimizer.")
 
 assume_option = _shared("--assume", group=ASSUMPTIONS, metavar="NAME=SHARE,...", help="Assumptions beyond the bound.")
+calibration_option = _shared(
+    "--calibration", group=ASSUMPTIONS, type=FILE, help="Take the fractions that rooftop calibrate measured (JSON)."
+)
 bounds_option = _shared(
     "--bounds", group=ASSUMPTIONS, type=Name("usable", "book"), help="Usable HBM, or the book's arithmetic."
 )

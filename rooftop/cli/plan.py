@@ -30,6 +30,7 @@ from rooftop.cli.options import (
     batch_tokens_option,
     batching_option,
     bounds_option,
+    calibration_option,
     chunks_option,
     draft_length_option,
     draft_option,
@@ -97,6 +98,7 @@ class _TrainingOptions(TypedDict):
     moments_dtype: str
     optimizer: str
     assume: str | None
+    calibration: Path | None
     bounds: str
     price: float | None
     alternatives: int
@@ -140,6 +142,7 @@ class _TrainingOptions(TypedDict):
 @moments_dtype_option(default="f32")
 @optimizer_option(default="adamw")
 @assume_option(help="Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md).")
+@calibration_option()
 @bounds_option(default="usable")
 @price_option()
 @option("--alternatives", group=OUTPUT, type=COUNT, default="5", help="Other meshes to show.")
@@ -206,6 +209,7 @@ class _FrontOptions(TypedDict):
     draft_length: int
     acceptance: float
     assume: str | None
+    calibration: Path | None
     bounds: str
     price: float | None
 
@@ -283,6 +287,7 @@ class _ServingOptions(_FrontOptions):
     "--engine", group=ASSUMPTIONS, type=Name("vllm", "trtllm"),
     help="Price the kernels of this engine, on H100 and B200. Default: our own programs.",
 )  # fmt: skip
+@calibration_option()
 @bounds_option(default="usable")
 @price_option()
 @option("--contexts", group=OUTPUT, metavar="LIST", help="Contexts of the Pareto front: 2k,8k,32k.")
@@ -362,6 +367,7 @@ class _EmbeddingOptions(TypedDict):
     sample_passes: int
     dense_flops: float | None
     host_threads: int | None
+    calibration: Path | None
 
 
 @command.command(
@@ -376,6 +382,7 @@ class _EmbeddingOptions(TypedDict):
     "--dense-flops", group=WORKLOAD, type=QUANTITY, help="Matmul FLOPs of a sample in the dense part, forward: 30M."
 )
 @host_threads_option()
+@calibration_option()
 @output_option(help="Write plan.json here.")
 @json_option
 def embed(*, output: Path | None, as_json: bool, **options: Unpack[_EmbeddingOptions]) -> int:

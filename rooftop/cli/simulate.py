@@ -20,6 +20,7 @@ from rooftop.cli.options import (
     batch_seqs_option,
     batching_option,
     burstiness_option,
+    calibration_option,
     duration_option,
     hash_tokens_option,
     host_dram_option,
@@ -66,6 +67,7 @@ class _SimulateOptions(TypedDict):
     host_dram: int | None
     ttft: float | None
     tpot: float | None
+    calibration: Path | None
 
 
 @click.command(name="simulate", cls=VerbCommand, examples=_EXAMPLES)
@@ -97,6 +99,7 @@ class _SimulateOptions(TypedDict):
 @host_dram_option(group=HARDWARE, help="Memory of a host for prefixes and swapped sequences: 400G.")
 @ttft_option(help="Target for goodput: 500ms. The plan's by default.")
 @tpot_option(help="Target for goodput: 30ms. The plan's by default.")
+@calibration_option()
 @option("--per-request", group=OUTPUT, type=FILE, help="Write every request's times (CSV).")
 @perfetto_option(help="Write the timeline of the first minute here, for ui.perfetto.dev.")
 @output_option()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from rooftop.core.amounts import Amount, Count, Positive
 from rooftop.core.records import Record, derived
@@ -60,3 +61,36 @@ class MeasuredCollectives(Provenance):
     command: str
     empty_call_s: Amount
     collectives: tuple[CollectiveTiming, ...]
+
+
+#: Kinds of measured work of a calibration.
+Measurement = Literal["call", "hbm", "matmul", "collective", "attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationPoint(TimedRecord):
+    """One measured program of a calibration: its work on one device, and seconds of one execution.
+
+    ``kind`` is 'wait' or 'launch' of a call, 'read' or 'copy' of HBM, 'forward' or 'backward' of attention, the kind of
+    a collective, '' of a matmul. ``sizes`` has its dims ('m', 'k', 'n'; 'ranks', 'bytes'; ...). ``flops`` are executed,
+    ``bytes`` moved through HBM or, of a collective, its payload. ``bound_s`` is the time at the peaks of the chip; None
+    without a chip.
+    """
+
+    what: Measurement
+    kind: str
+    dtype: str
+    sizes: Mapping[str, int]
+    flops: Amount
+    bytes: Amount
+    bound_s: Amount | None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The measured work, without its times."""
+        return self.what, self.kind, self.dtype, *(f"{name}={size}" for name, size in sorted(self.sizes.items()))
+
+    @derived
+    def of_peak(self) -> Amount | None:
+        """The time at peak over the measured time; None without a chip, or where there is no peak."""
+        return self.bound_s / self.median_s if self.bound_s else None

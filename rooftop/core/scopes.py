@@ -37,6 +37,7 @@ SCOPES: tuple[str, ...] = (
     "optimizer",
     "pipeline",
     "padding",
+    "host_gap",
     "kv_cache",
     "sample",
     "tables/*/lookup",

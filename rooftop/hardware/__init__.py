@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from rooftop.hardware.calibrated import AttentionCurve, Calibrated, CollectiveFit, MatmulFit
 from rooftop.hardware.chips import Chip, Figure, catalogue, chip
 from rooftop.hardware.slices import PhysicalAxis, Slice, slice_sizes
 
-__all__ = ["Chip", "Figure", "PhysicalAxis", "Slice", "catalogue", "chip", "slice_sizes"]
+__all__ = [
+    "AttentionCurve",
+    "Calibrated",
+    "Chip",
+    "CollectiveFit",
+    "Figure",
+    "MatmulFit",
+    "PhysicalAxis",
+    "Slice",
+    "catalogue",
+    "chip",
+    "slice_sizes",
+]

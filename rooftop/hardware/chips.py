@@ -14,6 +14,7 @@ from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import DTYPE_BYTES
+from rooftop.hardware.calibrated import Calibrated
 
 #: Figure -> unit. "" is a pure number, a name or a shape in chips.
 UNITS: dict[str, str] = {
@@ -84,6 +85,7 @@ class Chip:
     ``sharp_gain`` is how much faster an AllReduce of large arrays is if the node's switches reduce it (SHARP); None if
     they cannot. ``power_w`` is the most that a chip may draw, None if unpublished.
 
+    ``calibrated`` has the achievable fractions that a user has measured, None for those of the catalogue.
     ``sources`` maps a figure ('hbm_bytes', 'flops_per_s.bf16') to "source, date", or to "given" after ``replace``.
     """
 
@@ -117,6 +119,7 @@ class Chip:
     sharp_gain: float | None = None
     power_w: float | None = None
     sources: Mapping[str, str] = field(hash=False)
+    calibrated: Calibrated | None = field(default=None, hash=False)
 
     @property
     def figures(self) -> dict[str, Figure]:

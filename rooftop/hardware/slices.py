@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.rounding import ceil_div
+from rooftop.hardware.calibrated import Calibrated
 from rooftop.hardware.chips import Chip, Shape, chip
 
 _TEXT = re.compile(r"\s*([^:@\s]+)\s*:\s*([0-9]{1,6}(?:x[0-9]{1,6})*)\s*(?:@\s*([0-9]{1,6}))?\s*", re.IGNORECASE)
@@ -67,6 +68,17 @@ class Slice:
         name, shape, slices = match.groups()
         sizes = tuple(int(size) for size in shape.lower().split("x"))
         return cls(chip(name), sizes, 1 if slices is None else int(slices))
+
+    def with_calibration(self, calibrated: Calibrated | None) -> Slice:
+        """The slice of a chip with the fractions that a user has measured; None: those of the catalogue.
+
+        Raises RooftopError on the calibration of another chip.
+        """
+        if calibrated is not None and calibrated.chip != self.chip.name:
+            raise RooftopError(
+                "calibration", calibrated.by, f"one of {self.chip.name}; this one is of {calibrated.chip}"
+            )
+        return Slice(replace(self.chip, calibrated=calibrated), self.shape, self.num_slices)
 
     @property
     def name(self) -> str:

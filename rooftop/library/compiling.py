@@ -21,7 +21,18 @@ from rooftop.explain.embedding.compiled import EmbedRefusal, EmbedReport, compil
 from rooftop.explain.embedding.programs import Compilation
 from rooftop.explain.measured.modules import hlo_proto
 from rooftop.hardware import Slice
-from rooftop.library.inputs import AxesLike, PlanLike, SliceLike, TimeLike, mesh_on, plan_of, seconds_of, slice_of
+from rooftop.library.inputs import (
+    AxesLike,
+    CalibrationLike,
+    PlanLike,
+    SliceLike,
+    TimeLike,
+    mesh_on,
+    plan_of,
+    recalibrated,
+    seconds_of,
+    slice_of,
+)
 from rooftop.library.results import Result, flat, ledger_rows
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.present.documents import document
@@ -161,6 +172,7 @@ class EmbedCompileResult(Result):
 def compile(
     plan: PlanLike,
     *,
+    calibration: CalibrationLike | None = None,
     check: str | None = None,
     timeout: TimeLike | None = None,
     cache: bool = True,
@@ -171,6 +183,7 @@ def compile(
 
     Args:
         plan: A plan, the result that has it, the content of a plan.json, or its path.
+        calibration: A calibration file of `rooftop calibrate`, or its fractions: they replace the catalogue's.
         check: Checks to build into a plan of embeddings: 'nan,bounds,buffers'.
         timeout: Seconds, or '10m', after which a compilation is given up.
         cache: Take the answer of an equal compilation from the cache.
@@ -180,7 +193,8 @@ def compile(
     A program that does not fit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises RooftopError for a
     plan that no program can run, and for what the compiler refuses.
     """
-    to_compile, timeout_s = plan_of(plan), None if timeout is None else seconds_of(timeout, "timeout")
+    to_compile = recalibrated(plan_of(plan), calibration)
+    timeout_s = None if timeout is None else seconds_of(timeout, "timeout")
     if isinstance(to_compile, EmbedPlan):
         if save:
             raise RooftopError("save", True, "nothing with a plan of embeddings: it has many programs")

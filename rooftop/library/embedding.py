@@ -26,7 +26,7 @@ from rooftop.embed.host.limits import (
 )
 from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.embed.host.statistics import Statistics
-from rooftop.library.inputs import CountLike, SliceLike, slice_of
+from rooftop.library.inputs import CalibrationLike, CountLike, SliceLike, calibration_of, slice_of
 from rooftop.library.results import Result, flat
 from rooftop.models.embedding_tables.files import load_tables
 from rooftop.models.embedding_tables.limits import LARGEST_LIMIT, Limits
@@ -183,6 +183,7 @@ def plan_embedding(
     sample_passes: CountLike = 1,
     dense_flops: float | str | None = None,
     host_threads: CountLike | None = None,
+    calibration: CalibrationLike | None = None,
 ) -> EmbeddingPlanResult:
     """Plan embedding tables on a slice: memory, step time, and the unit that binds.
 
@@ -194,11 +195,13 @@ def plan_embedding(
         sample_passes: Passes over the samples of a batch.
         dense_flops: Matmul FLOPs of a sample in the dense part, forward.
         host_threads: Threads that prepare the batches of a host.
+        calibration: A calibration file of `rooftop calibrate`, or its fractions: they replace the catalogue's.
 
     A plan that does not fit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises RooftopError naming
     the argument that is wrong.
     """
-    where, samples, model = slice_of(on), parse_count(batch_samples, "batch-samples"), _tables(tables)
+    where = slice_of(on).with_calibration(calibration_of(calibration))
+    samples, model = parse_count(batch_samples, "batch-samples"), _tables(tables)
     passes = parse_count(sample_passes, "sample-passes")
     stacking = stacking_on(model, where, samples)
     if limits is None:

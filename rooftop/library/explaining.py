@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,19 +11,36 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.explain.measured.modules import read_module
 from rooftop.explain.operations import Inferred, Operation, OperationRecord, OperationsRecord, infer, read_operation
 from rooftop.hardware import Slice
-from rooftop.library.inputs import AxesLike, ChipLike, PlanLike, axes_of, chip_of, training_plan_of
+from rooftop.library.inputs import (
+    AxesLike,
+    CalibrationLike,
+    ChipLike,
+    PlanLike,
+    TimeLike,
+    axes_of,
+    calibrated_places,
+    calibration_of,
+    chip_of,
+    seconds_of,
+    training_plan_of,
+)
 from rooftop.library.results import Result, flat
+from rooftop.library.serving import Progress
 from rooftop.present.documents import document
+from rooftop.runs.environment import uninterrupted
 
 if TYPE_CHECKING:
     from rooftop.explain.measured.difference import Difference, Side
     from rooftop.explain.measured.report import Explained
     from rooftop.hardware import Chip
     from rooftop.library.compiling import CompileResult
+    from rooftop.plan.training.plan import TrainingPlan
     from rooftop.present.document import Document
-    from rooftop.validation import AccuracyReport, PublishedRuns
+    from rooftop.validation import AccuracyReport, PublishedRun, PublishedRuns
     from rooftop.validation.accuracy import ComparisonRecord
+    from rooftop.validation.compiled import CompiledRuns
     from rooftop.validation.engines import EngineReport
+    from rooftop.validation.memory import MemoryRecord
     from rooftop.validation.serving import ServingReport
 
 
@@ -128,6 +145,9 @@ class ValidationResult(Result):
     notes: Mapping[str, Sequence[str]]
     reasons: Mapping[str, str]
     unpredicted: Mapping[str, str]
+    memory: MemoryRecord
+    calibrated_by: str | None = None
+    compiled: CompiledRuns | None = None
 
     def to_json(self) -> dict[str, object]:
         """Every run with its levels and errors, errors by group, and the runs left out."""
@@ -136,6 +156,9 @@ class ValidationResult(Result):
         rows = self._training_rows
         return ValidationRecord(
             rows=rows,
+            memory=self.memory,
+            calibrated_by=self.calibrated_by,
+            compiled=self.compiled,
             summary=ValidationSummary(
                 groups=self.report.groups,
                 beats_bound=self.report.beats_bound,
@@ -261,19 +284,36 @@ def diff(before: Result | Path | str, after: Result | Path | str) -> DiffResult:
     return DiffResult(difference=difference(_side(before, "before"), _side(after, "after")))
 
 
-def validate(*, runs: Path | str | None = None, assume: str | None = None) -> ValidationResult:
+def validate(
+    *,
+    runs: Path | str | None = None,
+    assume: str | None = None,
+    calibration: CalibrationLike | None = None,
+    compiled: bool = False,
+    only: str | None = None,
+    timeout: TimeLike | None = None,
+    on_progress: Progress | None = None,
+) -> ValidationResult:
     """Predict published runs of training and serving, and compare with the measured times.
 
     Args:
         runs: Another table of runs (CSV): with the columns of either table that comes with rooftop.
         assume: Shares of transfers that hide, 'weight_gather=1,tensor=0.5'.
+        calibration: A calibration file of `rooftop calibrate`, or its fractions, for training on its chip.
+        compiled: Compile our programs of runs on TPUs for their own slices too, small slices first. What is compiled
+            is in the cache of ``compile``: a second call goes on from there.
+        only: Compare the runs of training alone whose names have this in them.
+        timeout: Seconds, or '10m', after which a compilation is given up.
+        on_progress: Called with runs compiled, their number, and the run.
 
-    Raises RooftopError for a table that cannot be read, naming the cell.
+    Raises RooftopError for a table that cannot be read, naming the cell, and for a calibration of a chip that no run is
+    on.
     """
     from rooftop import validation
     from rooftop.plan.training.assumptions import Assumptions
     from rooftop.validation.engine_runs import is_engine_table
     from rooftop.validation.engines import EngineReport, engine_report
+    from rooftop.validation.memory import compare_memory
     from rooftop.validation.predict import predict
     from rooftop.validation.runs import PublishedRuns
     from rooftop.validation.serving import ServingReport, serving_report
@@ -289,14 +329,23 @@ def validate(*, runs: Path | str | None = None, assume: str | None = None) -> Va
     else:
         serving = serving_report(path)
         published = validation.load_published(path, training=not serving.comparisons)
+    if only is not None:
+        serving = replace(serving, comparisons=())
+        published = replace(published, runs=tuple(run for run in published.runs if only in run.id))
+        if not published.runs:
+            raise RooftopError("only", only, "a part of the name of a run of training in the table (--json lists them)")
+    own = calibration_of(calibration)
+    runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, own)
     predicted, notes, unpredicted = [], {}, {}
-    for run in published.runs:
+    plans = []
+    for run in (replace(run, slice=runs_of[run.id][0]) for run in published.runs):
         try:
             prediction = predict(run, assumptions)
         except (RooftopError, Infeasible) as error:
             unpredicted[run.id] = str(error)
             continue
         predicted.append((run, prediction.bound_s, prediction.uncalibrated_s))
+        plans.append((run, prediction.plan))
         notes[run.id] = list(prediction.notes)
     report = validation.summarise(
         [run for run, _, _ in predicted], [bound for _, bound, _ in predicted], [seconds for _, _, seconds in predicted]
@@ -309,7 +358,53 @@ def validate(*, runs: Path | str | None = None, assume: str | None = None) -> Va
         notes=notes,
         reasons=validation.load_reasons(),
         unpredicted=unpredicted,
+        memory=compare_memory(plans),
+        calibrated_by=None if own is None else own.by,
+        compiled=_compiled(plans, only, timeout, on_progress) if compiled else None,
     )
+
+
+def _compiled(
+    plans: Sequence[tuple[PublishedRun, TrainingPlan]],
+    only: str | None,
+    timeout: TimeLike | None,
+    on_progress: Progress | None,
+) -> CompiledRuns:
+    """Published, planned and compiled times of runs on TPUs."""
+    from rooftop.compiler.compiling import require_compiler
+    from rooftop.validation.compiled import CompiledRow, CompiledRuns, chosen
+
+    timeout_s = None if timeout is None else seconds_of(timeout, "timeout")
+    by_id = {run.id: plan for run, plan in plans}
+    runs = chosen([run for run, _ in plans], only)
+    require_compiler("tpu")
+    with uninterrupted():
+        from rooftop.explain.compiled.report import CompiledReport
+        from rooftop.explain.compiled.training import compile_plan
+    rows = []
+    for done, run in enumerate(runs):
+        if on_progress is not None:
+            on_progress(done, len(runs), run.id)
+        plan = by_id[run.id]
+        both = run, plan.expected_s, plan.memory_bytes
+        try:
+            report = compile_plan(plan, timeout_s=timeout_s)
+        except RooftopError as error:
+            rows.append(CompiledRow.of(*both, why=str(error)))
+            continue
+        if not isinstance(report, CompiledReport):
+            rows.append(CompiledRow.of(*both, compiled_bytes=report.answer.needed_bytes, why=report.verdict))
+            continue
+        rows.append(
+            CompiledRow.of(
+                *both,
+                compiled_s=report.timed.step.expected_s,
+                compiled_bytes=report.peak_bytes,
+                compile_s=report.compiled.compile_s,
+                versions=report.compiled.versions,
+            )
+        )
+    return CompiledRuns.of(rows)
 
 
 def _roofs(on: ChipLike | None, figures: Mapping[str, float | str] | None) -> Chip | None:

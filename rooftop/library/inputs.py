@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import read_json_object
 from rooftop.core.quantities import LARGEST_QUANTITY, parse_quantity, parse_seconds
-from rooftop.hardware import Chip, Slice, chip
+from rooftop.hardware import Calibrated, Chip, Slice, chip
 from rooftop.models import ModelConfig, load_model
 
 if TYPE_CHECKING:
     from rooftop.arrays import Mesh
     from rooftop.plan.embedding.plan import EmbedPlan
+    from rooftop.plan.serving.plan import ServingPlan
     from rooftop.plan.training.plan import TrainingPlan
+
+_Plan = TypeVar("_Plan", bound="TrainingPlan | EmbedPlan | ServingPlan")
 
 
 class OnSlice(Protocol):
@@ -51,6 +54,14 @@ class OfPlan(Protocol):
         """The plan."""
 
 
+class OfFractions(Protocol):
+    """A result that has measured fractions of a chip."""
+
+    @property
+    def fractions(self) -> Calibrated | None:
+        """The fractions; None for devices of no chip in the catalogue."""
+
+
 #: A slice, or its text: CHIP:SHAPE[@SLICES].
 SliceLike: TypeAlias = Slice | OnSlice | str
 #: A chip, its name, or a slice of it.
@@ -59,6 +70,8 @@ ChipLike: TypeAlias = Chip | OfChip | str
 ModelLike: TypeAlias = "ModelConfig | OfModel | str | Path"
 #: A plan, a result that has one, the content of a plan.json, or its path.
 PlanLike: TypeAlias = "TrainingPlan | EmbedPlan | OfPlan | Mapping[str, object] | str | Path"
+#: Measured fractions of a chip, the result of ``calibrate``, or the path of its file.
+CalibrationLike: TypeAlias = "Calibrated | OfFractions | Path | str"
 #: Mesh axes and their sizes: a mapping, or 'fsdp=4,tensor=2'.
 AxesLike: TypeAlias = Mapping[str, int] | str
 #: Seconds, or a time with its unit: '500ms'.
@@ -76,6 +89,46 @@ def slice_of(on: SliceLike, *, price: float | str | None = None) -> Slice:
         return where
     priced = where.chip.replace(price_usd_per_hour=parse_quantity(price, "price", smallest=1e-6, largest=1e6))
     return Slice(priced, where.shape, where.num_slices)
+
+
+def calibration_of(calibration: CalibrationLike | None) -> Calibrated | None:
+    """The fractions that are meant. Raises RooftopError for a file that is no calibration of a chip."""
+    if calibration is None or isinstance(calibration, Calibrated):
+        return calibration
+    if isinstance(calibration, (str, Path)):
+        from rooftop.roofline.calibration import read_fractions
+
+        return read_fractions(Path(calibration))
+    if calibration.fractions is None:
+        raise RooftopError("calibration", "points of no chip", "a calibration of a chip: calibrate(on='CHIP:SHAPE')")
+    return calibration.fractions
+
+
+def calibrated_places(
+    places: Mapping[str, Sequence[Slice]], calibration: CalibrationLike | None
+) -> dict[str, list[Slice]]:
+    """Slices by name, those of the calibrated chip with its fractions. Raises RooftopError if none is of that chip."""
+    own = calibration_of(calibration)
+    if own is None:
+        return {name: list(slices) for name, slices in places.items()}
+    chips = dict.fromkeys(one.chip.name for slices in places.values() for one in slices)
+    if own.chip not in chips:
+        raise RooftopError("calibration", own.by, f"one of {' or '.join(chips)}; this one is of {own.chip}")
+    return {
+        name: [one.with_calibration(own) if one.chip.name == own.chip else one for one in slices]
+        for name, slices in places.items()
+    }
+
+
+def recalibrated(plan: _Plan, calibration: CalibrationLike | None) -> _Plan:
+    """The plan with the fractions of a calibration. Raises RooftopError for one of another chip."""
+    own = calibration_of(calibration)
+    if own is None:
+        return plan
+    data = dict(plan.to_json())
+    data["slice"] = {**data["slice"], "calibrated": own.to_json()}
+    calibrated: _Plan = type(plan).from_json(data)  # type: ignore[assignment]  # of the same class
+    return calibrated
 
 
 def chip_of(on: ChipLike, figures: Mapping[str, float | str] | None = None) -> Chip:

@@ -17,7 +17,18 @@ from rooftop.core.quantities import format_bytes, format_seconds, parse_count, p
 from rooftop.core.records import field_values
 from rooftop.core.timelines import perfetto, xprof
 from rooftop.hardware import Chip, Slice, slice_sizes
-from rooftop.library.inputs import AxesLike, CountLike, ModelLike, SliceLike, axes_of, chip_of, model_of, slice_of
+from rooftop.library.inputs import (
+    AxesLike,
+    CalibrationLike,
+    CountLike,
+    ModelLike,
+    SliceLike,
+    axes_of,
+    calibrated_places,
+    chip_of,
+    model_of,
+    slice_of,
+)
 from rooftop.library.results import Result, ledger_rows
 from rooftop.plan.pricing import BOUNDS, OnProgress
 from rooftop.plan.training import answer as training
@@ -147,6 +158,7 @@ def plan_training(
     weights_dtype: str = "f32",
     moments_dtype: str = "f32",
     assume: str | None = None,
+    calibration: CalibrationLike | None = None,
     bounds: str = "usable",
     price: float | str | None = None,
     alternatives: CountLike = 5,
@@ -183,6 +195,7 @@ def plan_training(
         weights_dtype: Dtype of the stored weights.
         moments_dtype: Dtype of the optimizer's moments.
         assume: Shares of transfers that hide behind compute: 'weight_gather=1,tensor=0.5'.
+        calibration: A calibration file of `rooftop calibrate`, or its fractions: they replace the catalogue's.
         bounds: 'usable' HBM and XLA's memory, or the 'book' arithmetic.
         price: Dollars per chip-hour, instead of the list price.
         alternatives: Runners-up to keep.
@@ -199,6 +212,7 @@ def plan_training(
         chips=None if chips is None else parse_count(chips, "chips"),
     )
     places, comparing = _places(on, price, limits, smallest)
+    places = calibrated_places(places, calibration)
     config, where = model_of(model), next(iter(places.values()))[0]
     if comparing:
         for name, value in (("mesh", mesh), ("layout", layout)):

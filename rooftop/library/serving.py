@@ -24,11 +24,13 @@ from rooftop.core.records import field_values
 from rooftop.hardware import Chip, Slice
 from rooftop.library.inputs import (
     AxesLike,
+    CalibrationLike,
     CountLike,
     ModelLike,
     OnSlice,
     TimeLike,
     axes_of,
+    calibrated_places,
     chip_of,
     model_of,
     rate_of,
@@ -205,6 +207,7 @@ def plan_serving(
     mfu: float | str | None = None,
     assume: str | None = None,
     engine: str | None = None,
+    calibration: CalibrationLike | None = None,
     bounds: str = "usable",
     price: float | str | None = None,
     objective: str = "cost",
@@ -245,6 +248,7 @@ def plan_serving(
         assume: Assumptions: 'hbm_read=0.9,latency=0.5'.
         engine: Engine whose kernels are priced on a GPU, 'vllm' or 'trtllm', instead of our own programs. Matmuls are
             then in the weights' dtype unless ``matmul_dtype`` says otherwise.
+        calibration: A calibration file of `rooftop calibrate`, or its fractions: they replace the catalogue's.
         bounds: 'usable' HBM, or the 'book' arithmetic.
         price: Dollars per chip-hour, instead of the list price.
         objective: Minimize 'cost' or 'chips' in a search.
@@ -263,7 +267,8 @@ def plan_serving(
         draft=draft, draft_length=draft_length, acceptance=acceptance, batching=batching, mesh=mesh,
         prefill_mesh=prefill_mesh, prefill_on=prefill_on, kv_split=kv_split, link=link, weights_dtype=weights_dtype,
         kv_dtype=kv_dtype, matmul_dtype=matmul_dtype, embeddings_dtype=embeddings_dtype, weight_group=weight_group,
-        kv_sharing=kv_sharing, mfu=mfu, assume=assume, engine=engine, bounds=bounds, price=price,
+        kv_sharing=kv_sharing, mfu=mfu, assume=assume, engine=engine, calibration=calibration, bounds=bounds,
+        price=price,
     )  # fmt: skip
     problem = question.problem
     if not question.searching and problem.workload.requests_per_second is None:
@@ -301,6 +306,7 @@ def serving_front(
     weight_group: CountLike | None = None,
     kv_sharing: CountLike = 1,
     assume: str | None = None,
+    calibration: CalibrationLike | None = None,
     bounds: str = "usable",
     price: float | str | None = None,
     on_progress: Progress | None = None,
@@ -313,7 +319,7 @@ def serving_front(
         model, on=on, prompt=prompt, generate=generate, context=context, draft=draft, draft_length=draft_length,
         acceptance=acceptance, batching=batching, mesh=mesh, kv_split=kv_split, weights_dtype=weights_dtype,
         kv_dtype=kv_dtype, matmul_dtype=matmul_dtype, embeddings_dtype=embeddings_dtype, weight_group=weight_group,
-        kv_sharing=kv_sharing, assume=assume, bounds=bounds, price=price,
+        kv_sharing=kv_sharing, assume=assume, calibration=calibration, bounds=bounds, price=price,
     )  # fmt: skip
     points = front(question.problem, question.where, question.numerics, on_progress)
     return ServingFrontResult(model=question.problem.model.name, points=points)
@@ -350,11 +356,13 @@ def _question(
     mfu: float | str | None = None,
     assume: str | None,
     engine: str | None = None,
+    calibration: CalibrationLike | None,
     bounds: str,
     price: float | str | None,
 ) -> _Question:
     """The problem, with everything read and checked. Raises RooftopError naming the argument that is wrong."""
     where, searching = _servers(on, price)
+    where = calibrated_places(where, calibration)
     for name, value in (("mesh", mesh), ("prefill-mesh", prefill_mesh), ("prefill-on", prefill_on)):
         if searching and value is not None:
             raise RooftopError(name, value, "this with one slice, such as --on v5e:4x4")

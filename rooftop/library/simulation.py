@@ -16,7 +16,7 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.files import read_json_object, write_text
 from rooftop.core.quantities import format_seconds, parse_bytes, parse_count, parse_quantity
 from rooftop.core.records import read_record
-from rooftop.library.inputs import CountLike, TimeLike, rate_of, seconds_of
+from rooftop.library.inputs import CalibrationLike, CountLike, TimeLike, rate_of, recalibrated, seconds_of
 from rooftop.library.results import Result
 from rooftop.library.serving import Progress, ServingPlanResult
 from rooftop.plan.serving.fleet import RecommendationDocument
@@ -142,6 +142,7 @@ def simulate(
     host_dram: CountLike | None = None,
     ttft: TimeLike | None = None,
     tpot: TimeLike | None = None,
+    calibration: CalibrationLike | None = None,
     on_progress: Progress | None = None,
 ) -> SimulationResult:
     """Serve requests by a serving plan, step by step, before anyone pays for it.
@@ -169,11 +170,13 @@ def simulate(
         host_dram: Bytes of each host for prefixes and swapped sequences.
         ttft: Target of the time to first token, for goodput; by default the plan's.
         tpot: Target of the time per output token, likewise.
+        calibration: A calibration file of `rooftop calibrate`, or its fractions: they replace the catalogue's.
         on_progress: Called with requests done, requests in all, and a label.
 
     Raises RooftopError naming the argument that is wrong, and Infeasible if the servers have no room for a cache.
     """
     planned, fleet = _planned(plan)
+    planned = recalibrated(planned, calibration)
     batching = batching or planned.problem.mode
     policy = Policy(
         max_batch=planned.batch if batch_seqs is None else _at_most(batch_seqs, "batch-seqs", MOST_SEQUENCES),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rooftop.core.records import Record, derived
-from rooftop.hardware import Slice
+from rooftop.hardware import Calibrated, Slice
 from rooftop.models import ModelConfig, count_params
 from rooftop.models.stored import StoredWeights
 
@@ -35,16 +35,24 @@ class PlannedModel(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSlice(Record):
-    """The slice of a plan, with its chips and devices."""
+    """The slice of a plan, with its chips and devices, and the calibration of its chip (None: the catalogue's)."""
 
     name: str
     chips: int
     devices: int
+    calibrated: Calibrated | None = None
 
     @classmethod
     def of(cls, slice_: Slice) -> PlannedSlice:
         """The record of a slice."""
-        return cls(name=slice_.name, chips=slice_.chips, devices=slice_.devices)
+        return cls(
+            name=slice_.name, chips=slice_.chips, devices=slice_.devices, calibrated=slice_.chip.calibrated
+        )  # fmt: skip
+
+    @property
+    def hardware(self) -> Slice:
+        """The slice. Raises RooftopError on a name that is none, and on the calibration of another chip."""
+        return Slice.parse(self.name).with_calibration(self.calibrated)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -24,12 +24,12 @@ from statistics import NormalDist, fmean, variance
 from typing import Literal, cast
 
 from rooftop.core.records import Record, derived, field_values
-from rooftop.hardware import Chip, Slice
+from rooftop.hardware import Calibrated, Chip, Slice
 from rooftop.models import ModelConfig
 
 Kind = Literal["dense", "experts"]
 Phase = Literal["train", "decode", "prefill", "tpot", "ttft"]
-Level = Literal["expected", "bound"]
+Level = Literal["expected", "bound", "calibrated"]
 
 #: Runs of a phase in words; the last two are benchmarks of engines under load.
 _RUNS: Mapping[Phase, str] = {
@@ -122,9 +122,10 @@ def measured_ratio(
 class Evidence(Record):
     """Published runs next to which a planned time stands, and the share of it that a run takes.
 
-    ``level`` is 'bound' if no run of the kind was measured on the chip. ``factor`` are the 5th and 95th percentile of
-    measured / expected; ``mean_error`` and ``mean_absolute_error`` are of expected / measured - 1. ``unlike`` says in
-    which way the plan is outside the evidence, which widens the interval.
+    ``level`` is 'bound' if no run of the kind was measured on the chip, and 'calibrated' if the fractions of the chip
+    are those that a user has measured, ``calibrated_by`` a file: published runs then say how far whole steps stray.
+    ``factor`` are the 5th and 95th percentile of measured / expected; ``mean_error`` and ``mean_absolute_error`` are of
+    expected / measured - 1. ``unlike`` says in which way the plan is outside the evidence, which widens the interval.
     """
 
     level: Level
@@ -136,10 +137,14 @@ class Evidence(Record):
     mean_absolute_error: float | None
     factor: tuple[float, float] | None
     unlike: tuple[str, ...]
+    calibrated_by: str | None = None
 
     @derived
     def text(self) -> str:
         """The evidence in one line."""
+        if self.calibrated_by is not None:
+            published = replace(self, calibrated_by=None).text if self.runs else f"no published runs ({self.subject})"
+            return f"calibrated by {self.calibrated_by}; {published}"
         if self.level == "bound":
             return f"a bound: nothing measured on this chip ({self.subject})"
         assert self.mean_absolute_error is not None
@@ -149,6 +154,10 @@ class Evidence(Record):
             f"{self.mean_absolute_error:.1%} off on average"
         )
         return "; ".join((text, *self.unlike))
+
+    def calibrated(self, calibration: Calibrated | None) -> Evidence:
+        """The evidence for a plan by fractions that a user has measured; the same without any."""
+        return self if calibration is None else replace(self, level="calibrated", calibrated_by=calibration.by)
 
     def interval_s(self, expected_s: float, lower_s: float = 0.0) -> tuple[float, float] | None:
         """The 5th and 95th percentile of the seconds that were expected to be ``expected_s``; None without evidence.

@@ -2,15 +2,16 @@
 
 The figures are in ``achievable.toml``, each with its evidence; docs/achievable.md says how they were found. They
 come from microbenchmarks and from the compiler, never from the runs that predictions are held against. A chip without
-evidence gets 1: its expectation is then its bound. A chip that is ``like`` another has what that one has.
+evidence gets 1: its expectation is then its bound. A chip that is ``like`` another has what that one has. A chip that
+a user has calibrated has the user's fractions in place of those of the catalogue.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import COLLECTIVES, Number
 from rooftop.core.rounding import next_multiple
-from rooftop.hardware import Chip
+from rooftop.hardware import AttentionCurve, Chip, CollectiveFit, MatmulFit
 from rooftop.hardware import chip as find_chip
 
 #: Smallest and largest size of a dim among the matmuls that were compiled; sizes outside are priced as the nearest.
@@ -37,19 +38,6 @@ _BACKWARD: Mapping[str, tuple[str, ...]] = {"tpu": ("dq", "dkv"), "gpu": ("bwd",
 
 #: Dtypes of weights that come in groups with scales of their own.
 GROUPED_DTYPES = ("f8_e4m3", "int4", "f4_e2m1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MatmulFit:
-    """Time of a bare matmul: FLOPs at ``peak`` of the rate, ``start_s``, and ``result_s`` an element of its result.
-
-    ``layer`` is the share of that speed that is left when the compiler has fused the elementwise work around it.
-    """
-
-    peak: float = 1.0
-    start_s: float = 0.0
-    result_s: float = 0.0
-    layer: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,51 +66,6 @@ class AttentionFit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionCurve:
-    """Attention kernels of a GPU with blocks of ``block``, measured with heads of several ``sizes``, [H].
-
-    A kernel takes its FLOPs at ``share`` of the peak, and ``query_s`` for each query of a head. A backward kernel runs
-    at ``backward_share`` of that share, with ``backward_query_s`` a query. Sizes between are interpolated, others are
-    priced as the nearest.
-    """
-
-    block: int
-    sizes: Sequence[float]
-    share: Sequence[float]
-    query_s: Sequence[float]
-    backward_share: float
-    backward_query_s: float
-
-    def at(self, size: float, *, backward: bool) -> tuple[float, float]:
-        """The share of the peak, and seconds a query, of heads of one size."""
-        share = float(np.interp(size, self.sizes, self.share))
-        if backward:
-            return share * self.backward_share, self.backward_query_s
-        return share, float(np.interp(size, self.sizes, self.query_s))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveFit:
-    """A collective within a slice: ``start_s``, then its bytes at ``share`` of the link rate.
-
-    GPUs have both by ``ranks``, the devices of a group in one NVLink domain, [R]: between them they are interpolated,
-    outside they are those of the nearest. NCCL's protocols for few bytes start sooner and are slower: ``small``. TPUs
-    have one figure for all groups and sizes.
-    """
-
-    ranks: Sequence[float] = (1,)
-    start_s: Sequence[float] = (0.0,)
-    share: Sequence[float] = (1.0,)
-    small: CollectiveFit | None = None
-
-    def at(self, ranks: Number | None) -> tuple[Number, Number]:
-        """Start and share of groups of ``ranks`` devices; the least start and the largest share if None."""
-        if len(self.ranks) == 1 or ranks is None:
-            return min(self.start_s), max(self.share)
-        return np.interp(ranks, self.ranks, self.start_s), np.interp(ranks, self.ranks, self.share)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fractions:
     """The named achievable fractions of a chip.
 
@@ -144,10 +87,42 @@ class Fractions:
     sources: Mapping[str, str] = field(hash=False)
 
 
+def fractions(chip: Chip | str) -> Fractions:
+    """The fractions of a chip, calibrated ones before those of the catalogue, or of a chip's name or alias.
+
+    Raises RooftopError on an unknown name.
+    """
+    if isinstance(chip, str):
+        return _catalogued(find_chip(chip).name)
+    return _catalogued(chip.name) if chip.calibrated is None else _calibrated(chip)
+
+
+@lru_cache(maxsize=64)
+def _calibrated(chip: Chip) -> Fractions:
+    known, own = _catalogued(chip.name), chip.calibrated
+    assert own is not None
+    matmuls = {**known.matmul, **own.matmul}
+    matmul = {width: replace(fit, layer=fit.layer / own.compute) for width, fit in matmuls.items()}
+    measured = {
+        **{f"matmul.{width}": fit for width, fit in own.matmul.items()},
+        **{f"ici.{kind}": fit for kind, fit in own.ici.items()},
+        **{name: getattr(own, name) for name in ("attention", "hbm", "dcn")},
+    }
+    return replace(
+        known,
+        matmul=MappingProxyType(matmul),
+        attention=own.attention or known.attention,
+        hbm=own.hbm or known.hbm,
+        ici=MappingProxyType({**known.ici, **own.ici}),
+        dcn=own.dcn or known.dcn,
+        sources=MappingProxyType(
+            {**known.sources, **{name: f"calibrated by {own.by}" for name, figure in measured.items() if figure}}
+        ),
+    )
+
+
 @cache
-def fractions(chip_name: str) -> Fractions:
-    """The fractions of a chip of the catalogue, or of its alias. Raises RooftopError on an unknown name."""
-    name = find_chip(chip_name).name
+def _catalogued(name: str) -> Fractions:
     table = tomllib.loads(Path(__file__).with_name("achievable.toml").read_text(encoding="utf-8"))
     entry = table.get(name, {})
     # The entries of chips that are alike have no figures of their own.
@@ -201,17 +176,17 @@ def _kernels(figures: Mapping[str, Any]) -> AttentionFit | AttentionCurve:
     return AttentionFit(block=figures["block"], vector_cycles=MappingProxyType(figures["vector_cycles"]))
 
 
-def matmul_fraction(chip_name: str, m: Number, k: Number, n: Number, dtype: str = "bf16") -> Number:
+def matmul_fraction(chip: Chip | str, m: Number, k: Number, n: Number, dtype: str = "bf16") -> Number:
     """Fraction of a device's peak that [m, k] x [k, n] can be expected to reach on its matrix unit, inside a layer.
 
     HBM is another resource: a matmul short of FLOPs per byte is slower than this. Sizes broadcast; a size outside
     ``MEASURED_DIMS`` counts as the nearest one inside. Raises RooftopError if the chip has no peak for ``dtype``.
     """
-    chip = find_chip(chip_name)
+    chip = find_chip(chip) if isinstance(chip, str) else chip
     if dtype not in chip.flops_per_s:
         raise RooftopError(f"matmul dtype on {chip.name}", dtype, ", ".join(chip.flops_per_s))
     fast = chip.flops_per_s[dtype] > chip.flops_per_s["bf16"]
-    fit = fractions(chip_name).matmul["8-bit" if fast else "16-bit"]
+    fit = fractions(chip).matmul["8-bit" if fast else "16-bit"]
     # What np.clip does, which takes as long as all the rest.
     low, high = MEASURED_DIMS
     m, k, n = (np.minimum(np.maximum(size, low), high) for size in (m, k, n))
@@ -227,7 +202,7 @@ def batched_matmul_seconds(
 
     Results are bf16. Batches of other dtypes were measured on GPUs alone.
     """
-    known = fractions(chip.name)
+    known = fractions(chip)
     wide = chip.flops_per_s[dtype] <= chip.flops_per_s["bf16"]
     fit, alone = known.batch, known.matmul["16-bit" if wide else "8-bit"]
     if fit is None or not (dtype == "bf16" or chip.kind == "gpu"):
@@ -257,11 +232,11 @@ def attention_seconds(
     of its side, masked ones skipped; ``queries`` the (query, head) pairs. Heads fill a TPU's matrix unit in whole
     multiples of its side. ``backward`` prices the kernels of the backward pass, which compute the scores again.
     """
-    fit = fractions(chip.name).attention
+    fit, slower = fractions(chip).attention, 1.0 if chip.calibrated is None else chip.calibrated.compute
     if isinstance(fit, AttentionCurve):
         matrix_s = scores * kernel_flops(chip, d_qk, d_v, backward=backward) * chip.devices / chip.flops_per_s["bf16"]
         share, query_s = fit.at((d_qk + d_v) / 2, backward=backward)
-        return matrix_s, matrix_s * (1 / share - 1) + queries * query_s
+        return matrix_s, slower * (matrix_s / share + queries * query_s) - matrix_s
     side = chip.mxu_tile if fit else 1
     matrix, waits = 0.0, 0.0
     for kernel in _BACKWARD[chip.kind] if backward else ("fwd",):
@@ -269,4 +244,5 @@ def attention_seconds(
         matrix += of_qk * next_multiple(d_qk, side) + of_v * next_multiple(d_v, side)
         waits += fit.vector_cycles[kernel] / _REGISTER if fit else 0.0
     rate = chip.flops_per_s["bf16"] / chip.devices
-    return 2.0 * scores * matrix / rate, scores * waits * chip.devices / (chip.cores * chip.clock_hz)
+    matrix_s, waiting_s = 2.0 * scores * matrix / rate, scores * waits * chip.devices / (chip.cores * chip.clock_hz)
+    return matrix_s, waiting_s + (slower - 1.0) * (matrix_s + waiting_s)

@@ -30,8 +30,7 @@ from rooftop.arrays.mesh import AxisSpan, Floats
 from rooftop.arrays.rings import closes
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import COLLECTIVES, Number
-from rooftop.hardware import PhysicalAxis
-from rooftop.roofline.achievable import CollectiveFit
+from rooftop.hardware import CollectiveFit, PhysicalAxis
 
 RESOURCES = ("ici", "dcn")
 FORMS = ("exact", "book")

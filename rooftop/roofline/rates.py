@@ -61,6 +61,16 @@ class Rates:
         kernel = self.fractions.attention
         return 128 if kernel is None else kernel.block
 
+    @property
+    def step(self) -> float:
+        """Measured over expected time of whole steps, where a user has measured only those; else 1."""
+        return 1.0 if self.chip.calibrated is None else self.chip.calibrated.step
+
+    @property
+    def gap_s(self) -> float:
+        """Seconds of a step in which devices idle or wait for their host, where a user has measured them; else 0."""
+        return 0.0 if self.chip.calibrated is None else self.chip.calibrated.gap_s
+
     def network(self, kind: str) -> NetworkRates:
         """The network as one kind of collective can use it."""
         return NetworkRates(within=self.fractions.ici[kind], dcn=self.fractions.dcn)
@@ -77,7 +87,7 @@ class Rates:
         if dtype not in self.chip.flops_per_s:
             accepted = ", ".join(self.chip.flops_per_s)
             raise RooftopError(f"matmul dtype on {self.chip.name}", dtype, accepted)
-        alone = 2.0 * m * k * n / (self.flops_per_s[dtype] * matmul_fraction(self.chip.name, m, k, n, dtype))
+        alone = 2.0 * m * k * n / (self.flops_per_s[dtype] * matmul_fraction(self.chip, m, k, n, dtype))
         if not (batch > 1 if isinstance(batch, float) else np.any(np.asarray(batch) > 1)):
             return alone
         together = batched_matmul_seconds(self.chip, batch, m, k, n, dtype)
@@ -99,7 +109,7 @@ class Rates:
 
 @lru_cache(maxsize=64)
 def _rates(chip: Chip) -> Rates:
-    return Rates(chip=chip, fractions=fractions(chip.name), overlap=overlap(chip.name))
+    return Rates(chip=chip, fractions=fractions(chip), overlap=overlap(chip.name))
 
 
 def device_stats(chip: Chip) -> Mapping[str, str | float]:

@@ -19,6 +19,7 @@ _POLICIES = {
     "none": "none",
     "full": "full",
     "minimal": "minimal",
+    "matmuls": "matmuls",
     "selective": "none,attn_core=recompute,attn_normed=recompute,mlp_normed=recompute",
 }
 _TORCHTITAN_SELECTIVE = "matmuls"

@@ -19,6 +19,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import DTYPE_BYTES
 from rooftop.hardware import Chip, Slice, chip
 from rooftop.models import ModelConfig, MoE, load_model
+from rooftop.models.activations import CHECKPOINTS
 from rooftop.validation.table import TableRow
 
 #: Architecture columns that a model cannot be built without.
@@ -205,19 +206,24 @@ def _model_facts(name: str) -> Mapping[str, Any]:
 def read_mesh(row: TableRow, devices: int) -> tuple[Mapping[str, int] | None, tuple[str, ...]]:
     """The stated mesh axes greater than 1, outermost first (stage, data, fsdp, context, tensor); None: not stated.
 
-    Context and expert parallelism are read from 'cp=N' and 'EP=N' in where_found; experts are split over devices that
-    hold copies otherwise. Raises RooftopError if all axes are stated and do not multiply to ``devices``.
+    Context and expert parallelism are read from columns cp and ep, or from 'cp=N' and 'EP=N' in where_found; experts
+    are split over devices that hold copies otherwise. Raises RooftopError if all axes are stated and do not multiply to
+    ``devices``.
     """
     stated = {axis: row.count(column) for column, axis in _MESH_COLUMNS.items()}
-    context, expert = (re.search(rf"\b{word}=(\d+)", row.cells["where_found"], re.I) for word in ("cp", "ep"))
-    sizes = {axis: size or 1 for axis, size in stated.items()} | {"context": int(context[1]) if context else 1}
+    noted = {word: re.search(rf"\b{word}=(\d+)", row.cells["where_found"], re.I) for word in ("cp", "ep")}
+    context, expert = (
+        row.count(word) if row.cells.get(word) else int(note[1]) if (note := noted[word]) else None
+        for word in ("cp", "ep")
+    )  # fmt: skip
+    sizes = {axis: size or 1 for axis, size in stated.items()} | {"context": context or 1}
     if math.prod(sizes.values()) == devices and any(stated.values()):
-        sizes["expert"] = math.gcd(int(expert[1]), sizes["data"]) if expert else 1
+        sizes["expert"] = math.gcd(expert, sizes["data"]) if expert else 1
         sizes["data"] //= sizes["expert"]
         order = ("stage", "data", "fsdp", "expert", "context", "tensor")
         notes: tuple[str, ...] = ()
-        if expert and int(expert[1]) != sizes["expert"]:
-            notes = (f"experts split {sizes['expert']} ways, not {expert[1]}: over the axis data alone",)
+        if expert and expert != sizes["expert"]:
+            notes = (f"experts split {sizes['expert']} ways, not {expert}: over the axis data alone",)
         return {axis: sizes[axis] for axis in order if sizes[axis] > 1}, notes
     if all(size is not None for size in stated.values()):
         published = " x ".join(f"{column} {row.cells[column]}" for column in _MESH_COLUMNS)
@@ -244,7 +250,7 @@ def read_dtype(row: TableRow) -> str:
 
 
 def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
-    """The remat policy: a word of MaxText or Megatron, or 'custom(a+b offload)'."""
+    """The remat policy: a word of MaxText, Megatron or JAX, 'custom(a+b offload)' or 'custom(a+b save, c offload)'."""
     word = row.text("recompute") or run_facts(row).get("recompute")
     if word is None:
         return Remat(published=None, policy=None), ("remat policy not stated",)
@@ -255,6 +261,8 @@ def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
         return Remat(published=word, policy=facts.get("policy", "custom"), offloaded=tuple(facts["offloaded"])), ()
     if word.startswith("custom/full"):
         return Remat(published=word, policy=None), ("remat policy not stated",)
+    if (policy := _read_actions(word)) is not None:
+        return Remat(published=word, policy=policy), ()
     custom = re.fullmatch(r"custom\((.*?)\s*offload\)(?:, dropped cf([\d.]+))?", word)
     if custom is None:
         accepted = f"{', '.join(_REMAT_WORDS)}, custom(a+b offload), custom/full, or nothing"
@@ -264,3 +272,24 @@ def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
     if custom[2]:
         assumed = (*assumed, f"tokens above {custom[2]} times an expert's share are dropped; the plan drops none")
     return Remat(published=word, policy="custom", offloaded=offloaded), assumed
+
+
+def _read_actions(word: str) -> str | None:
+    """Our policy of a custom list with saved tensors, by MaxText's names or ours; None for other words."""
+    custom = re.fullmatch(r"custom\((.*)\)", word)
+    if custom is None or not re.search(r"\b(?:save|device)\b", custom[1]):
+        return None
+    names = readings()["checkpoint"]
+    changes: dict[str, str] = {}
+    for part in re.split(r"[,;]", custom[1]):
+        entry = re.fullmatch(r"\s*([\w+\- ]+?)[ =:]+(save|device|offload|remat|recompute)\s*", part)
+        if entry is None:
+            return None
+        action = {"device": "save", "remat": "recompute"}.get(entry[2], entry[2])
+        for name in (name.strip() for name in entry[1].split("+")):
+            checkpoint = names.get(name, name)
+            if checkpoint not in CHECKPOINTS:
+                return None
+            if not (checkpoint == "layer_input" and action != "offload"):
+                changes[checkpoint] = action
+    return ",".join(["block", *(f"{name}={action}" for name, action in changes.items())])

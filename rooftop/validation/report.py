@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from rooftop.core.records import Record, field_values
 from rooftop.validation.accuracy import ComparisonRecord, Group
+from rooftop.validation.compiled import CompiledRuns
 from rooftop.validation.engines import EnginesRecord
+from rooftop.validation.memory import MemoryRecord
 from rooftop.validation.runs import Unusable
 from rooftop.validation.serving import ServingRecord
 
@@ -52,9 +54,15 @@ class ValidationSummary(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRecord(Record):
-    """Runs of training and of serving, and benchmarks of engines, next to their predictions, in seconds."""
+    """Runs of training and of serving, and benchmarks of engines, next to their predictions, in seconds.
+
+    Memory of training is in bytes.
+    """
 
     rows: tuple[ComparisonRecord, ...]
+    memory: MemoryRecord
+    calibrated_by: str | None
+    compiled: CompiledRuns | None
     summary: ValidationSummary
     serving: ServingRecord
     engines: EnginesRecord

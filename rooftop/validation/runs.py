@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.quantities import parse_quantity
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, flops_per_token
 from rooftop.validation import readings
@@ -18,7 +19,14 @@ from rooftop.validation.table import RUN_COLUMNS, TableRow, read_table
 
 _PHASES = ("train", "prefill", "decode", "serve")
 _MEMORY_UNITS = {"GiB": 2.0**30, "GB": 1e9}
-_MEMORY = re.compile(r"(.+)_per_chip")
+_MEMORY = re.compile(r"(.+)_per_(?:chip|gpu|device)")
+#: A note that somebody computed a metric from the others of the run.
+_DERIVED = re.compile(r";?\s*\w+ DERIVED.*")
+#: Days or chip-hours of all tokens of a run: 'days_for_15T_tokens'; without a number, of those in the column 'tokens'.
+_BUDGET = re.compile(r"(days|gpu_hours|chip_hours)(?:_for_(\w+?)_tokens)?")
+_BUDGET_UNITS = {"days": ("days", "d"), "gpu_hours": ("h", "hours", "GPU hours"), "chip_hours": ("h", "hours")}
+#: Further columns that tell one run from another, where a table has them.
+OPTIONAL_COLUMNS = ("slice", "cp", "ep", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +155,13 @@ def load_published(path: Path | None = None, *, training: bool = True) -> Publis
     groups: dict[tuple[str, ...], list[TableRow]] = {}
     unusable: list[Unusable] = []
     for row in rows:
-        if row.cells["phase"] not in _PHASES:
+        if row.fault is not None:
+            unusable.append(Unusable.of([row], row.fault, {}))
+        elif row.cells["phase"] not in _PHASES:
             unusable.append(Unusable.of([row], row.error("phase", ", ".join(_PHASES)), {}))
         elif row.cells["phase"] == "train":
-            key = (*(row.cells[column] for column in RUN_COLUMNS), row.cells.get("slice", ""))
+            cells = {**row.cells, "where_found": _DERIVED.sub("", row.cells["where_found"])}
+            key = (*(cells[column] for column in RUN_COLUMNS), *(cells.get(column, "") for column in OPTIONAL_COLUMNS))
             groups.setdefault(key, []).append(row)
     if training and not groups and not unusable:
         raise RooftopError("table of runs", str(path), "a table with at least one row whose phase is train")
@@ -159,7 +170,8 @@ def load_published(path: Path | None = None, *, training: bool = True) -> Publis
         measured: dict[str, float] = {}
         memory: dict[str, float] = {}
         try:
-            measured, memory = _metrics(group)
+            measured, memory, unread = _metrics(group)
+            unusable += unread
             lines = tuple(row.number for row in group)
             runs.append(_run(group[0], measured, memory, lines, taken={run.id for run in runs}))
         except (Gap, RooftopError) as why:
@@ -168,28 +180,63 @@ def load_published(path: Path | None = None, *, training: bool = True) -> Publis
     return PublishedRuns(runs=tuple(runs), unusable=tuple(unusable), serving_rows=serving)
 
 
-def _metrics(group: list[TableRow]) -> tuple[dict[str, float], dict[str, float]]:
-    """Metrics in SI by name, and memory in bytes by kind."""
+def _metrics(group: list[TableRow]) -> tuple[dict[str, float], dict[str, float], list[Unusable]]:
+    """Metrics in SI by name, memory in bytes by kind, and rows that cannot be read next to others that can.
+
+    Raises the first row's error if none can be read.
+    """
     measured: dict[str, float] = {}
     memory: dict[str, float] = {}
-    known = readings.readings()["metric"]
-    for row in group:
-        metric, unit = row.required("measured_metric"), row.required("unit")
-        kind = _MEMORY.fullmatch(metric) if "memory" in metric else None
-        if kind is not None:
-            into, name = memory, kind[1].replace("_memory", "")
-            gigabyte = readings.source_facts(row.required("source")).get("gigabyte", _MEMORY_UNITS["GB"])
-            units = _MEMORY_UNITS | {"GB": float(gigabyte)}
-        elif metric in known:
-            into, name, units = measured, metric, known[metric]
-        else:
-            raise unknown(row.field("measured_metric"), metric, [*known, "peak_memory_per_chip"])
-        if unit not in units:
-            raise row.error("unit", " or ".join(units))
-        if name in into:
-            raise row.error("measured_metric", "each metric once per run; where_found can tell two runs apart")
-        into[name] = row.value("measured_value") * units[unit]
-    return measured, memory
+    unread: list[Unusable] = []
+    # What somebody computed from the published metrics of the run says nothing more, with fewer digits.
+    published = [row for row in group if not _DERIVED.search(row.cells["where_found"])] or group
+    errors: list[Exception] = []
+    for row in published:
+        try:
+            _read_metric(row, measured, memory)
+        except (Gap, RooftopError) as error:
+            errors.append(error)
+            unread.append(Unusable.of([row], error, {}))
+    if errors and not measured and not memory:
+        raise errors[0]
+    return measured, memory, unread
+
+
+def _read_metric(row: TableRow, measured: dict[str, float], memory: dict[str, float]) -> None:
+    """Add the metric of a row. Raises RooftopError for a metric, a unit or a number that cannot be read."""
+    known, aliases = (readings.readings()[name] for name in ("metric", "metric_alias"))
+    metric, unit = row.required("measured_metric"), row.required("unit")
+    metric = aliases.get(metric, metric)
+    if (budget := _BUDGET.fullmatch(metric)) is not None:
+        _read_budget(row, budget, measured)
+        return
+    kind = _MEMORY.fullmatch(metric) if "memory" in metric else None
+    if kind is not None:
+        into, name = memory, kind[1].replace("_memory", "")
+        gigabyte = readings.source_facts(row.required("source")).get("gigabyte", _MEMORY_UNITS["GB"])
+        units = _MEMORY_UNITS | {"GB": float(gigabyte)}
+    elif metric in known:
+        into, name, units = measured, metric, known[metric]
+    else:
+        raise unknown(row.field("measured_metric"), metric, [*known, "peak_memory_per_chip"])
+    if unit not in units:
+        raise row.error("unit", " or ".join(units))
+    if name in into:
+        raise row.error("measured_metric", "each metric once per run; where_found can tell two runs apart")
+    into[name] = row.value("measured_value") * units[unit]
+
+
+def _read_budget(row: TableRow, budget: re.Match[str], measured: dict[str, float]) -> None:
+    """Add the seconds of a run, and its tokens: days, or hours of all chips. Raises RooftopError or Gap."""
+    kind, count = budget.groups()
+    if row.required("unit") not in _BUDGET_UNITS[kind]:
+        raise row.error("unit", " or ".join(_BUDGET_UNITS[kind]))
+    if count is None and not row.cells.get("tokens"):
+        raise Gap(f"tokens of {kind} not stated: {kind}_for_15T_tokens, or a column tokens")
+    tokens = parse_quantity(count or row.cells["tokens"], row.field("measured_metric" if count else "tokens"))
+    value = row.value("measured_value")
+    seconds = value * 86400.0 if kind == "days" else value * 3600.0 / row.required_count("num_chips")
+    measured["seconds_per_token"] = seconds / tokens
 
 
 def _run(
@@ -288,12 +335,14 @@ def step_seconds(
 
     ``measured`` in SI by metric, ``tokens`` and ``flops`` of the whole batch in one step (None: the count is
     unknown), ``peak_flops_per_s`` of one chip (None: unknown). The most direct metric wins: step_time, then
-    tokens_per_s_per_chip, then tflops_per_chip, then mfu.
+    tokens_per_s_per_chip, then the time of a whole run, then tflops_per_chip, then mfu.
     """
     if "step_time" in measured:
         return measured["step_time"], "step_time"
     if "tokens_per_s_per_chip" in measured:
         return tokens / (chips * measured["tokens_per_s_per_chip"]), "tokens_per_s_per_chip"
+    if "seconds_per_token" in measured:
+        return tokens * measured["seconds_per_token"], "seconds_per_token"
     if flops is None:
         return None
     if "tflops_per_chip" in measured:

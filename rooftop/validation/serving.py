@@ -247,7 +247,7 @@ def uncalibrated_shares(chip: Chip) -> dict[str, float]:
 
     HBM at the fraction that a microbenchmark of copies reached; no latency hidden, since nothing measures how much is.
     """
-    return {"hbm_read": fractions(chip.name).hbm, "latency": 0.0}
+    return {"hbm_read": fractions(chip).hbm, "latency": 0.0}
 
 
 def _compare(run: ServingRun, null_s: float | None, left_out_s: float | None) -> ServingComparison:

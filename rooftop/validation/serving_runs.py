@@ -54,7 +54,7 @@ def load_serving(path: Path | None = None) -> tuple[list[ServingRun], list[Unusa
     """The serving runs of a table, and those that say too little or have a bad cell."""
     groups: dict[tuple[str, ...], list[TableRow]] = {}
     for row in read_table(path):
-        if row.cells["phase"] in SERVING_PHASES:
+        if row.cells["phase"] in SERVING_PHASES and row.fault is None:
             key = (*(row.cells[column] for column in RUN_COLUMNS), row.cells.get("slice", ""))
             # Rows without a sequence length repeat a measurement for other rows of the table: each is a run.
             groups.setdefault(key if row.cells["seq_len"] else (*key, str(row.number)), []).append(row)

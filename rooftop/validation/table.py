@@ -18,18 +18,25 @@ RUN_COLUMNS: tuple[str, ...] = (
     *("dtype", "phase", "recompute", "where_found", "mlp_matrices", "tied_embeddings", "experts", "active_experts"),
 )
 COLUMNS: tuple[str, ...] = (*RUN_COLUMNS, "measured_metric", "measured_value", "unit")
+#: Names that tables have for the same columns.
+_ALIASES: Mapping[str, str] = {
+    "gpu": "chip", "gpus": "num_chips", "num_gpus": "num_chips", "gbs": "global_batch_seqs", "seq": "seq_len",
+    "metric": "measured_metric", "value": "measured_value",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
     """One line of a table: a measurement of one run. ``number`` is its line in the file; the header is line 1.
 
-    An empty cell means unknown. The readers raise RooftopError with file, line and column.
+    An empty cell means unknown, and so does a column that the table does not have. ``fault`` is the reason why the line
+    has no cells of its own. The readers raise RooftopError with file, line and column.
     """
 
     table: str
     number: int
     cells: Mapping[str, str]
+    fault: RooftopError | None = None
 
     def field(self, column: str) -> str:
         """Name of a cell in errors: 'other.csv line 7 num_chips'."""
@@ -84,8 +91,8 @@ def read_table(
 ) -> list[TableRow]:
     """The rows of a CSV table of measurements; without a path, of the table ``packaged`` that comes with rooftop.
 
-    Further columns are kept in ``cells``. Raises RooftopError on a file that cannot be read, a missing column, or a
-    row with more or fewer cells than the header.
+    Further columns are kept in ``cells``. A row with more or fewer cells than the header has a ``fault``. Raises
+    RooftopError on a file that cannot be read, and on one with none of the columns.
     """
     if path is None:
         name = packaged
@@ -109,16 +116,21 @@ def _content(path: Path) -> str:
 def _rows(name: str, content: str, columns: Sequence[str]) -> list[TableRow]:
     reader = csv.reader(io.StringIO(content, newline=""), strict=True)
     header = [column.strip() for column in next(reader, [])]
-    missing = [column for column in columns if column not in header]
-    if missing:
-        raise RooftopError(f"{name} header", ",".join(header), f"every column; missing: {', '.join(missing)}")
+    aliases = _ALIASES if columns is COLUMNS else {}
+    header = [column if column in columns else aliases.get(column.lower(), column) for column in header]
+    if not set(header) & set(columns):
+        raise RooftopError(f"{name} header", ",".join(header), f"some of the columns {', '.join(columns)}")
+    # Tables of training alone say no phase.
+    phase = {"phase": "train"} if columns is COLUMNS and "phase" not in header else {}
+    empty = dict.fromkeys(columns, "") | phase
     rows = []
     for cells in reader:
         if not any(cell.strip() for cell in cells):
             continue
+        fault = None
         if len(cells) != len(header):
             accepted = f"{len(header)} cells, as in the header"
-            raise RooftopError(f"{name} line {reader.line_num}", f"{len(cells)} cells", accepted)
-        stripped = {column: cell.strip() for column, cell in zip(header, cells, strict=True)}
-        rows.append(TableRow(table=name, number=reader.line_num, cells=stripped))
+            fault = RooftopError(f"{name} line {reader.line_num}", f"{len(cells)} cells", accepted)
+        stripped = {column: cell.strip() for column, cell in zip(header, cells, strict=False)}
+        rows.append(TableRow(table=name, number=reader.line_num, cells=empty | stripped, fault=fault))
     return rows

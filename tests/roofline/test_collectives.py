@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from rooftop.arrays import AxisPiece, AxisSpan, Mesh, span
 from rooftop.core.errors import RooftopError
-from rooftop.hardware import PhysicalAxis, Slice
-from rooftop.roofline.achievable import CollectiveFit
+from rooftop.hardware import CollectiveFit, PhysicalAxis, Slice
 from rooftop.roofline.collectives import FORMS, NetworkRates, price
 
 LINK = 4.5e10

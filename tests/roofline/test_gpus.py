@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh
 from rooftop.core.ledger import COLLECTIVES
-from rooftop.hardware import Slice, chip
+from rooftop.hardware import CollectiveFit, Slice, chip
 from rooftop.roofline import matmul, rules
-from rooftop.roofline.achievable import CollectiveFit
 from rooftop.roofline.collectives import NetworkRates, Price, joined_price, price
 
 #: bf16[4096, 65536], in bytes.

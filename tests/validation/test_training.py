@@ -21,6 +21,9 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.models import count_params
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.validation import AccuracyReport, PublishedRun, accuracy, load_published, load_reasons, summarise
+from rooftop.validation.memory import compare_memory
+from rooftop.validation.predict import predict
+from rooftop.validation.predict import predict as real_predict
 from rooftop.validation.readings import source_facts
 from rooftop.validation.runs import CONVENTIONS, full_attention_and_remat, step_seconds
 from rooftop.validation.table import COLUMNS, read_table
@@ -324,9 +327,8 @@ def test_bad_cells_are_named(tmp_path: Path, change: dict[str, str], line: str) 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "mine.csv header: got ''; accepted: every column; missing: source,"),
-        (table({}).replace("num_chips", "chips"), "every column; missing: num_chips"),
-        (table({}) + "one,two\n", "mine.csv line 3: got '2 cells'; accepted: 32 cells, as in the header"),
+        ("", "mine.csv header: got ''; accepted: some of the columns source,"),
+        ("a,b\n1,2\n", "mine.csv header: got 'a,b'; accepted: some of the columns source,"),
         (table({"phase": "decode"}), "a table with at least one row whose phase is train"),
         (table({}) + '"open', "a CSV file (unexpected end of data)"),
     ],
@@ -335,6 +337,82 @@ def test_bad_tables(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(RooftopError) as error:
         load(tmp_path, text)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (table({}) + "one,two\n", "mine.csv line 3: got '2 cells'; accepted: 32 cells, as in the header"),
+        (table({}, {"measured_metric": "power", "unit": "W"}), "line 3 measured_metric: got 'power'"),
+        (table({}).replace("num_chips", "chips"), "line 2 num_chips: got ''; accepted: a value"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_listed(tmp_path: Path, text: str, line: str) -> None:
+    published = load(tmp_path, text)
+    assert [line in run.why for run in published.unusable] == [True]
+    assert len(published.runs) == ("num_chips" in text)
+
+
+@pytest.mark.parametrize(
+    ("change", "step_s"),
+    [
+        # 16 chips; 8 sequences of 2,048 tokens in each of 1e12 / 16384 steps.
+        ({"measured_metric": "days_for_1T_tokens", "measured_value": "100", "unit": "days"}, 8.64e6 * 16384 / 1e12),
+        ({"measured_metric": "gpu_hours_for_1T_tokens", "measured_value": "8000", "unit": "h"}, 1.8e6 * 16384 / 1e12),
+        ({"measured_metric": "tokens_per_s_per_gpu", "measured_value": "512", "unit": "tok/s/GPU"}, 2.0),
+        ({"measured_metric": "iteration_time", "measured_value": "3", "unit": "sec"}, 3.0),
+    ],
+)
+def test_times_in_the_units_of_publications(tmp_path: Path, change: dict[str, str], step_s: float) -> None:
+    (run,) = load(tmp_path, table(change | {"seq_len": "2048", "global_batch_seqs": "8"})).runs
+    assert run.step_s == pytest.approx(step_s)
+
+
+def test_hours_without_tokens_say_what_is_missing(tmp_path: Path) -> None:
+    text = table({"measured_metric": "gpu_hours", "measured_value": "8", "unit": "h"})
+    (unusable,) = load(tmp_path, text).unusable
+    assert "tokens of gpu_hours not stated" in unusable.why
+
+
+@pytest.mark.parametrize(
+    ("word", "policy"),
+    [
+        ("dots_saveable", "matmuls"),
+        ("nothing_saveable", "full"),
+        ("custom(qkv_proj+out_proj save; mlpwi offload)", "block,qkv=save,attn_out=save,mlp_up=offload"),
+        ("custom(decoder_layer_input=device, context=offload)", "block,attn_core=offload"),
+    ],
+)
+def test_remat_words_of_publications(tmp_path: Path, word: str, policy: str) -> None:
+    (run,) = load(tmp_path, table({"recompute": word})).runs
+    assert run.remat.policy == policy
+    assert predict(run).uncalibrated_s > 0
+
+
+def test_metrics_that_somebody_derived_belong_to_their_run(tmp_path: Path) -> None:
+    rate = {"measured_metric": "tokens_per_s_per_chip", "measured_value": "512", "unit": "tok/s/chip"}
+    derived = {"measured_value": "9", "where_found": "page 1; step_time DERIVED = GBS*seq/rate"}
+    (run,) = load(tmp_path, table(rate | {"where_found": "page 1"}, derived)).runs
+    assert (run.step_from, len(run.lines)) == ("tokens_per_s_per_chip", 2)
+
+
+def test_memory_is_compared_with_its_null(tmp_path: Path) -> None:
+    memory = {"measured_metric": "peak_memory_per_chip", "unit": "GiB", "measured_value": "10"}
+    bytes_ = {"measured_metric": "xla_argument_memory_per_chip", "unit": "GB", "measured_value": "2"}
+    other = {"layers": "10"}
+    rows = [{}, memory, bytes_, other, other | memory | {"measured_value": "6"}]
+    runs = load(tmp_path, table(*rows)).runs
+    plans = [predict(run).plan for run in runs]
+    record = compare_memory(list(zip(runs, plans, strict=True)))
+    peak = [row for row in record.rows if row.kind == "peak"]
+    assert [row.null_bytes for row in peak] == [6 * 2**30, 10 * 2**30]
+    assert [row.planned_bytes for row in peak] == pytest.approx([plan.memory_bytes for plan in plans])
+    assert peak[0].error == pytest.approx(plans[0].memory_bytes / (10 * 2**30) - 1)
+    (argument,) = [row for row in record.rows if row.kind == "xla_argument"]
+    # Parameters and two moments in f32, split over all 16 devices.
+    assert argument.planned_bytes == pytest.approx(12 * count_params(runs[0].model).total / 16, rel=0.02)
+    assert argument.null_bytes is None
+    assert [(group.kind, group.errors.runs) for group in record.groups] == [("peak", 2), ("xla_argument", 1)]
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -464,11 +542,14 @@ def test_reasons(tmp_path: Path) -> None:
 def predictor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A predictor that is 20 % too fast, 40 % on one run, and refuses mixtures of experts."""
 
+    plan = real_predict(RUNS[0]).plan
+
     def predict(run: PublishedRun, assumptions: Assumptions) -> SimpleNamespace:
         if run.model.moe is not None:
             raise Infeasible("does not fit", "1 GB too many")
         factor = 0.6 if run.slice.num_slices == 32 and run.model.d_model == 8192 else 0.8
-        return SimpleNamespace(bound_s=0.5 * run.step_s, uncalibrated_s=factor * run.step_s, notes=("a stub",))
+        seconds = {"bound_s": 0.5 * run.step_s, "uncalibrated_s": factor * run.step_s}
+        return SimpleNamespace(**seconds, notes=("a stub",), plan=plan)
 
     module = ModuleType("rooftop.validation.predict")
     module.predict = predict  # type: ignore[attr-defined]

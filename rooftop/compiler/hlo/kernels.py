@@ -80,7 +80,7 @@ class Kernel:
             scores = self.flops / per_score
             return float(rates.attention_s(scores, *self.head_sizes, backward=backward, queries=self.queries))
         large = MEASURED_DIMS[1]
-        return self.flops / (rates.flops_per_s["bf16"] * float(matmul_fraction(chip.name, large, large, large)))
+        return self.flops / (rates.flops_per_s["bf16"] * float(matmul_fraction(chip, large, large, large)))
 
 
 def kernel(module: Module, computation: HloComputation, instruction: Instruction) -> Kernel | None:

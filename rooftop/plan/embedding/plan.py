@@ -264,7 +264,7 @@ class EmbedPlanDocument(Record):
         """The plan, computed again. Raises RooftopError on tables, slices or limits that cannot be."""
         problem = EmbedProblem(
             tables=tables_from_json(self.tables),
-            slice=Slice.parse(self.slice.name),
+            slice=self.slice.hardware,
             batch=self.workload.batch,
             limits=self.limits,
             dense_flops=self.workload.dense_flops_per_sample,

@@ -62,6 +62,8 @@ class ServingAssumptions:
             return self.shares[name]
         if name == "ring":
             return _RING
+        if name == "hbm_read" and chip.calibrated is not None and chip.calibrated.hbm_read is not None:
+            return chip.calibrated.hbm_read
         return float(_entry(chip)[name][0])
 
     def latency(self, chip: Chip, *, two_d: bool) -> float:
@@ -84,4 +86,8 @@ def _entry(chip: Chip) -> Mapping[str, Any]:
 
 
 def _source(name: ServingShare, chip: Chip) -> str:
-    return "assumed: written to overlap, as in training" if name == "ring" else str(_entry(chip)[name][1])
+    if name == "ring":
+        return "assumed: written to overlap, as in training"
+    if name == "hbm_read" and chip.calibrated is not None and chip.calibrated.hbm_read is not None:
+        return f"calibrated by {chip.calibrated.by}"
+    return str(_entry(chip)[name][1])

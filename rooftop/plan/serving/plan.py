@@ -216,7 +216,8 @@ class ServingPlanDocument(Record):
     @property
     def plan(self) -> ServingPlan:
         """The plan, priced anew. Raises RooftopError on slices or meshes that cannot be."""
-        slice_, prefill_slice = Slice.parse(self.slice.name), Slice.parse(self.prefill.slice)
+        slice_ = self.slice.hardware
+        prefill_slice = Slice.parse(self.prefill.slice).with_calibration(self.slice.calibrated)
         draft = None
         if self.draft is not None:
             draft = DraftModel(model=self.draft.config, length=self.draft.length, acceptance=self.draft.acceptance)
@@ -538,9 +539,12 @@ class ServingPlan:
         Of a plan for an engine, published benchmarks of engines under load.
         """
         problem = self.problem
+        calibration, context = problem.slice.chip.calibrated, round(problem.step_context)
         phases: tuple[Phase, Phase] = ("decode", "prefill") if problem.assumptions.engine is None else ("tpot", "ttft")
-        decode = evidence_for(Question.of(phases[0], problem.model, problem.slice, round(problem.step_context)))
-        prefill = evidence_for(Question.of(phases[1], problem.model, problem.prefill_server, problem.workload.prompt))
+        decode = evidence_for(Question.of(phases[0], problem.model, problem.slice, context)).calibrated(calibration)
+        prefill = evidence_for(
+            Question.of(phases[1], problem.model, problem.prefill_server, problem.workload.prompt)
+        ).calibrated(calibration)
         return ServingEvidence(
             decode=decode,
             prefill=prefill,

@@ -13,7 +13,6 @@ from rooftop.arrays.rules import AXES, STAGE_AXES, Rules
 from rooftop.capabilities import TRAINING, TrainingSpec, obstacles
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.records import Record, field_values, read_record
-from rooftop.hardware import Slice
 from rooftop.models import flops_per_token
 from rooftop.models.activations import parse_policy
 from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
@@ -178,7 +177,7 @@ class TrainingPlanDocument(Record):
     @property
     def plan(self) -> TrainingPlan:
         """The plan, priced anew. Raises RooftopError on a slice, mesh or policy that cannot be."""
-        slice_ = Slice.parse(self.slice.name)
+        slice_ = self.slice.hardware
         problem = Problem(
             model=self.model.config,
             slice=slice_,
@@ -253,7 +252,8 @@ class TrainingPlan:
     def evidence(self) -> Evidence:
         """Published runs of the chip and kind of model, and how far off they were planned."""
         problem = self.problem
-        return evidence_for(Question.of("train", problem.model, problem.slice, problem.workload.seq_len))
+        question = Question.of("train", problem.model, problem.slice, problem.workload.seq_len)
+        return evidence_for(question).calibrated(problem.slice.chip.calibrated)
 
     @property
     def interval_s(self) -> tuple[float, float] | None:

@@ -231,7 +231,7 @@ class _Times:
             transfers=[[durations.transfer_s(transfer) for transfer in item.collectives] for item in work],
             host=[durations.host_s(item) for item in work],
             exposed=_Busy.of(work, durations, assumptions).exposed(assumptions.shares(rates.overlap)),
-            factor=assumptions.calibration,
+            factor=assumptions.calibration * rates.step,
             asynchronous=_asynchronous(rates, assumptions),
         )
 
@@ -368,7 +368,7 @@ def price_work(
         waiting = sum((row.expected_s for row in padding), 0.0)
         left = np.maximum(1.0 - instead / np.where(waiting > 0, waiting, 1.0), 0.0)
         padding = [replace(row, expected_s=left * row.expected_s, serial_s=left * row.serial_s) for row in padding]
-    return Ledger((*rows, *padding, idle))
+    return Ledger((*rows, *padding, idle, *_gap(rates)))
 
 
 def expected_s(
@@ -381,7 +381,7 @@ def expected_s(
         for owner, transfers in busy.transfers[key].items():
             seconds[owner] = seconds.get(owner, 0.0) + share * transfers
     idle = _idle_s(seconds, strategies, assumptions, last_chunk)
-    return assumptions.calibration * (sum(seconds.values(), 0.0) + idle)
+    return assumptions.calibration * rates.step * (sum(seconds.values(), 0.0) + idle) + rates.gap_s
 
 
 def _rows(times: _Times, strategies: Strategies, rates: Rates) -> Iterator[Row]:
@@ -414,6 +414,19 @@ def _padding(work: Sequence[Work], rows: Sequence[Row]) -> list[Row]:
         )
         for phase in dict.fromkeys(row.phase for _, row in skipped)
     ]
+
+
+def _gap(rates: Rates) -> list[Row]:
+    """Time of a step in which devices idle or wait for their host, where a user has measured it."""
+    if not rates.gap_s:
+        return []
+    gap_s = rates.gap_s
+    return [
+        Row(
+            scope="host_gap", phase="update", count=1, time_s={"host": gap_s}, expected_s=gap_s, serial_s=gap_s,
+            formula="idle between steps and ops, as measured",
+        )
+    ]  # fmt: skip
 
 
 def _idle(

@@ -30,6 +30,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "check": ("a checked program", "checked:checked"),
     "explained": ("an explained run", "explained:explained"),
     "difference": ("a difference of two runs", "explained:difference"),
+    "calibration": ("a calibration", "calibration:calibration"),
     "operations": ("operations", "explained:operations"),
 }
 

@@ -10,6 +10,7 @@ from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.core.scopes import UNSCOPED
 from rooftop.present.document import Chart, Document, ShownFigure, ShownVerdict, Table, TableColumn, columns
 from rooftop.present.documents.parts import (
+    calibrated_text,
     ledger_bars,
     ledger_table,
     memory_bars,
@@ -50,7 +51,7 @@ def compilation(
     With ``frames``, sources are whole stacks.
     """
     where, ledger = data["slice"]["name"], Ledger.from_json(data.get("ledger", []))
-    subject = f"{where}: {mesh_text(data['mesh']['axes'])}"
+    subject = f"{where}: {mesh_text(data['mesh']['axes'])}{calibrated_text(data['slice'])}"
     if plan is not None:
         count = microbatches_text(plan["microbatches"])
         subject = f"{plan['model']['name']} on {subject}; remat {plan['remat']['name']}; {count}"

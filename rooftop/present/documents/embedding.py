@@ -9,6 +9,7 @@ from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.present.document import Bar, Bars, Document, ShownFigure, ShownVerdict, Table, TableColumn
 from rooftop.present.documents.parts import (
+    calibrated_text,
     ledger_bars,
     ledger_table,
     obstacles,
@@ -33,7 +34,7 @@ def embedding_plan(data: Mapping[str, Any]) -> Document:
         title=f"{count} embedding tables on {where['name']}: a plan",
         verdict=ShownVerdict(
             subject=f"{count} tables in {len(data['stacks'])} stacks on {where['name']}, {where['sparse_cores']} "
-            f"SparseCores, {work['batch']:,} samples a step{passes}",
+            f"SparseCores, {work['batch']:,} samples a step{passes}{calibrated_text(where)}",
             no=_shortfall(data),
         ),
         figures=tuple(_figures(data)),

@@ -463,6 +463,12 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], *, te
 # ---- evidence -------------------------------------------------------------------------------------------------------
 
 
+def calibrated_text(where: Mapping[str, Any]) -> str:
+    """The calibration of a plan's slice, after its subject; empty without one."""
+    calibrated = where.get("calibrated")
+    return "" if calibrated is None else f", calibrated by {calibrated['by']}"
+
+
 def level_of(evidence: Mapping[str, Any]) -> Level:
     """The level of a planned time: 'bound' without evidence."""
     return "bound" if evidence["level"] == "bound" else "expected"
@@ -470,10 +476,11 @@ def level_of(evidence: Mapping[str, Any]) -> Level:
 
 def interval_text(evidence: Mapping[str, Any], interval_s: Sequence[float] | None) -> str:
     """The interval of a planned time: 'expected; 90% interval 1.9 s to 2.3 s'."""
+    level = "calibrated" if evidence["level"] == "calibrated" else "expected"
     if interval_s is None:
-        return "a bound"
+        return "a bound" if evidence["level"] == "bound" else f"{level}; no interval"
     low, high = interval_s
-    return f"expected; 90% interval {format_seconds(low)} to {format_seconds(high)}"
+    return f"{level}; 90% interval {format_seconds(low)} to {format_seconds(high)}"
 
 
 def evidence_figure(evidence: Mapping[str, Any], name: str = "evidence") -> ShownFigure:

@@ -23,6 +23,7 @@ from rooftop.present.document import (
 )
 from rooftop.present.documents.parts import (
     busy,
+    calibrated_text,
     evidence_figure,
     front_chart,
     interval_text,
@@ -63,11 +64,14 @@ def serving_plan(data: Mapping[str, Any]) -> Document:
     """A serving plan: the fleet, a step and its latencies, both ledgers, why, and the front of batches."""
     where, generate, prefill = data["slice"]["name"], data["generate"], data["prefill"]
     memory, fleet = data["memory"]["per_device"], data.get("recommendation")
-    subject = f"{data['model']['name']} on {where}: batch {generate['batch']}, {data['mode']}{_too_long(data)}"
+    subject = f"{data['model']['name']} on {where}: batch {generate['batch']}, {data['mode']}"
+    subject += f"{calibrated_text(data['slice'])}{_too_long(data)}"
     return Document(
         title=f"{data['model']['name']} on {where}: a serving plan",
         verdict=ShownVerdict(
-            subject=subject if fleet is None else f"{_recommended(data)}: {fleet['best']['name']}",
+            subject=subject
+            if fleet is None
+            else f"{_recommended(data)}: {fleet['best']['name']}{calibrated_text(data['slice'])}",
             no=_no(data),
             details=(*_fleet(data), *(() if fleet is None else (subject,)), *_layouts(data)),
         ),
@@ -371,6 +375,8 @@ def _simulated_servers(data: Mapping[str, Any]) -> str:
     if deployment["prefill_servers"]:
         servers = f"{deployment['prefill_servers']} x {plan['prefill_slice']} for prefill and {servers} to generate"
     text = f"{plan['model']} on {servers}: {deployment['batching']}"
+    if plan.get("calibrated_by"):
+        text += f", calibrated by {plan['calibrated_by']}"
     if deployment["chunk_tokens"] is not None:
         text += f", prefill in chunks of {deployment['chunk_tokens']} tokens a step"
     text += f", batches up to {deployment['max_batch']}"

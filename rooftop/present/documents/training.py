@@ -22,6 +22,7 @@ from rooftop.present.document import (
 )
 from rooftop.present.documents.parts import (
     busy,
+    calibrated_text,
     evidence_figure,
     exposed_text,
     interval_text,
@@ -56,6 +57,7 @@ def training_plan(data: Mapping[str, Any]) -> Document:
         title=f"{data['model']['name']} on {where}: a training plan",
         verdict=ShownVerdict(
             subject=f"{data['model']['name']} on {where}: {mesh_text(data['mesh']['axes'])}"
+            + calibrated_text(data["slice"])
             + (" (not executable)" if data["obstacles"] else "")
             + _too_long(data),
             no=_refusal(data),

@@ -27,9 +27,11 @@ def validation(data: Mapping[str, Any], *, worst: int = 10) -> Document:
     """Errors of predictions by group, the ``worst`` runs, and what is missing."""
     return Document(
         title="Predictions next to published measurements",
-        verdict=ShownVerdict(),
+        verdict=ShownVerdict(subject=f"calibrated by {data['calibrated_by']}" if data["calibrated_by"] else ""),
         charts=(
+            *(_compiled(data["compiled"]) if data["compiled"] else ()),
             *(_training(data, worst) if data["rows"] else ()),
+            *(_memory(data["memory"]) if data["memory"]["rows"] else ()),
             *(_serving(data["serving"], worst) if data["serving"]["rows"] else ()),
             *(_engines(data["engines"]) if data["engines"]["rows"] or data["engines"]["unusable"] else ()),
         ),
@@ -63,6 +65,61 @@ def _training(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
         f"used; {summary['serving_rows']} rows of serving are in tables of their own. --json has every run, "
         "reading and reason."
     )
+    yield prose("\n".join(lines))
+
+
+def _compiled(compiled: Mapping[str, Any]) -> Iterator[Chart]:
+    """Published, planned and compiled times of runs, and errors by chip and kind of model."""
+    rows = tuple(
+        (
+            row["id"],
+            format_seconds(row["measured_s"]),
+            format_seconds(row["planned_s"]),
+            f"{100 * row['error']['planned']:+.1f}",
+            format_seconds(row["compiled_s"]),
+            f"{100 * row['error']['compiled']:+.1f}",
+        )
+        for row in compiled["rows"]
+        if row["compiled_s"] is not None
+    )
+    names = ("published", "planned", "error %", "compiled", "error %")
+    if rows:
+        yield Table(
+            title="Published, planned and compiled step times", section="Compiled",
+            columns=(TableColumn("run", "text", wrap=True), *columns(*names, text=0)), rows=rows,
+        )  # fmt: skip
+    lines = [
+        f"{group['name']}: {group['runs']} compiled; planned {_mean(group['errors']['planned'])} % off, compiled "
+        f"{_mean(group['errors']['compiled'])} %, mean absolute."
+        for group in compiled["groups"]
+    ]
+    lines += [f"not compiled: {row['id']}: {row['why']}" for row in compiled["rows"] if row["why"]]
+    yield prose("\n".join(lines))
+
+
+def _memory(memory: Mapping[str, Any]) -> Iterator[Chart]:
+    """Errors of planned memory by chip and kind, next to the null model."""
+    rows = tuple(
+        (
+            f"{group['chip']}, {group['kind']}",
+            str(group["errors"]["runs"]),
+            _mean(group["errors"]),
+            f"{100 * group['errors']['mean']:+.1f}",
+            f"{100 * group['errors']['largest_absolute']:.1f}",
+            _mean(group["null"]),
+        )
+        for group in memory["groups"]
+    )
+    names = ("runs", "planned", "signed", "largest", "null model")
+    yield Table(
+        title="Planned against published memory of a chip", section="Memory",
+        columns=columns("chip and kind", *names), rows=rows,
+    )  # fmt: skip
+    lines = [
+        "Errors of bytes in % (planned / published - 1), mean absolute where no other is named. Null model: the median "
+        "of other models' runs on the chip."
+    ]
+    lines += [f"not compared: {name}" for name in memory["not_compared"]]
     yield prose("\n".join(lines))
 
 

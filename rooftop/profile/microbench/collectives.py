@@ -56,6 +56,19 @@ def operand(kind: str, axes: Sequence[str], payload: float, dtype: str, mesh: De
     return jax.ShapeDtypeStruct(shape, DTYPES[dtype], sharding=jax.NamedSharding(mesh, jax.P(*mesh.axis_names)))
 
 
+def on_shards(kind: str, names: Sequence[str], members: int) -> Callable[[jax.Array], jax.Array]:
+    """One collective over the axes ``names`` of ``members`` devices, for use inside ``jax.shard_map``."""
+    ring = [(device, (device + 1) % members) for device in range(members)]
+    collectives: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "all_gather": lambda x: lax.all_gather(x, names, tiled=True),
+        "reduce_scatter": lambda x: lax.psum_scatter(x, names, tiled=True),
+        "all_reduce": lambda x: lax.psum(x, names),
+        "all_to_all": lambda x: lax.all_to_all(x, names, 0, 0, tiled=True),
+        "permute": lambda x: lax.ppermute(x, names, ring),
+    }
+    return collectives[kind]
+
+
 def program(kind: str, axes: Sequence[str], mesh: DeviceMesh) -> Callable[[jax.Array], jax.Array]:
     """A function that applies one collective over ``axes`` to arrays [*mesh axes, elements of one device].
 
@@ -64,15 +77,7 @@ def program(kind: str, axes: Sequence[str], mesh: DeviceMesh) -> Callable[[jax.A
     """
     # JAX numbers the devices of a ppermute in mesh order, and those of other collectives in the order of ``names``.
     names = tuple(axis for axis in mesh.axis_names if axis in axes)
-    members = math.prod(mesh.shape[axis] for axis in names)
-    ring = [(device, (device + 1) % members) for device in range(members)]
-    collective: Callable[[jax.Array], jax.Array] = {
-        "all_gather": lambda x: lax.all_gather(x, names, tiled=True),
-        "reduce_scatter": lambda x: lax.psum_scatter(x, names, tiled=True),
-        "all_reduce": lambda x: lax.psum(x, names),
-        "all_to_all": lambda x: lax.all_to_all(x, names, 0, 0, tiled=True),
-        "permute": lambda x: lax.ppermute(x, names, ring),
-    }[kind]
+    collective = on_shards(kind, names, math.prod(mesh.shape[axis] for axis in names))
     here = (1,) * len(mesh.axis_names)
     spec = jax.P(*mesh.axis_names)
     return jax.shard_map(

@@ -25,6 +25,7 @@ from rooftop.profile.microbench.timing import (
     compile_program,
     device_mesh,
     empty_call,
+    normal,
     provenance,
     time_program,
 )
@@ -93,13 +94,13 @@ def measure(
     if checked:
         small = _sparse(work, arrays, prices)
         expected = _on_one_device(work, small)
-    normal = [_normal(array, seed) for seed, array in enumerate(arrays)]
+    operands = [normal(array, seed) for seed, array in enumerate(arrays)]
     measured: list[StrategyTiming] = []
     for done, ((strategy, _), program) in enumerate(zip(work.programs, compiled, strict=True)):
         report(len(compiled) + done, 2 * len(compiled), f"run: {strategy.rule}")
         if checked:
             _require_equal(_whole(program(*small), work.output), expected, strategy.rule)
-        timing = time_program(program, *normal, least_s=least_s, least_runs=_RUNS)
+        timing = time_program(program, *operands, least_s=least_s, least_runs=_RUNS)
         measured.append(
             StrategyTiming(
                 rule=strategy.rule,
@@ -202,14 +203,3 @@ def _require_equal(result: npt.NDArray[np.float32], expected: npt.NDArray[np.flo
         worst = float(np.max(np.abs(result - expected)))
         by = f"{wrong} of {expected.size} numbers differ from those of one device, by up to {worst:g}"
         raise Infeasible(f"wrong result of '{rule}'", by)
-
-
-def _normal(array: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
-    """Random numbers: the power of a chip, and so its clock, depends on the multiplied values."""
-
-    def draw() -> jax.Array:
-        normal = jax.random.normal(jax.random.key(seed), array.shape, jnp.bfloat16)
-        return (normal if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.round(normal)).astype(array.dtype)
-
-    values: jax.Array = jax.jit(draw, out_shardings=array.sharding)()
-    return values

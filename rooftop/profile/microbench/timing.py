@@ -169,3 +169,14 @@ def compile_program(
         )
         raise Infeasible(what, f"needs {by}; {advice}")
     return compiled
+
+
+def normal(array: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+    """Random numbers: the power of a chip, and so its clock, depends on the multiplied values."""
+
+    def draw() -> jax.Array:
+        drawn = jax.random.normal(jax.random.key(seed), array.shape, jnp.bfloat16)
+        return (drawn if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.round(drawn)).astype(array.dtype)
+
+    values: jax.Array = jax.jit(draw, out_shardings=array.sharding)()
+    return values

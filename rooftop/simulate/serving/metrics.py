@@ -141,7 +141,7 @@ class ServingFigures(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedPlan(Record):
-    """The serving plan that was simulated, with the latencies that it expects."""
+    """The serving plan that was simulated, with the latencies that it expects, and its calibration (None: none)."""
 
     model: str
     max_seq_len: int
@@ -151,6 +151,7 @@ class SimulatedPlan(Record):
     batch: int
     ttft_s: float
     tpot_s: float
+    calibrated_by: str | None = None
 
     @classmethod
     def of(cls, plan: ServingPlan) -> SimulatedPlan:
@@ -165,6 +166,7 @@ class SimulatedPlan(Record):
             batch=plan.batch,
             ttft_s=plan.ttft_s,
             tpot_s=plan.tpot_s,
+            calibrated_by=None if problem.slice.chip.calibrated is None else problem.slice.chip.calibrated.by,
         )
 
 

@@ -1,0 +1,155 @@
+"""Published memory of training runs next to the plan's, by chip and kind, with a null model.
+
+A kind is the word of the metric before ``memory_per_chip``. Frameworks count different things under it: ``KINDS`` says
+which classes of a plan's memory stand next to it. The null model is the median of what runs of other models publish of
+the kind on the chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rooftop.arrays.rules import STAGE_AXES
+from rooftop.core.quantities import dtype_bytes
+from rooftop.core.records import Record
+from rooftop.plan.evidence import model_key
+from rooftop.plan.pricing import scalar
+from rooftop.plan.training.memory import saved_bytes
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.validation.accuracy import Errors
+from rooftop.validation.readings import source_facts
+from rooftop.validation.runs import PublishedRun
+
+_STATE = ("weights", "optimizer")
+_ALL = (*_STATE, "copies", "gradients", "activations", "workspace")
+#: Classes of memory that a published kind counts; ``copies`` are weights in the compute dtype, which a step makes.
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "peak": _ALL,
+    "peak_alloc": _ALL,
+    "peak_reserved": _ALL,
+    "xla_total": _ALL,
+    "xla_argument": _STATE,
+    "xla_temp": ("copies", "gradients", "activations", "workspace"),
+    "state_runtime": _STATE,
+    "param+optimizer": (*_STATE, "gradients"),
+    "activation": ("activations",),
+}
+#: Bytes of a parameter of Megatron-LM's distributed optimizer with bf16 parameters and f32 gradients; the optimizer's
+#: are split over data parallelism (docs/source/api-guide/dist_optimizer.md: 6 + 12/d).
+_DISTRIBUTED = {"weights": 2.0, "gradients": 4.0, "optimizer": 12.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryComparison(Record):
+    """Published bytes of a device of one kind next to planned ones; None: no run of another model publishes the kind.
+
+    ``error`` is planned / measured - 1, ``null_error`` that of the null model.
+    """
+
+    id: str
+    chip: str
+    kind: str
+    classes: tuple[str, ...]
+    measured_bytes: float
+    planned_bytes: float
+    null_bytes: float | None
+    error: float
+    null_error: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryGroup(Record):
+    """Errors of memory of one kind on a chip; None where no other model publishes the kind."""
+
+    chip: str
+    kind: str
+    errors: Errors
+    null: Errors | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecord(Record):
+    """All comparisons of memory, their errors by chip and kind, and kinds that stand next to nothing of a plan."""
+
+    rows: tuple[MemoryComparison, ...]
+    groups: tuple[MemoryGroup, ...]
+    not_compared: tuple[str, ...]
+
+
+def compare_memory(predicted: Sequence[tuple[PublishedRun, TrainingPlan]]) -> MemoryRecord:
+    """Published memory of runs next to that of their plans. A published chip may be several devices of a plan."""
+    rows, unknown = [], dict[str, None]()
+    for run, plan in predicted:
+        for kind, measured in run.measured_memory_bytes.items():
+            if kind not in KINDS:
+                unknown[f"{kind} ({run.id})"] = None
+                continue
+            chip = run.slice.chip
+            memory = planned_memory(run, plan)
+            planned = chip.devices * sum(memory[name] for name in KINDS[kind])
+            null = _null(run, kind, [other for other, _ in predicted])
+            rows.append(
+                MemoryComparison(
+                    id=run.id,
+                    chip=chip.name,
+                    kind=kind,
+                    classes=KINDS[kind],
+                    measured_bytes=measured,
+                    planned_bytes=planned,
+                    null_bytes=null,
+                    error=planned / measured - 1,
+                    null_error=None if null is None else null / measured - 1,
+                )
+            )
+    named: dict[tuple[str, str], list[MemoryComparison]] = {}
+    for row in rows:
+        named.setdefault((row.chip, row.kind), []).append(row)
+    groups = [_group(chip, kind, members) for (chip, kind), members in named.items()]
+    return MemoryRecord(rows=tuple(rows), groups=tuple(groups), not_compared=tuple(unknown))
+
+
+def planned_memory(run: PublishedRun, plan: TrainingPlan) -> dict[str, float]:
+    """Bytes of a device by class, with the state as the framework of the run keeps it (``state`` of readings.toml).
+
+    'xla': as planned. 'distributed_optimizer': Megatron-LM's. 'over_context': parameters, moments and gradients are
+    split over context parallelism too.
+    """
+    memory, step = dict(plan.memory), plan.step
+    parts = {name: scalar(part) for name, part in step.held_parameters.items()}
+    stored = parts | {"experts": parts["experts"] * scalar(step.lane_padding)}
+    weights = dtype_bytes(plan.problem.numerics.weights) * sum(stored.values())
+    memory |= {"weights": weights, "copies": memory["weights"] - weights}
+    state, context = source_facts(run.source).get("state", "xla"), plan.mesh.size("context")
+    if state == "distributed_optimizer":
+        if plan.mesh.size(*STAGE_AXES) > 1:
+            # The first stage has the embedding and the last one the unembedding; our program takes a microbatch out of
+            # the buffer of all.
+            parts["vocab"] /= 1 if run.model.tied_embeddings else 2
+            memory["activations"] = scalar(saved_bytes(step, "save"))
+        elements = sum(parts.values())
+        memory |= {name: size * elements for name, size in _DISTRIBUTED.items()} | {"copies": 0.0}
+        memory["optimizer"] /= plan.mesh.size("data", "fsdp") * context
+    elif state == "over_context":
+        memory |= {name: memory[name] / context for name in ("weights", "optimizer", "copies", "gradients")}
+    return memory
+
+
+def _null(run: PublishedRun, kind: str, runs: Sequence[PublishedRun]) -> float | None:
+    own = model_key(run.model)
+    others = [
+        other.measured_memory_bytes[kind]
+        for other in runs
+        if kind in other.measured_memory_bytes
+        and other.slice.chip.name == run.slice.chip.name
+        and model_key(other.model) != own
+    ]
+    return median(others) if others else None
+
+
+def _group(chip: str, kind: str, members: Sequence[MemoryComparison]) -> MemoryGroup:
+    errors = Errors.of([one.error for one in members])
+    assert errors is not None
+    null = Errors.of([one.null_error for one in members if one.null_error is not None])
+    return MemoryGroup(chip=chip, kind=kind, errors=errors, null=null)
