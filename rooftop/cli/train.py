@@ -150,6 +150,9 @@ _PROCESSES = ("coordinator", "processes", "process")
 @option("--keep", group=RUN, type=COUNT, default=2, help="Newest checkpoints to keep.")
 @option("--keep-every", group=RUN, type=COUNT, help="Keep checkpoints of steps that N divides.")
 @option(
+    "--save-also", group=RUN, type=PATH, metavar="DIR", help="For checkpoints that the run's folder has no room for."
+)
+@option(
     "--divergence", group=RUN, type=NUMBER, default=2.0, metavar="NATS",
     help="Stop when the loss has risen by this; 0: never.",
 )  # fmt: skip

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int8
 
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.core.files import write_bytes, write_text
+from rooftop.core.files import make_folder, sync, write_bytes, write_text
 from rooftop.models.embedding_tables.tables import Quantization, Tables
 
 LEVELS = 256
@@ -130,7 +130,10 @@ def export(
                 f"table {table.name}", shape, f"{table.vocabulary} x {table.width}, as the tables file says"
             )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        # The tables of an earlier export count no more; tables.json, written last, makes the new ones count.
+        (folder / "tables.json").unlink(missing_ok=True)
+        sync(folder)
     except OSError as error:
         raise RooftopError("output", str(folder), f"a folder that can be written ({error.strerror})") from None
     report: ExportedTables = {"kind": "embed-export", "schema": _SCHEMA, "dtype": dtype, "tables": {}}

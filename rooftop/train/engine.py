@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.checkpoints.huggingface import load_weights
 from rooftop.compiler.devices import chip_of_kind
-from rooftop.core.errors import Infeasible
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
 from rooftop.profile.microbench.timing import usable_bytes
 from rooftop.programs.parameters import (
@@ -175,7 +176,8 @@ class TrainEngine:
         if request.profile is not None and jax.process_index() == 0 and (module := step.as_text()):
             # Traces of CPUs lack the module of a program that comes out of the compilation cache.
             self.folder.write_module(module)
-        records = Records(self.folder, step=start, tensorboard=request.tensorboard)
+        also = None if request.save_also is None else RunFolder(path=Path(request.save_also).absolute())
+        records = Records(self.folder, step=start, tensorboard=request.tensorboard, also=also)
         trace = StepTrace(self.folder.profile, request.profile)
         divergence = request.divergence or math.inf
         reader = StepReader(records, self.job.program.optimizer, self.rates, self.watch, divergence=divergence)
@@ -201,12 +203,12 @@ class TrainEngine:
                     if self.data.held is not None and not stopping and is_evaluated:
                         evaluation = self._evaluate(records, done, state)
                     if last or stopping or _is_due(done, request.save_every):
-                        self._save(done, state)
+                        self._save(records, done, state, last=last or stopping)
                     reader.restart_clock()
                 if stopping:
                     break
             if done == start and not self.checkpoints.steps():
-                self._save(done, state)
+                self._save(records, done, state, last=True)
             self.checkpoints.wait()
         return Outcome(step=done, stopped=stopping, state=state, record=reader.record, evaluation=evaluation)
 
@@ -218,14 +220,24 @@ class TrainEngine:
         self.watch.on_evaluation(step, evaluation)
         return evaluation
 
-    def _save(self, step: int, state: TrainState[jax.Array]) -> None:
+    def _save(self, records: Records, step: int, state: TrainState[jax.Array], *, last: bool) -> None:
+        """Save the state, after the records up to it. The ``last`` save is on the disk on return."""
+        unwritten = records.sync()
         described = described_state(self.job.program, self.job.mesh)
-        self.checkpoints.save(
-            step,
-            repadded(state, described, padding_last),
-            {"data": self.data.digest, "seed": self.job.seed},
-            unpadded=unpadded(state, described),
-        )
+        try:
+            self.checkpoints.save(
+                step,
+                repadded(state, described, padding_last),
+                {"data": self.data.digest, "seed": self.job.seed},
+                unpadded=unpadded(state, described),
+                last=last,
+            )
+        except RooftopError as error:
+            also = "" if self.checkpoints.also else ", or --save-also DIR, a second one"
+            resume = f"to go on: rooftop train --resume {shlex.quote(str(self.folder.path))}"
+            raise RooftopError(error.field, error.given, f"{error.accepted}{also}; {resume}") from error
+        if last and unwritten is not None:
+            raise unwritten
 
     def _origin(self, failed: StepRecord) -> str:
         """Find the operation that made the first NaN: repeat the run from its last checkpoint to that step."""

@@ -38,7 +38,7 @@ from rooftop.programs.parameters import Batch, describe
 from rooftop.programs.training.program import Optimizer, TrainProgram
 from rooftop.programs.training.step import TrainState, init_state, train_step
 from rooftop.runs.folder import RunFolder
-from rooftop.runs.records import MetricsFile, TensorBoardEvents
+from rooftop.runs.records import MetricsFile, TensorBoardEvents, read_records
 from rooftop.runs.schedule import DECAYS, Schedule
 from rooftop.runs.signals import Signals, Stopped
 from rooftop.train.diagnosis import find_origin
@@ -193,6 +193,33 @@ def test_metrics_go_on_behind_a_step(tmp_path: Path) -> None:
     file.append({"step": 3, "loss": 2.0})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"step": 1}, {"step": 2}, {"step": 2, "eval_loss": 1}, {"step": 3, "loss": 2.0}]
+
+
+def test_metrics_without_room_go_to_a_second_file_and_come_back(tmp_path: Path) -> None:
+    path, also = tmp_path / "run" / "metrics.jsonl", tmp_path / "also" / "metrics.jsonl"
+    path.parent.mkdir()
+    file = MetricsFile(path, step=0, also=also)
+    file.append({"step": 1, "loss": 1.0})
+    assert file.sync() is None and not also.exists()
+    path.rename(tmp_path / "kept")
+    path.mkdir()
+    file.append({"step": 2, "loss": 2.0})
+    file.append({"step": 2, "eval_loss": 2.5})
+    assert file.sync() is None and len(also.read_text().splitlines()) == 2
+    path.rmdir()
+    (tmp_path / "kept").rename(path)
+    file.append({"step": 3, "loss": 3.0})
+    MetricsFile(path, step=3, also=also)
+    records = [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 2.0},
+        {"step": 2, "eval_loss": 2.5},
+        {"step": 3, "loss": 3.0},
+    ]
+    assert list(read_records(path)) == records and not also.exists()
+    path.write_text("[" * 100_000)
+    with pytest.raises(RooftopError, match=f"metrics: got '{path}:1'"):
+        read_records(path)
 
 
 def points(folder: Path) -> tuple[dict[tuple[str, int], float], list[int]]:
