@@ -68,7 +68,7 @@ class Checkpoint:
         try:
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else None
             files = {folder / _SINGLE} if names is None else {folder / str(file) for file in names.values()}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise RooftopError(str(index), f"{type(error).__name__}", "an index from tensors to files") from None
         tensors = dict[str, tuple[Path, str, tuple[int, ...]]]()
         for path in sorted(files):
@@ -135,7 +135,7 @@ def _opened(path: Path) -> Iterator[Any]:
         opened = safe_open(path, framework="numpy")
     except FileNotFoundError:
         raise RooftopError(str(path), "no such file", "a safetensors file") from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise RooftopError(str(path), str(error), "a whole safetensors file") from None
     with opened as file:
         yield file

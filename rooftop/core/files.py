@@ -12,12 +12,18 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 from rooftop.core.errors import RooftopError
 
 #: Errors of a folder that cannot be synchronised: not readable, or not a call of its file system.
 _NO_FOLDER_SYNC = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)
+
+#: Errors of np.load: the header of a .npy is Python, which fails to be read in as many ways as Python does.
+_NO_ARRAY = (
+    OSError, ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError, TokenError,
+)  # fmt: skip
 
 
 def cache_folder(kind: str) -> Path:
@@ -111,6 +117,26 @@ def remove_folder(folder: Path, condemned: Path) -> None:
     folder.rename(condemned)
     sync(condemned.parent)
     shutil.rmtree(condemned)
+
+
+def load_array(path: Path, field: str) -> Any:
+    """The memory-mapped array of a .npy file. Raises RooftopError, naming ``field``."""
+    import numpy as np  # light commands read none
+
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    # Its header is Python, which fails to be read in as many ways as Python does.
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        TypeError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+        TokenError,
+    ) as error:
+        raise RooftopError(field, str(path), f"a .npy array ({error})") from None
 
 
 def read_json_object(path: Path, *, field: str, accepted: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import make_folder, publish, remove_folder, sync, write_text
+from rooftop.core.records import read_record
 
 _MANIFEST, _STATE = "manifest.json", "state"
 _SCHEMA = 1
@@ -94,8 +95,7 @@ class _Manifest:
             fields = json.loads(body)
             if fields["schema"] != _SCHEMA:
                 raise RooftopError(f"{path}: schema", fields["schema"], f"{_SCHEMA}, which this version reads")
-            files = {str(name): _File(**file) for name, file in fields["files"].items()}
-            return cls(**fields | {"files": files, "extra": dict(fields["extra"]), "arrays": dict(fields["arrays"])})
+            return read_record(cls, fields, str(path))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise RooftopError(str(path), "a damaged file", "a manifest as it was written") from None
         except OSError as error:
@@ -225,7 +225,7 @@ class Checkpoints:
             if expected != stored:
                 raise RooftopError(f"checkpoint {checkpoint}: {name}", stored, f"{expected}, as the program has it")
         # Not strict: Orbax adds zeros, or cuts them off, where padding differs.
-        restored = self._checkpointer.restore(checkpoint / _STATE, leaves, strict=False)
+        restored = self._restored(checkpoint, leaves, strict=False)
         state = jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in leaves])
         return Restored(step=manifest.step, state=state, extra=manifest.extra, refused=refused)
 
@@ -235,8 +235,15 @@ class Checkpoints:
         Needs no shapes beforehand and one process. Raises RooftopError like ``restore``.
         """
         checkpoint, manifest, refused = self._newest(step)
-        arrays: dict[str, NDArray[Any]] = self._checkpointer.restore(checkpoint / _STATE)
+        arrays: dict[str, NDArray[Any]] = self._restored(checkpoint)
         return Restored(step=manifest.step, state=arrays, extra=manifest.extra, refused=refused)
+
+    def _restored(self, checkpoint: Path, *arguments: Any, **options: Any) -> Any:
+        """The arrays that Orbax reads. Raises RooftopError for files that match their hashes and are none of Orbax."""
+        try:
+            return self._checkpointer.restore(checkpoint / _STATE, *arguments, **options)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RooftopError("checkpoint", str(checkpoint), f"the state of a run ({_reason(error)})") from error
 
     def verify(self, step: int) -> None:
         """Compare every file of a checkpoint with its manifest. Raises RooftopError naming a file that differs."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rooftop.arrays import parse_axes
-from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, misread, unknown
 from rooftop.core.files import read_json_object
 from rooftop.models import ModelConfig
 from rooftop.plan.training.plan import TrainingPlan
@@ -180,13 +180,16 @@ class TrainRequest:
         recorded = folder.read()
         if recorded is None:
             raise RooftopError("resume", str(run), "the folder of a run that has begun")
-        values = {**recorded["arguments"], **changes, "run": folder.path}
-        if folder.plan.exists():
-            values.setdefault("plan", folder.plan)
-        elif "model" not in changes:
-            # The config.json may have moved since.
-            values["model"] = ModelConfig.from_json(recorded["job"]["program"]["computation"]["model"])
-        return cls.of(values)
+        try:
+            values = {**recorded["arguments"], **changes, "run": folder.path}
+            if folder.plan.exists():
+                values.setdefault("plan", folder.plan)
+            elif "model" not in changes:
+                # The config.json may have moved since.
+                values["model"] = ModelConfig.from_json(recorded["job"]["program"]["computation"]["model"])
+            return cls.of(values)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise misread(str(folder.path / "run.json"), error, "the run.json of rooftop train") from None
 
     @cached_property
     def folder(self) -> RunFolder:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rooftop.checkpoints.tokenizer import Ids, Tokenizer
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import make_folder, publish, write_text
+from rooftop.core.files import load_array, make_folder, publish, write_text
 from rooftop.train.data.corpus import Corpus, CorpusDocument, Progress, documents, sidecar
 
 #: The dtypes of a .bin of token ids.
@@ -165,10 +165,10 @@ def _opened(place: Path, key: str) -> TokenStore | None:
     try:
         about = json.loads((place / "store.json").read_text(encoding="utf-8"))
         tokens = np.memmap(place / "tokens.bin", dtype=about["dtype"], mode="r")
-        offsets = np.load(place / "documents.npy", mmap_mode="r", allow_pickle=False)
+        offsets = load_array(place / "documents.npy", "token store")
         if about["format"] != _FORMAT or offsets[-1] != len(tokens) or about["documents"] != len(offsets) - 1:
             return None
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, RooftopError):
         return None
     return TokenStore(parts=(tokens,), offsets=offsets, digest=key)
 
@@ -214,15 +214,12 @@ def _array(path: Path) -> tuple[npt.NDArray[Any], int | None]:
     try:
         about = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
         eos, dtype = about.get("eos"), about.get("dtype")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         raise RooftopError("data", str(beside), f"a JSON object such as {example}") from None
     if eos is not None and (not isinstance(eos, int) or isinstance(eos, bool)):
         raise RooftopError(f"eos of {beside}", eos, "a token id")
     if path.suffix.lower() == ".npy":
-        try:
-            array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise RooftopError("data", str(path), f"a .npy array ({error})") from None
+        array = load_array(path, "data")
         if array.ndim not in (1, 2) or array.dtype.kind not in "iu":
             problem = f"{path}: {array.dtype}{list(array.shape)}"
             raise RooftopError("data", problem, "whole numbers, [tokens] or [documents, tokens]")
