@@ -25,6 +25,7 @@ from rooftop.models import count_params
 from rooftop.models.embedding_tables.files import load_tables
 from rooftop.models.embedding_tables.tables import Tables
 from rooftop.present.documents.embedding import embedding_export
+from rooftop.runs.beats import Beats
 from rooftop.runs.environment import prepare_environment, uninterrupted
 from rooftop.runs.folder import RunFolder
 from rooftop.train.request import TrainRequest
@@ -266,8 +267,10 @@ def train(request: TrainRequest, watch: Watch | None = None) -> TrainResult:
     watch = watch if first and watch is not None else Watch()
     if first and request.export is not None:
         require_new(Path(request.export))
+    beats = Beats.of_process()
     with Signals() as signals, folder.claimed() if first else nullcontext():
         recorded = folder.read()
+        beats.enter("preparing the data", 0)
         ready = prepare(request, recorded, watch.on_progress)
         also = None if request.save_also is None else RunFolder(path=Path(request.save_also).absolute()).checkpoints
         checkpoints = Checkpoints(
@@ -286,9 +289,10 @@ def train(request: TrainRequest, watch: Watch | None = None) -> TrainResult:
             watch.on_start(done, request.steps)
             engine = TrainEngine(
                 job=ready.job, data=ready.data, folder=folder, checkpoints=checkpoints, rates=ready.rates,
-                request=request, watch=watch,
+                request=request, watch=watch, beats=beats,
             )  # fmt: skip
             outcome = engine.train(signals)
+            beats.enter("sampling and exporting", outcome.step)
             caught = "another process" if signals.caught is None else signals.caught.name
             return TrainResult(
                 run=folder.path,

@@ -39,6 +39,7 @@ from rooftop.programs.training.step import (
     train_step,
     unpadded,
 )
+from rooftop.runs.beats import DATA, STEP, Beats
 from rooftop.runs.checkpoints import Checkpoints
 from rooftop.runs.folder import RunFolder
 from rooftop.runs.records import Records
@@ -136,6 +137,7 @@ class TrainEngine:
     rates: TrainRates
     request: TrainRequest
     watch: Watch
+    beats: Beats
 
     def begin(self) -> tuple[int, TrainState[jax.Array]]:
         """Return the step and state to resume from: the newest undamaged checkpoint, or the initial state.
@@ -169,8 +171,10 @@ class TrainEngine:
         raise Infeasible(f"training stopped at step {failed.step}", f"{why}; {self._origin(failed)}; {newest}")
 
     def _train(self, signals: Signals) -> Outcome:
+        self.beats.enter("restoring the state", 0)
         start, state = self.begin()
         self.watch.on_message("compiling the step")
+        self.beats.enter("compiling the step", start)
         step = self.job.step
         request = self.request
         if request.profile is not None and jax.process_index() == 0 and (module := step.as_text()):
@@ -189,8 +193,10 @@ class TrainEngine:
         signals.deferred = True
         batches = prefetch(lambda index: self.job.batch(self.data, index), indices)
         with jax.set_mesh(self.job.mesh), closing(records), closing(trace), closing(batches):
+            self.beats.enter(DATA, start + 1)
             for fetched in batches:
-                vote = agreement.post(signals.caught is not None)
+                self.beats.enter(STEP, fetched.step + 1)
+                vote = agreement.post(signals.caught is not None, reader.host_s())
                 with trace.step(fetched.step + 1, reader.running):
                     state, metrics = step(state, fetched.batch)
                 stopping = reader.posted(fetched, metrics, vote, agreement)
@@ -207,6 +213,7 @@ class TrainEngine:
                     reader.restart_clock()
                 if stopping:
                     break
+                self.beats.enter(DATA, done + 1)
             if done == start and not self.checkpoints.steps():
                 self._save(records, done, state, last=True)
             self.checkpoints.wait()
@@ -214,6 +221,7 @@ class TrainEngine:
 
     def _evaluate(self, records: Records, step: int, state: TrainState[jax.Array]) -> Evaluation:
         assert self.data.held is not None
+        self.beats.enter("evaluating", step)
         forward = Forward(self.job.program, self.job.mesh)
         evaluation = forward.evaluate(state.weights, self.data.held, most=self.request.eval_batches)
         records.append({"step": step, **{f"eval_{name}": value for name, value in evaluation.to_json().items()}})
@@ -222,6 +230,7 @@ class TrainEngine:
 
     def _save(self, records: Records, step: int, state: TrainState[jax.Array], *, last: bool) -> None:
         """Save the state, after the records up to it. The ``last`` save is on the disk on return."""
+        self.beats.enter("saving", step)
         unwritten = records.sync()
         described = described_state(self.job.program, self.job.mesh)
         try:

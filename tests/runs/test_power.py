@@ -143,7 +143,7 @@ def test_the_disk_of_these_tests_finds_what_is_not_synchronised(tmp_path: Path, 
         file = disk / "final" / "file"
         left.add(file.read_text() if file.exists() else "no file" if (disk / "final").exists() else "nothing")
 
-    cut_everywhere(tmp_path, root, 20, work, check)
+    cut_everywhere(tmp_path, root, 40, work, check)
     assert left == {"nothing", "content"} if synced else left >= {"nothing", "no file", "", "content"}
 
 

@@ -26,9 +26,13 @@ _CALLS = ("fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir", "l
 
 @dataclass(frozen=True)
 class Crash:
-    """A moment: ``names`` are the entries that a folder may have, newest last, by its inode; ``files`` the contents."""
+    """A moment, by its number.
 
-    operation: str
+    ``names`` are the entries that a folder may have, newest last, by its inode; ``synced`` and ``contents`` are what a
+    file has on the disk and in memory.
+    """
+
+    number: int
     root: int
     names: dict[int, tuple[dict[str, int], ...]]
     synced: dict[int, bytes]
@@ -40,7 +44,7 @@ class Crash:
         ``how``: ``lost`` has nothing that was not synchronised; ``names`` has all names, and no content that was not;
         ``torn`` draws each by ``seed``.
         """
-        draw = random.Random(f"{seed} {self.operation}")
+        draw = random.Random(f"{seed} {self.number}")
         self._write(self.root, folder, how, draw, set())
 
     def _write(self, inode: int, folder: Path, how: str, draw: random.Random, above: set[int]) -> None:
@@ -75,6 +79,7 @@ class Disk:
     _open: list[int] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.RLock)
     _inside: bool = False
+    _crashes: int = 0
 
     @contextmanager
     def recording(self) -> Iterator[Disk]:
@@ -102,14 +107,13 @@ class Disk:
                 self._inside = True
                 try:
                     self._keep(name, arguments, named)
-                    operation = f"{name} {arguments[0]}"
                     self._look()
-                    self._crash(f"before {operation}")
+                    self._crash()
                     answer = call(*arguments, **named)
                     if name == "fsync":
                         self._sync(arguments[0])
                     self._look()
-                    self._crash(f"after {operation}")
+                    self._crash()
                     return answer
                 finally:
                     self._inside = False
@@ -176,10 +180,11 @@ class Disk:
             with open(f"/proc/self/fd/{handle}", "rb") as file:
                 self._synced[status.st_ino] = file.read()
 
-    def _crash(self, operation: str) -> None:
+    def _crash(self) -> None:
+        self._crashes += 1
         self.on_crash(
             Crash(
-                operation=operation,
+                number=self._crashes,
                 root=self.root.stat().st_ino,
                 names={inode: tuple(versions) for inode, versions in self._names.items()},
                 synced=dict(self._synced),

@@ -36,7 +36,7 @@ from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Workload
 from rooftop.programs.parameters import Batch, describe
 from rooftop.programs.training.program import Optimizer, TrainProgram
-from rooftop.programs.training.step import TrainState, init_state, train_step
+from rooftop.programs.training.step import StepMetrics, TrainState, init_state, train_step
 from rooftop.runs.folder import RunFolder
 from rooftop.runs.records import MetricsFile, TensorBoardEvents, read_records
 from rooftop.runs.schedule import DECAYS, Schedule
@@ -44,7 +44,7 @@ from rooftop.runs.signals import Signals, Stopped
 from rooftop.train.diagnosis import find_origin
 from rooftop.train.engine import TrainJob
 from rooftop.train.evaluate import Forward
-from rooftop.train.metrics import Divergence, TrainRates
+from rooftop.train.metrics import Divergence, StepRecord, TrainRates
 from rooftop.train.request import TrainRequest
 from rooftop.train.schedule import ScheduledOptimizer
 from rooftop.train.start import map_plan, shrink, shrunk_plan
@@ -177,6 +177,15 @@ def test_a_loss_that_rises_is_told_from_one_that_shakes() -> None:
     first = next(step for step, rise in enumerate(rises) if rise is not None)
     assert 104 <= first <= 112
     assert rises[first] == pytest.approx(1.0, abs=0.3)
+
+
+def test_the_slowest_process_is_named() -> None:
+    metrics = StepMetrics(loss=jnp.float32(1), gradient_norm=jnp.float32(1), tokens=jnp.int32(8))
+    how = {"learning_rate": 0.1, "seconds": 1.0, "waited_s": 0.0, "unix_s": 0.0}
+    rates = TrainRates(flops_per_token=1.0, convention="", peak_flops_per_s=None)
+    record = StepRecord.of(1, metrics, **how, rates=rates, host_s=(0.1, 0.2, 2.5, 0.3)).to_json()
+    assert [record[name] for name in ("slowest_process", "slowest_host_s", "median_host_s")] == [2, 2.5, 0.25]
+    assert "slowest_process" not in StepRecord.of(1, metrics, **how, rates=rates, host_s=(0.1,)).to_json()
 
 
 def test_mfu_is_model_flops_over_peak() -> None:

@@ -231,6 +231,9 @@ def test_two_processes_train_as_one(corpus: Path, devices: int, mesh: str) -> No
     together(corpus, two, 8, devices=devices, mesh=mesh)
     undisturbed = losses(two)
     assert undisturbed == pytest.approx(losses(alone), abs=1e-6, rel=0)
+    records = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
+    for record in (record for record in records if "loss" in record):
+        assert record["slowest_process"] in (0, 1) and 0 <= record["median_host_s"] <= record["slowest_host_s"]
     # As if both had been killed before step 8 was saved: steps 5 to 8 are done again.
     shutil.rmtree(two / "checkpoints" / "8")
     together(corpus, two, 8, devices=devices, mesh=mesh)
