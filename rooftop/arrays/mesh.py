@@ -122,8 +122,12 @@ class MeshLayout(Record):
     layout: Mapping[str, tuple[AxisPiece, ...]]
 
     def on(self, slice_: Slice) -> Mesh:
-        """The mesh on a slice. Raises RooftopError if the pieces do not tile it."""
-        return Mesh(slice_, self.layout)
+        """The mesh on a slice. Raises RooftopError if the pieces do not tile it, or the sizes are of others."""
+        mesh = Mesh(slice_, {name: self.layout.get(name, ()) for name in {**self.axes, **self.layout}})
+        for name, size in self.axes.items():
+            if size != mesh.shape.get(name, 1):
+                raise RooftopError(f"mesh.axes.{name}", size, f"{mesh.shape.get(name, 1)}, the size of its layout")
+        return mesh
 
 
 @dataclass(frozen=True)

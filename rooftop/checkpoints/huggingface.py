@@ -109,14 +109,15 @@ def save_weights(
     config: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
     described: Transformer[Parameter] | None = None,
+    complete: Callable[[Path], None] | None = None,
 ) -> None:
     """Write ``weights``, arrays of JAX or NumPy, as a published checkpoint: safetensors and config.json.
 
     ``source``: the folder that the weights once came from. Its config.json is copied byte for byte, and each tensor
     gets its dtype there. ``config``: the keys of the config.json where there is no such folder (None: written anew).
     Files have at most ``shard_bytes`` bytes of tensors, or one tensor. All processes call this function; the first one
-    writes. ``folder`` appears once it is complete. ``described`` says how dims of ``weights``
-    are padded, which tensors of a checkpoint never are; by default none is.
+    writes. ``complete`` adds further files, such as a tokenizer, to the folder, which appears once all is in it.
+    ``described`` says how dims of ``weights`` are padded, which tensors of a checkpoint never are; by default none is.
 
     Raises RooftopError if ``folder`` exists already or cannot be written, if ``config`` or that of ``source`` is of
     another model, and if no config.json of the family can describe ``model``.
@@ -154,7 +155,7 @@ def save_weights(
         return whole
 
     if jax.process_index() == 0:
-        write_checkpoint(folder, tensors, content, keys, shard_bytes)
+        write_checkpoint(folder, tensors, content, keys, shard_bytes, complete)
     else:
         for tensor in tensors:
             content(tensor)

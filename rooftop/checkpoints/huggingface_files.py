@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from rooftop.checkpoints.names import Array
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import sync, write_bytes, write_text
+from rooftop.core.files import make_folder, publish, write_bytes, write_text
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -68,7 +68,7 @@ class Checkpoint:
         try:
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else None
             files = {folder / _SINGLE} if names is None else {folder / str(file) for file in names.values()}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise RooftopError(str(index), f"{type(error).__name__}", "an index from tensors to files") from None
         tensors = dict[str, tuple[Path, str, tuple[int, ...]]]()
         for path in sorted(files):
@@ -135,7 +135,7 @@ def _opened(path: Path) -> Iterator[Any]:
         opened = safe_open(path, framework="numpy")
     except FileNotFoundError:
         raise RooftopError(str(path), "no such file", "a safetensors file") from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise RooftopError(str(path), str(error), "a whole safetensors file") from None
     with opened as file:
         yield file
@@ -159,10 +159,12 @@ def write_checkpoint(
     content: Callable[[CheckpointTensor], Array],
     config: Mapping[str, Any] | bytes,
     shard_bytes: int,
+    complete: Callable[[Path], None] | None = None,
 ) -> None:
     """Write ``config`` and the result of ``content`` for each of ``tensors``, in order, one at a time.
 
-    Files have at most ``shard_bytes`` of tensors, or one tensor. Raises RooftopError if ``folder`` exists already or
+    Files have at most ``shard_bytes`` of tensors, or one tensor. ``complete`` adds further files to the folder before
+    it gets its name. A power cut leaves the whole folder or none. Raises RooftopError if ``folder`` exists already or
     cannot be written; then it is not created.
     """
     if shard_bytes < 1:
@@ -170,7 +172,7 @@ def write_checkpoint(
     require_new(folder)
     files = _files(tensors, shard_bytes)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         unfinished = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         try:
             for name, members in files.items():
@@ -183,13 +185,13 @@ def write_checkpoint(
                 write_text(unfinished / _INDEX, json.dumps(index, indent=2) + "\n")
             written = config if isinstance(config, bytes) else (json.dumps(config, indent=2) + "\n").encode()
             write_bytes(unfinished / "config.json", written)
+            if complete is not None:
+                complete(unfinished)
             # mkdtemp creates private folders; give the checkpoint the permissions of the user's other folders.
             umask = os.umask(0)
             os.umask(umask)
             unfinished.chmod(0o777 & ~umask)
-            sync(unfinished)
-            unfinished.rename(folder)
-            sync(folder.parent)
+            publish(unfinished, folder)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise

@@ -61,7 +61,7 @@ class Tokenizer:
         try:
             definition = file.read_text(encoding="utf-8")
             settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else f"{error}"
             raise RooftopError("tokenizer", str(path), f"a {_FILE}, or a folder that has one ({reason})") from None
         if not isinstance(settings, dict):
@@ -120,8 +120,12 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_str(self.definition)
             backend.get_vocab_size()
-        except Exception as error:  # the package raises nothing narrower
-            raise RooftopError("tokenizer", f"{self.definition[:40]}", f"a {_FILE} ({error})") from None
+        except BaseException as error:
+            # The package raises nothing narrower than Exception, and a panic of its own code is none.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise RooftopError("tokenizer", f"{self.definition[:40]}", f"a {_FILE} ({reason})") from None
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True

@@ -6,9 +6,9 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -54,9 +54,13 @@ from rooftop.cli.options import (
 )
 from rooftop.cli.output import emit_json
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.quantities import parse_count
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.runs.beats import DESCRIPTOR, Beats
 from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment
 from rooftop.runs.folder import RunFolder
-from rooftop.runs.supervise import follow_supervisor, is_worker, keep_stdout, supervise
+from rooftop.runs.restarts import Supervision, keep_running
+from rooftop.runs.supervise import LOST_STATUS, follow_supervisor, is_worker, keep_stdout, supervise
 
 if TYPE_CHECKING:
     from rooftop.train.request import TrainRequest
@@ -81,7 +85,7 @@ def _parse_number(text: str | float, field: str) -> float:
 
 NUMBER = Parsed("x", _parse_number)
 #: Options of the processes, which are no fields of a request.
-_PROCESSES = ("coordinator", "processes", "process")
+_PROCESSES = ("coordinator", "processes", "process", "supervise", "max_restarts")
 
 
 @click.command(name="train", cls=VerbCommand, examples=_EXAMPLES)
@@ -150,6 +154,9 @@ _PROCESSES = ("coordinator", "processes", "process")
 @option("--keep", group=RUN, type=COUNT, default=2, help="Newest checkpoints to keep.")
 @option("--keep-every", group=RUN, type=COUNT, help="Keep checkpoints of steps that N divides.")
 @option(
+    "--save-also", group=RUN, type=PATH, metavar="DIR", help="For checkpoints that the run's folder has no room for."
+)
+@option(
     "--divergence", group=RUN, type=NUMBER, default=2.0, metavar="NATS",
     help="Stop when the loss has risen by this; 0: never.",
 )  # fmt: skip
@@ -164,6 +171,8 @@ _PROCESSES = ("coordinator", "processes", "process")
 @coordinator_option()
 @processes_option()
 @process_option()
+@option("--supervise", group=RUN, is_flag=True, help="Start the processes, and again those that are lost or hang.")
+@option("--max-restarts", group=RUN, type=COUNT, default=3, help="Restarts without a new checkpoint between them.")
 @json_option
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
@@ -184,12 +193,14 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
         return _train(request, as_json)
 
     coordinator = ctx.params["coordinator"]
+    processes, process = ctx.params["processes"], ctx.params["process"]
+    if ctx.params["supervise"] and not is_worker():
+        return keep_running(_supervision(request, ctx.params, as_json))
     if coordinator is None:
-        return train()
+        return train_together(train, request.folder.path) if is_worker() else train()
     from rooftop.library.training import PACKAGES
 
     prepare_environment(request.devices, packages=PACKAGES, extra="train")
-    processes, process = ctx.params["processes"], ctx.params["process"]
     return train_together(train, request.folder.path, coordinator=coordinator, processes=processes, process=process)
 
 
@@ -217,6 +228,39 @@ def _require_mesh(request: TrainRequest, processes: int | None) -> None:
         raise RooftopError(
             "mesh", f"{axes}: {mesh} devices", f"axes whose sizes multiply to the {emulates} of --devices"
         )
+
+
+def _supervision(request: TrainRequest, params: Mapping[str, Any], as_json: bool) -> Supervision:
+    """The supervision that these options ask for. Raises RooftopError if they do not go together."""
+    coordinator, process = params["coordinator"], params["process"]
+    processes = parse_count(params["processes"] or 1, "processes")
+    host, _, port = (coordinator or "127.0.0.1:0").rpartition(":")
+    if coordinator is not None and (not host or not port.isdecimal()):
+        raise RooftopError("coordinator", coordinator, "HOST:PORT of process 0 with --supervise")
+    if (coordinator is None) != (process is None):
+        accepted = "--coordinator HOST:PORT with it; or neither, for all processes on this machine"
+        raise RooftopError("process", process, accepted if coordinator is None else "--process I with --coordinator")
+    index = None if process is None else int(process)
+    if index is not None and not 0 <= index < processes:
+        raise RooftopError("process", index, f"0 to {processes - 1}")
+    axes = request.axes
+    if axes is None and request.planned is not None and (request.as_is or not request.shrink):
+        axes = TrainingPlan.from_json(request.planned).spec.axes
+    return Supervision(
+        arguments=tuple(_without(sys.argv[1:], "supervise", ("max-restarts", "coordinator", "processes", "process"))),
+        run=request.folder.path, processes=processes, process=index, host=host, port=int(port), axes=axes,
+        max_restarts=params["max_restarts"], quiet=as_json,
+    )  # fmt: skip
+
+
+def _without(words: Sequence[str], flag: str, options: Sequence[str]) -> Iterator[str]:
+    """The words of a command without a flag, and without options and their values."""
+    remaining = iter(words)
+    for word in remaining:
+        if word in [f"--{name}" for name in options]:
+            next(remaining, None)
+        elif word != f"--{flag}" and not word.startswith(tuple(f"--{name}=" for name in options)):
+            yield word
 
 
 def _plain(value: object) -> object:
@@ -255,9 +299,10 @@ def _train(request: TrainRequest, as_json: bool) -> int:
 
 
 def train_together(
-    train: Callable[[], int], run: Path, *, coordinator: str, processes: int | None, process: int | None
-) -> int:
-    """Train as one of several processes, under a supervisor.
+    train: Callable[[], int], run: Path, *, coordinator: str | None = None, processes: int | None = None,
+    process: int | None = None,
+) -> int:  # fmt: skip
+    """Train as one of several processes, under a supervisor; without a ``coordinator`` as the only one.
 
     An error ends the process at once, because Python's usual exit waits for the other processes.
     """
@@ -265,15 +310,22 @@ def train_together(
     if not is_worker():
         return supervise(sys.argv[1:], how_to_resume)
     follow_supervisor()
+    Beats.of_process()
     keep_stdout()
+    # Under restarts the loss of a process has a status of its own.
+    lost = LOST_STATUS if DESCRIPTOR in os.environ else 1
+    joined = coordinator is None
     try:
-        join_processes(coordinator, processes, process)
+        if coordinator is not None:
+            join_processes(coordinator, processes, process)
+            joined = True
         return train()
     except (RooftopError, Infeasible) as error:
-        line, status = str(error), error.exit_status
+        line, status = str(error), error.exit_status if joined or lost == 1 else lost
     except Exception as error:  # Any error of the runtime may mean that a process is lost.
         reason = (str(error).splitlines() or [""])[0][:160]
-        line, status = f"the run has lost one of its processes ({reason}); {how_to_resume}", 1
+        what = "the run has lost one of its processes" if coordinator is not None else type(error).__name__
+        line, status = f"{what} ({reason}); {how_to_resume}", lost
     click.echo(f"rooftop: {line}", err=True)
     sys.stdout.flush()
     os._exit(status)

@@ -55,7 +55,7 @@ class Cache:
             if entry["format"] != _FORMAT or any(digest(Path(name)) != known for name, known in sources.items()):
                 return None
             os.utime(path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
         return result
 

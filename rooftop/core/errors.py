@@ -9,6 +9,19 @@ from typing import TypeVar
 Name = TypeVar("Name", bound=str)
 
 
+#: Characters of a part of an error that comes from a file, which may be as long as the file.
+_LONGEST = 1000
+
+
+def one_line(text: str) -> str:
+    """``text`` with control characters, such as those that colour a terminal, written as escapes."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
 class RooftopError(Exception):
     """The input is wrong. One line names the field, what was given (None: nothing) and what is accepted (status 2)."""
 
@@ -18,7 +31,8 @@ class RooftopError(Exception):
         self.field = field
         self.given = given
         self.accepted = accepted
-        super().__init__(f"{field}: got {'nothing' if given is None else repr(given)}; accepted: {accepted}")
+        shown = "nothing" if given is None else _cut(repr(given))
+        super().__init__(f"{one_line(_cut(field))}: got {shown}; accepted: {one_line(_cut(accepted))}")
 
     def __reduce__(self) -> tuple[type[RooftopError], tuple[str, object, str]]:
         # It is raised anew in another process.

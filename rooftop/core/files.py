@@ -1,17 +1,29 @@
-"""Files that are whole or not there, JSON files, and caches.
+"""Files and folders that are whole or not there, JSON files, and caches.
 
-A crash, a kill or a full disk leaves what was there before.
+A crash, a kill, a power cut or a full disk leaves what was there before. Content reaches the disk before the rename
+that makes it count, and the rename before the call returns.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 from rooftop.core.errors import RooftopError
+
+#: Errors of a folder that cannot be synchronised: not readable, or not a call of its file system.
+_NO_FOLDER_SYNC = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)
+
+#: Errors of np.load: the header of a .npy is Python, which fails to be read in as many ways as Python does.
+_NO_ARRAY = (
+    OSError, ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError, TokenError,
+)  # fmt: skip
 
 
 def cache_folder(kind: str) -> Path:
@@ -57,17 +69,74 @@ def write_bytes(path: Path, data: bytes) -> None:
         except BaseException:
             os.unlink(temporary)
             raise
+        sync(path.parent)
     except OSError as error:
         raise RooftopError("output file", str(path), f"a path that can be written ({error.strerror})") from None
 
 
 def sync(path: Path) -> None:
-    """Write a file, or the entries of a folder, from the system's memory to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Write a file, or the entries of a folder, from the system's memory to the disk. Raises OSError.
+
+    Nothing happens to a folder that cannot be opened, or whose file system has no such call.
+    """
+    is_folder = path.is_dir()
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if not (is_folder and error.errno in _NO_FOLDER_SYNC):
+            raise
+
+
+def sync_all(folder: Path) -> None:
+    """Write a folder and all that is in it to the disk. A rename may reach the disk before what it renames."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def publish(unfinished: Path, folder: Path) -> None:
+    """Give a folder its final name, on the disk: all that is in it first, then the name. Raises OSError."""
+    sync_all(unfinished)
+    unfinished.rename(folder)
+    sync(folder.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and those above it, on the disk. Nothing happens to one that exists. Raises OSError."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        sync(path.parent)
+
+
+def remove_folder(folder: Path, condemned: Path) -> None:
+    """Remove a folder. It is first renamed, on the disk, so that a part of it is never taken for the whole."""
+    folder.rename(condemned)
+    sync(condemned.parent)
+    shutil.rmtree(condemned)
+
+
+def load_array(path: Path, field: str) -> Any:
+    """The memory-mapped array of a .npy file. Raises RooftopError, naming ``field``."""
+    import numpy as np  # light commands read none
+
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    # Its header is Python, which fails to be read in as many ways as Python does.
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        TypeError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+        TokenError,
+    ) as error:
+        raise RooftopError(field, str(path), f"a .npy array ({error})") from None
 
 
 def read_json_object(path: Path, *, field: str, accepted: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int8
 
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.core.files import write_bytes, write_text
+from rooftop.core.files import load_array, make_folder, sync, write_bytes, write_text
 from rooftop.models.embedding_tables.tables import Quantization, Tables
 
 LEVELS = 256
@@ -130,7 +130,10 @@ def export(
                 f"table {table.name}", shape, f"{table.vocabulary} x {table.width}, as the tables file says"
             )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        # The tables of an earlier export count no more; tables.json, written last, makes the new ones count.
+        (folder / "tables.json").unlink(missing_ok=True)
+        sync(folder)
     except OSError as error:
         raise RooftopError("output", str(folder), f"a folder that can be written ({error.strerror})") from None
     report: ExportedTables = {"kind": "embed-export", "schema": _SCHEMA, "dtype": dtype, "tables": {}}
@@ -157,9 +160,12 @@ def load(folder: Path) -> dict[str, Float32[np.ndarray, "..."]]:
         report = json.loads((folder / "tables.json").read_text(encoding="utf-8"))
         tables = {}
         for name, table in report["tables"].items():
-            stored = np.load(folder / table["file"], allow_pickle=False)
-            tables[name] = _values(stored, table["low"], table["step"]) if report["dtype"] == "int8" else stored
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            stored = load_array(folder / table["file"], "export")
+            is_int8 = report["dtype"] == "int8"
+            if stored.dtype != (np.int8 if is_int8 else np.float32):
+                raise ValueError(f"{table['file']} has elements of {stored.dtype}")
+            tables[name] = _values(stored, float(table["low"]), float(table["step"])) if is_int8 else stored
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RooftopError("export", str(folder), f"a folder that rooftop exported tables to ({error})") from None
     return tables
 

@@ -25,6 +25,7 @@ from rooftop.models import count_params
 from rooftop.models.embedding_tables.files import load_tables
 from rooftop.models.embedding_tables.tables import Tables
 from rooftop.present.documents.embedding import embedding_export
+from rooftop.runs.beats import Beats
 from rooftop.runs.environment import prepare_environment, uninterrupted
 from rooftop.runs.folder import RunFolder
 from rooftop.train.request import TrainRequest
@@ -266,10 +267,18 @@ def train(request: TrainRequest, watch: Watch | None = None) -> TrainResult:
     watch = watch if first and watch is not None else Watch()
     if first and request.export is not None:
         require_new(Path(request.export))
+    beats = Beats.of_process()
     with Signals() as signals, folder.claimed() if first else nullcontext():
         recorded = folder.read()
+        beats.enter("preparing the data", 0)
         ready = prepare(request, recorded, watch.on_progress)
-        checkpoints = Checkpoints(folder.checkpoints, keep=request.keep, every=request.keep_every)
+        also = None if request.save_also is None else RunFolder(path=Path(request.save_also).absolute()).checkpoints
+        checkpoints = Checkpoints(
+            folder.checkpoints, keep=request.keep, every=request.keep_every, also=also, on_message=watch.on_message
+        )
+        if recorded is None and also is not None and also.exists():
+            accepted = "a folder that no other run has saved to"
+            raise RooftopError("save-also", str(request.save_also), accepted)
         with closing(checkpoints):
             done = max(checkpoints.steps(), default=0)
             if first:
@@ -280,9 +289,10 @@ def train(request: TrainRequest, watch: Watch | None = None) -> TrainResult:
             watch.on_start(done, request.steps)
             engine = TrainEngine(
                 job=ready.job, data=ready.data, folder=folder, checkpoints=checkpoints, rates=ready.rates,
-                request=request, watch=watch,
+                request=request, watch=watch, beats=beats,
             )  # fmt: skip
             outcome = engine.train(signals)
+            beats.enter("sampling and exporting", outcome.step)
             caught = "another process" if signals.caught is None else signals.caught.name
             return TrainResult(
                 run=folder.path,
@@ -391,8 +401,6 @@ def _headline(ready: ReadyRun) -> str:
 
 def _finish(request: TrainRequest, ready: ReadyRun, outcome: Outcome) -> tuple[str, ...]:
     """Draw the samples and write the export of a run that is done; return the samples."""
-    import jax
-
     from rooftop.checkpoints.huggingface import save_weights
     from rooftop.train.evaluate import SampleOptions, sample
 
@@ -408,8 +416,9 @@ def _finish(request: TrainRequest, ready: ReadyRun, outcome: Outcome) -> tuple[s
         )
         texts = sample(job.program, job.mesh, weights, tokenizer, options)
     if request.export is not None:
-        folder = Path(request.export)
-        save_weights(folder, job.program.model, weights, source=job.init, described=job.described)
-        if jax.process_index() == 0 and tokenizer is not None:
-            tokenizer.save(folder)
+        complete = None if tokenizer is None else tokenizer.save
+        save_weights(
+            Path(request.export), job.program.model, weights, source=job.init, described=job.described,
+            complete=complete,
+        )  # fmt: skip
     return tuple(texts)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rooftop.core.errors import misread
 from rooftop.profile.intervals import Ints
 from rooftop.profile.trace import Device, Host, Op, Runs, SparseCore, Steps, Trace, Track, trace_files
 from rooftop.profile.xplane import Column, Plane, StatKind, XEvents, XLine, XSpace, fields, read_space
@@ -32,7 +33,12 @@ _OP_STATS = ("hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal")
 
 def read_trace(path: Path) -> Trace:
     """Read a trace file, or the newest session of a folder. Raises RooftopError for other files."""
-    return trace_of([read_space(file) for file in trace_files(path)])
+    spaces = [read_space(file) for file in trace_files(path)]
+    try:
+        return trace_of(spaces)
+    # An event names a kind or a figure that the file does not have.
+    except (LookupError, ValueError, ArithmeticError) as error:
+        raise misread("trace", error, f"a whole trace of JAX's profiler, not {path}") from None
 
 
 def trace_of(spaces: Sequence[XSpace]) -> Trace:

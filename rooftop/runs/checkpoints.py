@@ -2,11 +2,13 @@
 
 A checkpoint is the folder ``<step>``: ``state``, written by Orbax, and ``manifest.json``, written last, with size and
 SHA-256 of every file and shape and dtype of every array. It is written and synchronised to disk as ``<step>.writing``
-and renamed once it is complete. A kill or a power loss at any moment leaves the whole of it or the checkpoint before.
+and renamed once it is complete. A kill or a power loss at any moment leaves the whole of it or the checkpoint before:
+no older one is removed before the new one is on the disk under its name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -14,7 +16,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +30,8 @@ from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import sync, write_text
+from rooftop.core.files import make_folder, publish, remove_folder, sync, write_text
+from rooftop.core.records import read_record
 
 _MANIFEST, _STATE = "manifest.json", "state"
 _SCHEMA = 1
@@ -35,6 +39,8 @@ _SCHEMA = 1
 _REPORT = 1024
 #: Time for the slowest process to hash its share of the files.
 _TIMEOUT_MS = 20 * 60 * 1000
+#: Seconds before each further attempt to save on a disk that failed.
+_PAUSES_S = (1.0, 4.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,75 +95,113 @@ class _Manifest:
             fields = json.loads(body)
             if fields["schema"] != _SCHEMA:
                 raise RooftopError(f"{path}: schema", fields["schema"], f"{_SCHEMA}, which this version reads")
-            files = {str(name): _File(**file) for name, file in fields["files"].items()}
-            return cls(**fields | {"files": files, "extra": dict(fields["extra"]), "arrays": dict(fields["arrays"])})
+            return read_record(cls, fields, str(path))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise RooftopError(str(path), "a damaged file", "a manifest as it was written") from None
         except OSError as error:
             raise RooftopError(str(path), error.strerror or "unreadable", "the manifest of a checkpoint") from None
 
 
+@dataclass(frozen=True)
+class _Saving:
+    """A save under way: ``future`` returns the reason of a failure, empty without one."""
+
+    folder: Path
+    step: int
+    future: Future[str]
+
+
 class Checkpoints:
     """The checkpoints in ``folder``. All processes of a run share them and call the same methods in the same order.
 
-    The newest ``keep`` stay, and every one whose step is a multiple of ``every``. Raises RooftopError unless both are
-    positive.
+    The newest ``keep`` stay, and every one whose step is a multiple of ``every``. Where ``folder`` cannot be written,
+    checkpoints go to the folder ``also``, and those in both are the checkpoints of the run. ``on_message`` is called
+    with a line for each attempt to save that fails. Raises RooftopError unless ``keep`` and ``every`` are positive and
+    the folders differ.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, every: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int = 2, every: int | None = None, also: Path | None = None,
+        on_message: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
         if keep < 1:
             raise RooftopError("keep", keep, "a positive whole number of checkpoints")
         if every is not None and every < 1:
             raise RooftopError("keep every", every, "a positive whole number of steps, or none")
+        if also is not None and also.resolve() == folder.resolve():
+            raise RooftopError("save-also", str(also), "another folder than the run's")
         self.folder, self.keep, self.every = folder.absolute(), keep, every
+        self.also = None if also is None else also.absolute()
+        self._on_message = on_message
         self._checkpointer = ocp.StandardCheckpointer()
         self._worker = ThreadPoolExecutor(1, "checkpoint")
-        self._saving: Future[None] | None = None
+        self._saving: _Saving | None = None
         self._saves = 0
         logging.getLogger("absl").addFilter(_is_no_orbax_error)
 
     def steps(self) -> tuple[int, ...]:
         """Steps of the complete checkpoints, ascending. ``verify`` tells if one is damaged."""
-        return tuple(sorted(self._complete()))
+        return tuple(sorted({step for step, _ in self._complete()}))
 
-    def save(self, step: int, state: Any, extra: Mapping[str, Any], *, unpadded: Any = None) -> None:
+    def save(
+        self, step: int, state: Any, extra: Mapping[str, Any], *, unpadded: Any = None, last: bool = False
+    ) -> None:
         """Save ``state``, any pytree of arrays, and ``extra``, plain JSON values (those of the first process).
 
         ``unpadded`` is the state as ShapeDtypeStructs without zeros at the ends of its dims, which a mesh needs. By
         default the state has none.
 
-        Returns once the arrays are copied to the host, so that they may be donated; a thread writes them. A checkpoint
-        of the same step is replaced; those of later steps belong to an abandoned course and are removed.
+        Returns once the arrays are copied to the host, so that they may be donated; a thread writes them. The
+        ``last`` save, and one after a save that failed, waits until it is on the disk: it is tried again after pauses,
+        then in the folder ``also``. A checkpoint of the same step is replaced; those of later steps belong to an
+        abandoned course and are removed.
 
-        Raises RooftopError if this or the last save could not be written: earlier checkpoints stay untouched.
+        Raises RooftopError if no attempt succeeds: earlier checkpoints stay untouched.
         """
-        self.wait()
-        self._saves += 1
-        writing = self.folder / f"{step}.writing"
-        leaves = _leaves(state)
-        arrays = {name: _kind(leaf) for name, leaf in (leaves if unpadded is None else _leaves(unpadded)).items()}
-        try:
-            if jax.process_index() == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._tidy()
-                writing.mkdir()
-            # Orbax lets the other processes in after the first one.
-            self._checkpointer.save(writing / _STATE, leaves)
-        except Exception as error:
-            raise self._failed(step, error) from error
-        manifest = _Manifest(schema=_SCHEMA, step=step, extra=dict(extra), arrays=arrays, files={})
-        self._saving = self._worker.submit(self._finish, writing, manifest)
-
-    def wait(self) -> None:
-        """Wait until the last save is on disk. Raises RooftopError if it could not be written."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
-
-    def close(self) -> None:
-        """Wait for the last save and end the threads. Raises RooftopError like ``wait``."""
         try:
             self.wait()
+        except RooftopError as lost:
+            self._say(f"{lost.field} was not written: {lost.given}; saving step {step} instead")
+            last = True
+
+        def attempt(folder: Path, *, waits: bool) -> RooftopError | None:
+            try:
+                self._begin(folder, step, state, extra, unpadded)
+                if waits:
+                    self.wait()
+            except RooftopError as failed:
+                return failed
+            return None
+
+        error = attempt(self.folder, waits=last)
+        for pause in _PAUSES_S:
+            if error is None:
+                return
+            self._say(f"{error.field}: {error.given}; trying again in {pause:g} s")
+            time.sleep(pause)
+            error = attempt(self.folder, waits=True)
+        if error is not None and self.also is not None:
+            error = attempt(self.also, waits=True)
+            if error is None:
+                self._say(f"checkpoint of step {step} is in {self.also}")
+        if error is not None:
+            raise error
+
+    def wait(self) -> None:
+        """Wait until the last save is on disk. Raises RooftopError, on all processes, if one could not write it."""
+        saving, self._saving = self._saving, None
+        if saving is not None and (reason := _first_of_all_processes(saving.future.result())):
+            raise self._failed(saving.folder, saving.step, reason)
+
+    def close(self) -> None:
+        """Wait for the last save and end the threads. Raises RooftopError if this process could not write it.
+
+        Other processes are not asked: this one may close because they are lost.
+        """
+        saving, self._saving = self._saving, None
+        try:
+            if saving is not None and (reason := saving.future.result()):
+                raise self._failed(saving.folder, saving.step, reason)
         finally:
             self._worker.shutdown()
             self._checkpointer.close()
@@ -181,7 +225,7 @@ class Checkpoints:
             if expected != stored:
                 raise RooftopError(f"checkpoint {checkpoint}: {name}", stored, f"{expected}, as the program has it")
         # Not strict: Orbax adds zeros, or cuts them off, where padding differs.
-        restored = self._checkpointer.restore(checkpoint / _STATE, leaves, strict=False)
+        restored = self._restored(checkpoint, leaves, strict=False)
         state = jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in leaves])
         return Restored(step=manifest.step, state=state, extra=manifest.extra, refused=refused)
 
@@ -191,8 +235,15 @@ class Checkpoints:
         Needs no shapes beforehand and one process. Raises RooftopError like ``restore``.
         """
         checkpoint, manifest, refused = self._newest(step)
-        arrays: dict[str, NDArray[Any]] = self._checkpointer.restore(checkpoint / _STATE)
+        arrays: dict[str, NDArray[Any]] = self._restored(checkpoint)
         return Restored(step=manifest.step, state=arrays, extra=manifest.extra, refused=refused)
+
+    def _restored(self, checkpoint: Path, *arguments: Any, **options: Any) -> Any:
+        """The arrays that Orbax reads. Raises RooftopError for files that match their hashes and are none of Orbax."""
+        try:
+            return self._checkpointer.restore(checkpoint / _STATE, *arguments, **options)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RooftopError("checkpoint", str(checkpoint), f"the state of a run ({_reason(error)})") from error
 
     def verify(self, step: int) -> None:
         """Compare every file of a checkpoint with its manifest. Raises RooftopError naming a file that differs."""
@@ -202,25 +253,37 @@ class Checkpoints:
         """The newest undamaged checkpoint, or that of ``step``; and a line for each newer, damaged one."""
         self.wait()
         complete = self._complete()
-        if step is not None and step not in complete:
-            raise RooftopError("checkpoint", step, f"one of the steps {sorted(complete)} in {self.folder}")
+        known = sorted({other for other, _ in complete})
+        if step is not None and step not in known:
+            raise RooftopError("checkpoint", step, f"one of the steps {known} in {self._places}")
         refused = list[str]()
-        for candidate in sorted(complete, reverse=True) if step is None else (step,):
-            damage = _first_of_all_processes(self._damage(complete[candidate]))
-            if not damage:
-                return complete[candidate], _Manifest.read(complete[candidate]), tuple(refused)
-            refused.append(damage)
-        raise RooftopError("checkpoint", "; ".join(refused) or "none", f"one that is whole in {self.folder}")
+        for candidate in known[::-1] if step is None else (step,):
+            for path in (path for other, path in complete if other == candidate):
+                damage = _first_of_all_processes(self._damage(path))
+                if not damage:
+                    return path, _Manifest.read(path), tuple(refused)
+                refused.append(damage)
+        raise RooftopError("checkpoint", "; ".join(refused) or "none", f"one that is whole in {self._places}")
 
-    def _complete(self) -> dict[int, Path]:
-        """Folders by step. A checkpoint that was moved aside counts until its successor is in place."""
-        folders = {}
-        for suffix in (".replaced", ""):
-            for path in self.folder.glob(f"*{suffix}"):
-                name = path.name.removesuffix(suffix)
-                if name.isdecimal() and (path / _MANIFEST).exists():
-                    folders[int(name)] = path
-        return folders
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        return (self.folder,) if self.also is None else (self.folder, self.also)
+
+    @property
+    def _places(self) -> str:
+        return " or ".join(map(str, self._folders))
+
+    def _complete(self) -> list[tuple[int, Path]]:
+        """Steps and folders. A checkpoint that was moved aside counts until its successor is in place."""
+        complete = list[tuple[int, Path]]()
+        for folder in self._folders:
+            paths = dict[int, Path]()
+            for suffix in (".replaced", ""):
+                for path in _entries(folder, suffix):
+                    if (path / _MANIFEST).exists():
+                        paths[int(path.name.removesuffix(suffix))] = path
+            complete += paths.items()
+        return complete
 
     def _damage(self, checkpoint: Path) -> str:
         """The first damage in this process's share of the files; empty without any."""
@@ -238,55 +301,100 @@ class Checkpoints:
             return f"{error.filename}: {error.strerror}"
         return ""
 
-    def _finish(self, writing: Path, manifest: _Manifest) -> None:
-        """Complete the files of Orbax, publish the checkpoint and remove old ones. Runs in the background."""
+    def _begin(self, folder: Path, step: int, state: Any, extra: Mapping[str, Any], unpadded: Any) -> None:
+        """Copy the arrays to the host and have a thread write them. Raises RooftopError on all processes."""
+        self._saves += 1
+        writing = folder / f"{step}.writing"
+        leaves = _leaves(state)
+        arrays = {name: _kind(leaf) for name, leaf in (leaves if unpadded is None else _leaves(unpadded)).items()}
+        reason = ""
+        if jax.process_index() == 0:
+            try:
+                make_folder(folder)
+                self._tidy(folder)
+                writing.mkdir()
+            except OSError as error:
+                reason = _reason(error)
+        if reason := _first_of_all_processes(reason):
+            raise self._failed(folder, step, reason)
         try:
-            self._checkpointer.wait_until_finished()
-            # The first process moves the files of Orbax last: all must see the same ones.
-            self._barrier("written")
-            files = sorted(str(path.relative_to(writing)) for path in (writing / _STATE).rglob("*") if path.is_file())
-            parts = [writing / f"checksums.{process}.json" for process in range(jax.process_count())]
-            share = {name: dataclasses.asdict(file) for name, file in _checksums(writing, _share(files))}
-            write_text(parts[jax.process_index()], json.dumps(share))
-            self._barrier("checked")
-            if jax.process_index() == 0:
-                for part in parts:
-                    checksums = json.loads(part.read_text(encoding="utf-8"))
-                    manifest.files.update({name: _File(**file) for name, file in checksums.items()})
-                    part.unlink()
-                write_text(writing / _MANIFEST, manifest.text())
-                self._publish(writing, manifest.step)
-                self._prune(manifest.step)
-            self._barrier("published")
+            # Orbax lets the other processes in after the first one.
+            self._checkpointer.save(writing / _STATE, leaves)
         except Exception as error:
-            raise self._failed(manifest.step, error) from error
+            raise self._failed(folder, step, _reason(error)) from error
+        manifest = _Manifest(schema=_SCHEMA, step=step, extra=dict(extra), arrays=arrays, files={})
+        self._saving = _Saving(folder, step, self._worker.submit(self._finish, writing, manifest))
 
-    def _publish(self, writing: Path, step: int) -> None:
-        # Orbax synchronises arrays only, and a rename may reach the disk before the files that it renames.
-        for path in (*writing.rglob("*"), writing):
-            sync(path)
-        final, aside = self.folder / f"{step}", self.folder / f"{step}.replaced"
+    def _finish(self, writing: Path, manifest: _Manifest) -> str:
+        """Complete the files of Orbax, publish the checkpoint and remove old ones. Runs in the background.
+
+        Returns the reason of a failure, empty without one. A process that fails goes through all barriers, as the
+        others would wait for it there.
+        """
+        reason = ""
+        for name, phase in (("written", self._write), ("checked", self._check), ("published", self._publish)):
+            if not reason:
+                try:
+                    phase(writing, manifest)
+                except Exception as error:
+                    reason = _reason(error)
+            self._barrier(name)
+        return reason
+
+    def _write(self, writing: Path, manifest: _Manifest) -> None:
+        """Wait for the files of Orbax. The first process moves them last: all must see the same ones."""
+        self._checkpointer.wait_until_finished()
+
+    def _check(self, writing: Path, manifest: _Manifest) -> None:
+        """Hash this process's share of the files."""
+        files = sorted(str(path.relative_to(writing)) for path in (writing / _STATE).rglob("*") if path.is_file())
+        if jax.process_count() > 1:
+            # On a network's file system only the host that wrote a file can bring it to the disk.
+            own = {f"process_{jax.process_index()}", f"ocdbt.process_{jax.process_index()}"}
+            for name in files:
+                if own.intersection(Path(name).parts):
+                    sync(writing / name)
+        share = {name: dataclasses.asdict(file) for name, file in _checksums(writing, _share(files))}
+        write_text(writing / _part(jax.process_index()), json.dumps(share))
+
+    def _publish(self, writing: Path, manifest: _Manifest) -> None:
+        """In the first process: write the manifest, give the checkpoint its name, and remove old ones."""
+        if jax.process_index() != 0:
+            return
+        for process in range(jax.process_count()):
+            part = writing / _part(process)
+            if not part.exists():
+                raise OSError(0, f"process {process} could not write its files")
+            checksums = json.loads(part.read_text(encoding="utf-8"))
+            manifest.files.update({name: _File(**file) for name, file in checksums.items()})
+            part.unlink()
+        write_text(writing / _MANIFEST, manifest.text())
+        final, aside = writing.with_suffix(""), writing.with_suffix(".replaced")
         if final.exists():
             _remove(aside)
             final.rename(aside)
-        writing.rename(final)
-        sync(self.folder)
+            sync(writing.parent)
+        # Orbax synchronises arrays only.
+        publish(writing, final)
         _remove(aside)
+        self._prune(manifest.step)
 
     def _prune(self, step: int) -> None:
         complete = self._complete()
-        newest = sorted(earlier for earlier in complete if earlier <= step)[-self.keep :]
-        for other, path in complete.items():
+        newest = sorted({earlier for earlier, _ in complete if earlier <= step})[-self.keep :]
+        for other, path in complete:
             is_landmark = self.every is not None and other % self.every == 0
             if other > step or not (other in newest or is_landmark):
-                _remove(path)
+                # The new checkpoint is whole: one too many is no failure of it.
+                with contextlib.suppress(OSError):
+                    _remove(path)
 
-    def _tidy(self) -> None:
+    def _tidy(self, folder: Path) -> None:
         """Remove the remains of an interrupted process."""
-        complete = self._complete().values()
+        complete = [path for _, path in self._complete()]
         for suffix in (".writing", ".removed", ".replaced"):
-            for path in self.folder.glob(f"*{suffix}"):
-                if path.name.removesuffix(suffix).isdecimal() and path not in complete:
+            for path in _entries(folder, suffix):
+                if path not in complete:
                     shutil.rmtree(path)
 
     def _barrier(self, name: str) -> None:
@@ -294,17 +402,38 @@ class Checkpoints:
             key = f"rooftop checkpoints: save {self._saves} in {self.folder} {name}"
             ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=_TIMEOUT_MS)
 
-    def _failed(self, step: int, error: Exception) -> RooftopError:
+    def _say(self, line: str) -> None:
+        if self._on_message is not None:
+            self._on_message(line)
+
+    def _failed(self, folder: Path, step: int, reason: str) -> RooftopError:
         """The error of a failed save, whose files are removed to free their space."""
-        free = shutil.disk_usage(next(path for path in (self.folder, *self.folder.parents) if path.exists())).free
+        try:
+            free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+        except OSError:
+            free = 0
         if jax.process_index() == 0:
-            shutil.rmtree(self.folder / f"{step}.writing", ignore_errors=True)
+            shutil.rmtree(folder / f"{step}.writing", ignore_errors=True)
         # asyncio would log every other array of this save that failed as well, when it is freed.
-        logging.getLogger("asyncio").addFilter(lambda record: f"{self.folder}" not in record.getMessage())
+        logging.getLogger("asyncio").addFilter(lambda record: f"{folder}" not in record.getMessage())
         steps = self.steps()
         last = f"step {steps[-1]} is the newest that is whole" if steps else "none is there yet"
-        accepted = f"a folder with room for it ({free:,} bytes were free in {self.folder}; {last})"
-        return RooftopError(f"checkpoint of step {step}", _reason(error), accepted)
+        accepted = f"a folder with room for it ({free:,} bytes were free in {folder}; {last})"
+        return RooftopError(f"checkpoint of step {step}", reason, accepted)
+
+
+def _entries(folder: Path, suffix: str) -> list[Path]:
+    """Folders named by a step and ``suffix``; none where ``folder`` cannot be read."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return [folder / name for name in names if name.endswith(suffix) and name.removesuffix(suffix).isdecimal()]
+
+
+def _part(process: int) -> str:
+    """The file with the checksums of a process."""
+    return f"checksums.{process}.json"
 
 
 def _is_no_orbax_error(record: logging.LogRecord) -> bool:
@@ -349,11 +478,8 @@ def _first_of_all_processes(damage: str) -> str:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that a part of it is never taken for the whole."""
     if checkpoint.exists():
-        condemned = checkpoint.with_name(f"{checkpoint.name.split('.')[0]}.removed")
-        checkpoint.rename(condemned)
-        shutil.rmtree(condemned)
+        remove_folder(checkpoint, checkpoint.with_name(f"{checkpoint.name.split('.')[0]}.removed"))
 
 
 def _reason(error: BaseException) -> str:

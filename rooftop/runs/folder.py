@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import write_json, write_text
+from rooftop.core.files import make_folder, write_json, write_text
 
 SCHEMA = 3
 #: HLO of the step, next to its traces.
@@ -131,7 +131,7 @@ def require_same(run: Path, recorded: object, current: object, *, ignored: Seque
 
 def _create(folder: Path, run: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise _not_writable(run, error) from None
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import P
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 
 
 def one_at_a_time() -> bool:
@@ -61,8 +61,16 @@ class Signals:
             raise Stopped(f"stopped by {self.caught.name} before the first step")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Votes:
+    """Votes of all processes at a step: True to ``stop`` if any does, and the seconds that each worked on its host."""
+
+    stop: bool
+    host_s: tuple[float, ...]
+
+
 class Agreement:
-    """A vote of all processes to stop, with the same result on all of them: a sum over one number from each."""
+    """A vote of all processes to stop, with the same result on all of them: two numbers from each, gathered."""
 
     def __init__(self) -> None:
         self._alone = jax.process_count() == 1
@@ -72,20 +80,23 @@ class Agreement:
         first = {device.process_index: device for device in reversed(jax.devices())}
         devices = np.array([first[process] for process in sorted(first)], dtype=object)
         self._mesh = Mesh(devices, ("process",), axis_types=(AxisType.Explicit,))
-        self._sum = jax.jit(jnp.sum)
+        self._gather = jax.jit(lambda votes: reshard(votes, P()))
 
-    def post(self, stop: bool) -> bool | jax.Array:
-        """Vote at a step. ``read`` returns the result once the step is done."""
+    def post(self, stop: bool, host_s: float) -> Votes | jax.Array:
+        """Vote at a step, with the seconds of host work before it. ``read`` returns the result once it is done."""
         if self._alone:
-            return stop
-        vote = np.array([stop], np.int32)
+            return Votes(stop=stop, host_s=(host_s,))
+        vote = np.array([[stop, host_s]], np.float32)
         split = NamedSharding(self._mesh, P("process"))
         with jax.set_mesh(self._mesh):
-            votes = jax.make_array_from_callback((jax.process_count(),), split, lambda _: vote)
-            total: jax.Array = self._sum(votes)
+            votes = jax.make_array_from_callback((jax.process_count(), 2), split, lambda _: vote)
+            all_votes: jax.Array = self._gather(votes)
         # Processes on CPUs mix up the collectives of programs that run at once.
-        return jax.block_until_ready(total) if one_at_a_time() else total
+        return jax.block_until_ready(all_votes) if one_at_a_time() else all_votes
 
-    def read(self, posted: bool | jax.Array) -> bool:
-        """True if any process voted to stop at that step."""
-        return bool(posted)
+    def read(self, posted: Votes | jax.Array) -> Votes:
+        """The votes of all processes at that step."""
+        if isinstance(posted, Votes):
+            return posted
+        votes = np.asarray(posted)
+        return Votes(stop=bool(votes[:, 0].any()), host_s=tuple(votes[:, 1].tolist()))

@@ -8,20 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 #: The environment variable of a worker; its value is the supervisor's process id.
 WORKER = "ROOFTOP_SUPERVISOR"
-_OURS = b"rooftop: "
-#: Last lines of a worker's stderr that are kept, to be shown if none of them is ours.
+OURS = b"rooftop: "
+#: Exit status of a worker under restarts that has lost another process (EX_TEMPFAIL).
+LOST_STATUS = 75
+#: What JAX's runtime and Python write when they abort: held until the end, and shown if none of our lines explains it.
+_PAGES = re.compile(
+    rb"[EFWI]\d{4} |\*\*\* |    @ |Fatal Python error|Current thread|Thread 0x|  File |  <no Python|  \.\.\."
+    rb"|Extension mod|\n"
+)
+#: Seconds within which further lines belong to a page.
+_PAGE_S = 1.0
+#: Last such lines that are kept.
 _LINES = 1000
+#: Seconds after which the others have gone on without a worker that is stopped, whose heartbeat JAX misses after 30 s.
+_STOPPED_S = 45.0
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
@@ -50,6 +65,8 @@ def keep_stdout() -> None:
 def supervise(arguments: Sequence[str], how_to_resume: str) -> int:
     """Run ``rooftop`` with these arguments as a worker, pass its output and signals on, and return its status.
 
+    What it writes is shown as it comes, but for the pages of a runtime that aborts.
+
     A worker that a signal or its runtime has ended had lost the other processes: one line says so, and the status is 1.
     """
     worker = subprocess.Popen(
@@ -61,7 +78,7 @@ def supervise(arguments: Sequence[str], how_to_resume: str) -> int:
         # Ctrl-C reaches the supervisor alone, which passes it on once.
         start_new_session=True,
     )
-    errors = deque[bytes](maxlen=_LINES)
+    pages, ours = deque[bytes](maxlen=_LINES), 0
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -73,27 +90,66 @@ def supervise(arguments: Sequence[str], how_to_resume: str) -> int:
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
 
-    def keep_stderr() -> None:
+    def copy_stderr() -> None:
+        nonlocal ours
         assert worker.stderr is not None
-        errors.extend(worker.stderr)
+        page = -math.inf
+        for line in worker.stderr:
+            is_ours, is_page = line.startswith(OURS), _PAGES.match(line) is not None
+            # Lines right after those of a page go on with it.
+            if not is_ours and (is_page or time.monotonic() - page < _PAGE_S):
+                page = time.monotonic() if is_page else page
+                pages.append(line)
+                continue
+            ours += is_ours
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    threads = [threading.Thread(target=target) for target in (copy_stdout, keep_stderr)]
+    threads = [threading.Thread(target=target) for target in (copy_stdout, copy_stderr)]
+    stopped = False
     try:
         for thread in threads:
             thread.start()
+        stopped = _waited(worker)
         for thread in threads:
             thread.join()
-        status = worker.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    ours = [line for line in errors if line.startswith(_OURS)]
-    if status >= 0:
-        shown = ours or list(errors)
-    else:
-        lost = f"rooftop: the run has lost one of its processes; {how_to_resume}\n"
-        shown, status = ours or [lost.encode()], 1
-    sys.stderr.buffer.writelines(shown)
+    status = worker.returncode
+    if status < 0:
+        status = 1
+        what = "this process was stopped, and is ended" if stopped else "the run has lost one of its processes"
+        if not ours:
+            sys.stderr.buffer.write(f"rooftop: {what}; {how_to_resume}\n".encode())
+    elif not ours:
+        sys.stderr.buffer.writelines(pages)
     sys.stderr.buffer.flush()
     return status
+
+
+def is_stopped(process: int) -> bool:
+    """True if the system has stopped a process, by SIGSTOP or a debugger (Linux; elsewhere False)."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] in "Tt"
+
+
+def _waited(worker: subprocess.Popen[bytes]) -> bool:
+    """Wait for the end of a worker. One that stays stopped is ended, which frees its devices; returns True then."""
+    since: float | None = None
+    while True:
+        try:
+            worker.wait(1.0)
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+            since = (since or now) if is_stopped(worker.pid) else None
+            if since is not None and now - since > _STOPPED_S:
+                worker.kill()
+                worker.wait()
+                return True
+        else:
+            return False

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 DRAWN_LAYERS = 2
 #: Layers, those of all microbatches together, that are drawn at most where every one is asked for.
 MOST_LAYERS = 20_000
+#: Executions of a row of the update that are drawn one by one.
+_MOST_UPDATES = 1_000
 _NOTE = (
     "the plan's expectation: it says how much of a transfer is hidden, not when it is under way; hidden parts are "
     "drawn beside the wait for the rest"
@@ -60,8 +62,12 @@ def step_lanes(ledger: Ledger, *, title: str, microbatches: int = 1, every_trip:
     elif microbatches > 1:
         drawn.more(f"{microbatches - 1} more microbatches", (microbatches - 1) * (drawn.now - begin))
     for row in update:
-        for _ in range(max(1, round(float(row.count)))):
+        times, begin = max(1, round(float(row.count))), drawn.now
+        shown = min(times, _MOST_UPDATES)
+        for _ in range(shown):
             drawn.row(row)
+        if times > shown:
+            drawn.more(f"{times - shown} more", (times - shown) * (drawn.now - begin) / shown)
     return drawn.lanes(title)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.checkpoints.huggingface import load_weights
 from rooftop.compiler.devices import chip_of_kind
-from rooftop.core.errors import Infeasible
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
 from rooftop.profile.microbench.timing import usable_bytes
 from rooftop.programs.parameters import (
@@ -38,6 +39,7 @@ from rooftop.programs.training.step import (
     train_step,
     unpadded,
 )
+from rooftop.runs.beats import DATA, STEP, Beats
 from rooftop.runs.checkpoints import Checkpoints
 from rooftop.runs.folder import RunFolder
 from rooftop.runs.records import Records
@@ -135,6 +137,7 @@ class TrainEngine:
     rates: TrainRates
     request: TrainRequest
     watch: Watch
+    beats: Beats
 
     def begin(self) -> tuple[int, TrainState[jax.Array]]:
         """Return the step and state to resume from: the newest undamaged checkpoint, or the initial state.
@@ -168,14 +171,17 @@ class TrainEngine:
         raise Infeasible(f"training stopped at step {failed.step}", f"{why}; {self._origin(failed)}; {newest}")
 
     def _train(self, signals: Signals) -> Outcome:
+        self.beats.enter("restoring the state", 0)
         start, state = self.begin()
         self.watch.on_message("compiling the step")
+        self.beats.enter("compiling the step", start)
         step = self.job.step
         request = self.request
         if request.profile is not None and jax.process_index() == 0 and (module := step.as_text()):
             # Traces of CPUs lack the module of a program that comes out of the compilation cache.
             self.folder.write_module(module)
-        records = Records(self.folder, step=start, tensorboard=request.tensorboard)
+        also = None if request.save_also is None else RunFolder(path=Path(request.save_also).absolute())
+        records = Records(self.folder, step=start, tensorboard=request.tensorboard, also=also)
         trace = StepTrace(self.folder.profile, request.profile)
         divergence = request.divergence or math.inf
         reader = StepReader(records, self.job.program.optimizer, self.rates, self.watch, divergence=divergence)
@@ -187,8 +193,10 @@ class TrainEngine:
         signals.deferred = True
         batches = prefetch(lambda index: self.job.batch(self.data, index), indices)
         with jax.set_mesh(self.job.mesh), closing(records), closing(trace), closing(batches):
+            self.beats.enter(DATA, start + 1)
             for fetched in batches:
-                vote = agreement.post(signals.caught is not None)
+                self.beats.enter(STEP, fetched.step + 1)
+                vote = agreement.post(signals.caught is not None, reader.host_s())
                 with trace.step(fetched.step + 1, reader.running):
                     state, metrics = step(state, fetched.batch)
                 stopping = reader.posted(fetched, metrics, vote, agreement)
@@ -201,31 +209,44 @@ class TrainEngine:
                     if self.data.held is not None and not stopping and is_evaluated:
                         evaluation = self._evaluate(records, done, state)
                     if last or stopping or _is_due(done, request.save_every):
-                        self._save(done, state)
+                        self._save(records, done, state, last=last or stopping)
                     reader.restart_clock()
                 if stopping:
                     break
+                self.beats.enter(DATA, done + 1)
             if done == start and not self.checkpoints.steps():
-                self._save(done, state)
+                self._save(records, done, state, last=True)
             self.checkpoints.wait()
         return Outcome(step=done, stopped=stopping, state=state, record=reader.record, evaluation=evaluation)
 
     def _evaluate(self, records: Records, step: int, state: TrainState[jax.Array]) -> Evaluation:
         assert self.data.held is not None
+        self.beats.enter("evaluating", step)
         forward = Forward(self.job.program, self.job.mesh)
         evaluation = forward.evaluate(state.weights, self.data.held, most=self.request.eval_batches)
         records.append({"step": step, **{f"eval_{name}": value for name, value in evaluation.to_json().items()}})
         self.watch.on_evaluation(step, evaluation)
         return evaluation
 
-    def _save(self, step: int, state: TrainState[jax.Array]) -> None:
+    def _save(self, records: Records, step: int, state: TrainState[jax.Array], *, last: bool) -> None:
+        """Save the state, after the records up to it. The ``last`` save is on the disk on return."""
+        self.beats.enter("saving", step)
+        unwritten = records.sync()
         described = described_state(self.job.program, self.job.mesh)
-        self.checkpoints.save(
-            step,
-            repadded(state, described, padding_last),
-            {"data": self.data.digest, "seed": self.job.seed},
-            unpadded=unpadded(state, described),
-        )
+        try:
+            self.checkpoints.save(
+                step,
+                repadded(state, described, padding_last),
+                {"data": self.data.digest, "seed": self.job.seed},
+                unpadded=unpadded(state, described),
+                last=last,
+            )
+        except RooftopError as error:
+            also = "" if self.checkpoints.also else ", or --save-also DIR, a second one"
+            resume = f"to go on: rooftop train --resume {shlex.quote(str(self.folder.path))}"
+            raise RooftopError(error.field, error.given, f"{error.accepted}{also}; {resume}") from error
+        if last and unwritten is not None:
+            raise unwritten
 
     def _origin(self, failed: StepRecord) -> str:
         """Find the operation that made the first NaN: repeat the run from its last checkpoint to that step."""

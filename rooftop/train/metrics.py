@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +48,8 @@ class StepRecord(Record):
     ``step`` counts from 1, and ``loss`` (nats per token) is that of the weights before it. ``tokens`` carry loss.
     ``seconds`` is the time since the end of the step before, and ``data_share`` the part of it that the step waited for
     its batch; ``unix_s`` is the time of day. ``z_loss`` and ``balance_loss`` are means, without coefficients.
+    Of several processes ``slowest_process`` is the one that worked longest on its host before the step, which the
+    others wait for: ``slowest_host_s``, where the median process took ``median_host_s``.
     """
 
     step: int
@@ -61,11 +65,14 @@ class StepRecord(Record):
     unix_s: float
     z_loss: float | None = None
     balance_loss: float | None = None
+    slowest_process: int | None = None
+    slowest_host_s: float | None = None
+    median_host_s: float | None = None
 
     @classmethod
     def of(
         cls, step: int, metrics: StepMetrics[Any], *, learning_rate: float, seconds: float, waited_s: float,
-        unix_s: float, rates: TrainRates,
+        unix_s: float, rates: TrainRates, host_s: Sequence[float] = (),
     ) -> StepRecord:  # fmt: skip
         """Return the record of a step; waits until the step is done."""
         values = {name: None if value is None else float(value) for name, value in vars(metrics).items()}
@@ -82,6 +89,7 @@ class StepRecord(Record):
             mfu=rates.mfu(tokens_per_s),
             data_share=min(waited_s / max(seconds, 1e-9), 1.0),
             unix_s=unix_s,
+            **_slowest(host_s),
             **values,  # type: ignore[arg-type]
         )
 
@@ -97,6 +105,18 @@ class StepRecord(Record):
             for name, value in super().to_json().items()
             if value is not None or name == "mfu"
         }
+
+
+def _slowest(host_s: Sequence[float]) -> dict[str, Any]:
+    """The process that takes longest; nothing of a single one."""
+    if len(host_s) < 2:
+        return {}
+    slowest = max(range(len(host_s)), key=host_s.__getitem__)
+    return {
+        "slowest_process": slowest,
+        "slowest_host_s": host_s[slowest],
+        "median_host_s": statistics.median(host_s),
+    }
 
 
 @dataclass

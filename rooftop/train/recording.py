@@ -13,7 +13,7 @@ from rooftop.programs.parameters import Batch
 from rooftop.programs.training.program import Optimizer
 from rooftop.programs.training.step import StepMetrics
 from rooftop.runs.records import Records
-from rooftop.runs.signals import Agreement, one_at_a_time
+from rooftop.runs.signals import Agreement, Votes, one_at_a_time
 from rooftop.train.data.loading import Fetched
 from rooftop.train.evaluate import Evaluation
 from rooftop.train.metrics import Divergence, StepRecord, TrainRates
@@ -57,7 +57,7 @@ class _Posted:
     step: int
     metrics: StepMetrics[jax.Array]
     waited_s: float
-    vote: bool | jax.Array
+    vote: Votes | jax.Array
 
 
 class StepReader:
@@ -70,7 +70,7 @@ class StepReader:
         self._pending = deque[_Posted]()
         self._ahead = 0 if one_at_a_time() else _AHEAD
         self._divergence = Divergence(divergence)
-        self._mark = time.perf_counter()
+        self._mark = self._host_mark = time.perf_counter()
         self.record: StepRecord | None = None
 
     @property
@@ -78,11 +78,18 @@ class StepReader:
         """Metrics of the steps that may still run."""
         return [posted.metrics for posted in self._pending]
 
+    def host_s(self) -> float:
+        """Seconds that this process has worked on its host since the last step was read: data, and what else it does.
+
+        A process with more of them than the others makes all of them wait.
+        """
+        return time.perf_counter() - self._host_mark
+
     def posted(
         self,
         fetched: Fetched[Batch[jax.Array]],
         metrics: StepMetrics[jax.Array],
-        vote: bool | jax.Array,
+        vote: Votes | jax.Array,
         agreement: Agreement,
     ) -> bool:
         """Take a dispatched step and read the steps that are due. Return True to stop now. Raises Failed."""
@@ -98,12 +105,13 @@ class StepReader:
 
     def restart_clock(self) -> None:
         """Leave the time since the last step out of the next one."""
-        self._mark = time.perf_counter()
+        self._mark = self._host_mark = time.perf_counter()
 
     def _read(self, agreement: Agreement) -> bool:
         posted = self._pending.popleft()
         jax.block_until_ready(posted.metrics)
         now = time.perf_counter()
+        votes = agreement.read(posted.vote)
         optimizer = self._optimizer
         share = optimizer.schedule.share(posted.step - 1) if isinstance(optimizer, ScheduledOptimizer) else 1.0
         record = StepRecord.of(
@@ -114,6 +122,7 @@ class StepReader:
             waited_s=posted.waited_s,
             unix_s=time.time(),
             rates=self._rates,
+            host_s=votes.host_s,
         )
         self._mark = now
         self._records.append(record.to_json())
@@ -125,4 +134,5 @@ class StepReader:
         if (rise := self._divergence.rise(record.loss)) is not None:
             over = f"the mean loss of {self._divergence.window} steps is {rise:.2f} nats above the lowest before"
             raise Failed(record, f"the loss diverges: {over} (--divergence {self._divergence.nats:g})")
-        return agreement.read(posted.vote)
+        self._host_mark = time.perf_counter()
+        return votes.stop

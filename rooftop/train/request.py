@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rooftop.arrays import parse_axes
-from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, misread, unknown
 from rooftop.core.files import read_json_object
 from rooftop.models import ModelConfig
 from rooftop.plan.training.plan import TrainingPlan
@@ -77,9 +77,10 @@ class TrainRequest:
         ``matmul_dtype`` is that of the layers' matmuls: int8 or f8_e4m3, or ``compute_dtype``.
     Run
         ``steps`` is the last step of the run. A checkpoint every ``save_every`` steps; the newest ``keep`` stay, and
-        multiples of ``keep_every``. ``divergence``: nats by which the loss may rise; 0: any. ``profile`` is the first
-        and last traced step. ``samples`` texts that begin with ``prompt`` are drawn at the end. ``export`` is a folder
-        for the weights as a published checkpoint. ``peak_flops``: FLOP/s of a device, if the catalogue has none.
+        multiples of ``keep_every``; those that ``run`` has no room for go to the folder ``save_also``. ``divergence``:
+        nats by which the loss may rise; 0: any. ``profile`` is the first and last traced step. ``samples`` texts that
+        begin with ``prompt`` are drawn at the end. ``export`` is a folder for the weights as a published checkpoint.
+        ``peak_flops``: FLOP/s of a device, if the catalogue has none.
 
     Raises RooftopError naming a field that is out of range.
     """
@@ -126,6 +127,7 @@ class TrainRequest:
     save_every: int | None = 100
     keep: int = 2
     keep_every: int | None = None
+    save_also: Path | str | None = None
     divergence: float = 2.0
     peak_flops: float | None = None
     samples: int = 2
@@ -178,13 +180,16 @@ class TrainRequest:
         recorded = folder.read()
         if recorded is None:
             raise RooftopError("resume", str(run), "the folder of a run that has begun")
-        values = {**recorded["arguments"], **changes, "run": folder.path}
-        if folder.plan.exists():
-            values.setdefault("plan", folder.plan)
-        elif "model" not in changes:
-            # The config.json may have moved since.
-            values["model"] = ModelConfig.from_json(recorded["job"]["program"]["computation"]["model"])
-        return cls.of(values)
+        try:
+            values = {**recorded["arguments"], **changes, "run": folder.path}
+            if folder.plan.exists():
+                values.setdefault("plan", folder.plan)
+            elif "model" not in changes:
+                # The config.json may have moved since.
+                values["model"] = ModelConfig.from_json(recorded["job"]["program"]["computation"]["model"])
+            return cls.of(values)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise misread(str(folder.path / "run.json"), error, "the run.json of rooftop train") from None
 
     @cached_property
     def folder(self) -> RunFolder:
@@ -234,6 +239,7 @@ class TrainRequest:
         schedule = self.learning_rates
         return values | {
             "data": list(self.sources),
+            "save_also": None if self.save_also is None else str(Path(self.save_also).absolute()),
             "mesh": self.axes and dict(self.axes),
             "batch_seqs": batch_seqs,
             "seq_len": seq_len,

@@ -167,7 +167,7 @@ def first_look(path: Path) -> Opened | None:
     try:
         about = json.loads((path / "run.json").read_text(encoding="utf-8"))
         return Opened(name=path.name, what="a run", answer=_answer(about, list(_records(path / "metrics.jsonl"))))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

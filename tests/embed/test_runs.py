@@ -157,9 +157,15 @@ def test_losses_without_a_number_or_a_place(tmp_path: Path) -> None:
     ]  # fmt: skip
     file.unlink()
     file.mkdir()
-    for call in (lambda: metrics.append({"step": 10, "loss": 0.5}), lambda: MetricsFile(file, step=0)):
-        with pytest.raises(RooftopError, match="metrics: got"):
-            call()
+    metrics.append({"step": 10, "loss": 0.5})
+    error = metrics.sync()
+    assert error is not None and str(error).startswith("metrics: got")
+    with pytest.raises(RooftopError, match="metrics: got"):
+        MetricsFile(file, step=0)
+    # It waited for its place.
+    file.rmdir()
+    assert metrics.sync() is None
+    assert json.loads(file.read_text()) == {"step": 10, "loss": 0.5}
 
 
 def test_a_run_without_a_whole_checkpoint_does_not_begin_anew(clicks: Path, tmp_path: Path) -> None:

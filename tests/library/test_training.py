@@ -66,7 +66,7 @@ def test_tables_by_keywords_and_exported(tmp_path: Path) -> None:
     [(train_verb, TrainRequest, {}), (embed_verb, EmbeddingTrainRequest, {"check": "checks"})],
 )
 def test_options_are_the_fields_of_the_request(verb, request_type, renamed) -> None:  # type: ignore[no-untyped-def]
-    own = {"coordinator", "processes", "process", "resume", "as_json"}
+    own = {"coordinator", "processes", "process", "resume", "as_json", "supervise", "max_restarts"}
     options = {renamed.get(param.name, param.name): param for param in verb.params if param.name not in own}
     assert set(options) == {field.name for field in fields(request_type)}
     for field in fields(request_type):

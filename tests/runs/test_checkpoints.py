@@ -301,30 +301,6 @@ def test_at_every_moment_a_whole_checkpoint_stands(tmp_path: Path, monkeypatch: 
         assert [path.name for path in moment.iterdir()] == ["4"]
 
 
-def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A power loss may leave a rename and not the files that it renamed."""
-    synced, published = set[Path](), list[set[Path]]()
-    real_sync, real_rename = state_module.sync, Path.rename
-
-    def sync(path: Path) -> None:
-        real_sync(path)
-        synced.add(path)
-
-    def rename(path: Path, target: Path) -> Path:
-        published.append({file.relative_to(path) for file in (path, *path.rglob("*")) if file not in synced})
-        return real_rename(path, target)
-
-    monkeypatch.setattr(state_module, "sync", sync)
-    monkeypatch.setattr(Path, "rename", rename)
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, small(1), {})
-    checkpoints.wait()
-    assert published == [set()]
-    assert tmp_path in synced
-
-
 KILLED = """
 import sys
 from pathlib import Path
@@ -371,7 +347,66 @@ def test_a_full_disk_keeps_the_last_good_one(saved: Checkpoints) -> None:
     assert same(saved.restore(abstract(big)).state, big)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses between attempts to save, which are not taken."""
+    pauses = list[float]()
+    monkeypatch.setattr(state_module.time, "sleep", pauses.append)
+    return pauses
+
+
+def test_a_full_disk_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save in the background that failed is made up for by the next one, which waits for room."""
+    said, limit = list[str](), resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpoints = Checkpoints(tmp_path, on_message=said.append)
+    big = {"matrix": jnp.asarray(np.random.default_rng(0).normal(size=(512, 1024)), jnp.float32)}
+    monkeypatch.setattr(state_module.time, "sleep", lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limit[1]))
+    try:
+        checkpoints.save(1, big, {})
+        checkpoints.save(2, big, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert checkpoints.steps() == (2,) and same(checkpoints.restore(abstract(big)).state, big)
+    assert said == [
+        "checkpoint of step 1 was not written: File too large; saving step 2 instead",
+        "checkpoint of step 2: File too large; trying again in 1 s",
+    ]
+
+
+def test_a_disk_that_fails_is_replaced_by_a_second_one(tmp_path: Path, impatient: list[float]) -> None:
+    """Its checkpoints count, until newer ones of the first disk do."""
+    said = list[str]()
+    disk, broken = tmp_path / "disk", tmp_path / "broken"
+    checkpoints = Checkpoints(disk / "checkpoints", keep=2, also=tmp_path / "also", on_message=said.append)
+    checkpoints.save(1, small(1), {})
+    checkpoints.wait()
+    disk.rename(broken)
+    disk.write_text("no folder")
+    for step in (2, 3):
+        checkpoints.save(step, small(step), {})
+    assert impatient == [1.0, 4.0, 1.0, 4.0]
+    assert checkpoints.steps() == (2, 3)
+    assert said[-1] == f"checkpoint of step 3 is in {tmp_path / 'also'}"
+    assert same(checkpoints.restore(abstract(small(0))).state, small(3))
+    # A new process, with the disk back: 1 is old, and goes with the next save.
+    disk.unlink()
+    broken.rename(disk)
+    again = Checkpoints(disk / "checkpoints", keep=2, also=tmp_path / "also")
+    assert again.steps() == (1, 2, 3)
+    assert again.restore(abstract(small(0))).step == 3
+    again.save(4, small(4), {})
+    again.wait()
+    assert again.steps() == (3, 4)
+    assert [path.name for path in (tmp_path / "also").iterdir()] == ["3"]
+    truncate(disk / "checkpoints" / "4")
+    restored = again.restore(abstract(small(0)))
+    assert restored.step == 3 and len(restored.refused) == 1
+    with pytest.raises(RooftopError, match="save-also: got"):
+        Checkpoints(disk, also=disk)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, impatient: list[float]) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RooftopError, match=r"step 1: got 'Not a directory'"):
         Checkpoints(tmp_path / "file" / "run").save(1, small(1), {})

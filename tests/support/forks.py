@@ -27,6 +27,10 @@ IMPORTED = (
 )  # fmt: skip
 
 
+#: The environment variable of a function MODULE:NAME that a fork calls before it runs.
+BEFORE = "ROOFTOP_TESTS_BEFORE"
+
+
 class Fork:
     """``rooftop ARGUMENTS`` in a fork, with what tests use of ``subprocess.Popen``."""
 
@@ -135,6 +139,9 @@ def _run(message: bytes, descriptors: Sequence[int]) -> None:
         os.close(descriptor)
     os.environ.update(changes)
     sys.argv = ["rooftop", *arguments]
+    if (name := os.environ.pop(BEFORE, None)) is not None:
+        module, _, function = name.partition(":")
+        getattr(importlib.import_module(module), function)()
     from rooftop.cli.main import main
 
     main()

@@ -36,15 +36,15 @@ from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Workload
 from rooftop.programs.parameters import Batch, describe
 from rooftop.programs.training.program import Optimizer, TrainProgram
-from rooftop.programs.training.step import TrainState, init_state, train_step
+from rooftop.programs.training.step import StepMetrics, TrainState, init_state, train_step
 from rooftop.runs.folder import RunFolder
-from rooftop.runs.records import MetricsFile, TensorBoardEvents
+from rooftop.runs.records import MetricsFile, TensorBoardEvents, read_records
 from rooftop.runs.schedule import DECAYS, Schedule
 from rooftop.runs.signals import Signals, Stopped
 from rooftop.train.diagnosis import find_origin
 from rooftop.train.engine import TrainJob
 from rooftop.train.evaluate import Forward
-from rooftop.train.metrics import Divergence, TrainRates
+from rooftop.train.metrics import Divergence, StepRecord, TrainRates
 from rooftop.train.request import TrainRequest
 from rooftop.train.schedule import ScheduledOptimizer
 from rooftop.train.start import map_plan, shrink, shrunk_plan
@@ -186,6 +186,15 @@ def test_a_loss_that_rises_is_told_from_one_that_shakes() -> None:
     assert rises[first] == pytest.approx(1.0, abs=0.3)
 
 
+def test_the_slowest_process_is_named() -> None:
+    metrics = StepMetrics(loss=jnp.float32(1), gradient_norm=jnp.float32(1), tokens=jnp.int32(8))
+    how = {"learning_rate": 0.1, "seconds": 1.0, "waited_s": 0.0, "unix_s": 0.0}
+    rates = TrainRates(flops_per_token=1.0, convention="", peak_flops_per_s=None)
+    record = StepRecord.of(1, metrics, **how, rates=rates, host_s=(0.1, 0.2, 2.5, 0.3)).to_json()
+    assert [record[name] for name in ("slowest_process", "slowest_host_s", "median_host_s")] == [2, 2.5, 0.25]
+    assert "slowest_process" not in StepRecord.of(1, metrics, **how, rates=rates, host_s=(0.1,)).to_json()
+
+
 def test_mfu_is_model_flops_over_peak() -> None:
     model = from_huggingface(TINY, "tiny")
     rates = TrainRates.of(model, 16, 1e9)
@@ -200,6 +209,33 @@ def test_metrics_go_on_behind_a_step(tmp_path: Path) -> None:
     file.append({"step": 3, "loss": 2.0})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"step": 1}, {"step": 2}, {"step": 2, "eval_loss": 1}, {"step": 3, "loss": 2.0}]
+
+
+def test_metrics_without_room_go_to_a_second_file_and_come_back(tmp_path: Path) -> None:
+    path, also = tmp_path / "run" / "metrics.jsonl", tmp_path / "also" / "metrics.jsonl"
+    path.parent.mkdir()
+    file = MetricsFile(path, step=0, also=also)
+    file.append({"step": 1, "loss": 1.0})
+    assert file.sync() is None and not also.exists()
+    path.rename(tmp_path / "kept")
+    path.mkdir()
+    file.append({"step": 2, "loss": 2.0})
+    file.append({"step": 2, "eval_loss": 2.5})
+    assert file.sync() is None and len(also.read_text().splitlines()) == 2
+    path.rmdir()
+    (tmp_path / "kept").rename(path)
+    file.append({"step": 3, "loss": 3.0})
+    MetricsFile(path, step=3, also=also)
+    records = [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 2.0},
+        {"step": 2, "eval_loss": 2.5},
+        {"step": 3, "loss": 3.0},
+    ]
+    assert list(read_records(path)) == records and not also.exists()
+    path.write_text("[" * 100_000)
+    with pytest.raises(RooftopError, match=f"metrics: got '{path}:1'"):
+        read_records(path)
 
 
 def points(folder: Path) -> tuple[dict[tuple[str, int], float], list[int]]:

@@ -231,6 +231,9 @@ def test_two_processes_train_as_one(corpus: Path, devices: int, mesh: str) -> No
     together(corpus, two, 8, devices=devices, mesh=mesh)
     undisturbed = losses(two)
     assert undisturbed == pytest.approx(losses(alone), abs=1e-6, rel=0)
+    records = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
+    for record in (record for record in records if "loss" in record):
+        assert record["slowest_process"] in (0, 1) and 0 <= record["median_host_s"] <= record["slowest_host_s"]
     # As if both had been killed before step 8 was saved: steps 5 to 8 are done again.
     shutil.rmtree(two / "checkpoints" / "8")
     together(corpus, two, 8, devices=devices, mesh=mesh)
@@ -302,8 +305,11 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(corpus: Path, whole: Path) -
     words = ["bash", "-c", 'ulimit -f 40; exec "$@"', "-", *command(corpus, folder, steps=12, save_every=3)]
     done = run(words)
     assert done.status == 2
-    assert done.line.startswith("rooftop: checkpoint of step 6: got 'File too large'")
+    # The save of step 6 fails in the background; that of step 9 waits for room.
+    assert done.line.startswith("rooftop: checkpoint of step 9: got 'File too large'")
     assert "step 5 is the newest that is whole" in done.line
+    assert done.line.endswith(f", or --save-also DIR, a second one; to go on: rooftop train --resume {folder}")
+    assert "checkpoint of step 9: File too large; trying again in 4 s" in done.out
     assert run(command(corpus, folder, steps=12)).status == 0
     assert losses(folder) == losses(whole)
 

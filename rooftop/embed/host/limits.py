@@ -168,7 +168,7 @@ def read_limits(path: Path, stacking: Stacking, *, batch: int, sample_passes: in
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RooftopError("limits", str(path), f"a file that can be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RooftopError("limits", str(path), f"{accepted} (not JSON: {error})") from None
     if not isinstance(data, dict) or data.get("kind") != _KIND or data.get("schema") != _SCHEMA:
         raise RooftopError("limits", str(path), f"{accepted}, of schema {_SCHEMA}")

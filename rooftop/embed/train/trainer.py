@@ -183,12 +183,17 @@ class Trainer:
             grown_for = first
 
     def _checkpoint(self, unread: list[Any]) -> list[float]:
-        """Drain the pipeline, record the ``unread`` losses and clear them, and save. Return them as numbers."""
+        """Drain the pipeline, record the ``unread`` losses and clear them, and save. Return them as numbers.
+
+        Raises RooftopError if there is no room for them.
+        """
         unread += self._drain()
         losses = [float(loss) for loss in unread if loss is not None]
         for step, loss in enumerate(losses, start=self.done - len(losses) + 1):
             self._records.append({"step": step, "loss": loss})
         unread.clear()
+        if (error := self._records.sync()) is not None:
+            raise error
         self._save()
         return losses
 

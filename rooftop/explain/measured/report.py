@@ -16,6 +16,7 @@ from rooftop import __version__
 from rooftop.compiler.devices import chip_of_kind
 from rooftop.core.amounts import Amount, Positive, Share
 from rooftop.core.errors import RooftopError
+from rooftop.core.files import read_json_object
 from rooftop.core.records import Record, field_values
 from rooftop.explain.join import SPELLED_AS
 from rooftop.explain.measured.advice import Advice, advise, origin_of
@@ -392,7 +393,9 @@ def explain(
             # '8 x TPU v5e': the number of devices, and their kind.
             chip = chip_of_kind(about.get("devices", {}).get("name", "").partition(" x ")[2])
         if plan is None and (path / "plan.json").exists():
-            plan = TrainingPlan.from_json(json.loads((path / "plan.json").read_text(encoding="utf-8")))
+            plan = TrainingPlan.from_json(
+                read_json_object(path / "plan.json", field="plan", accepted="the plan of a run")
+            )
         if (module := path / "profile" / MODULE_FILE).exists():
             saved_texts.append(read_module(module))
     _refuse_others(path)
@@ -448,9 +451,9 @@ def _run(path: Path) -> dict[str, Any] | None:
     """Description of a run; None if the path is no run's folder."""
     try:
         result: dict[str, Any] = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return result
+    return result if isinstance(result, dict) else None
 
 
 def _sizes(mesh: Mapping[str, int]) -> str:

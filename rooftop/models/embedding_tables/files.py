@@ -50,7 +50,8 @@ def tables_from_toml(text: str, name: str = "tables") -> Tables:
     """As ``load_tables``, of the text itself; ``name`` is what an error calls it."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    # Numbers of thousands of digits are a ValueError of Python's.
+    except (ValueError, RecursionError) as error:
         raise RooftopError("tables", name, f"TOML ({error})".replace("\n", " ")) from None
     return tables_from_json(data)
 

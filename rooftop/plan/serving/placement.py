@@ -326,7 +326,7 @@ def _priced_as(kind: str) -> str:
 
 def _joined(mesh: Mesh) -> Mesh:
     joined: dict[str, AxisPiece] = {}
-    for piece in (piece for axis in (*SEQUENCE_AXES, *COLUMN_AXES) for piece in mesh.axes[axis]):
+    for piece in (piece for axis in (*SEQUENCE_AXES, *COLUMN_AXES) for piece in mesh.axes.get(axis, ())):
         other = joined.get(piece.axis, AxisPiece(piece.axis, piece.stride, 1))
         joined[piece.axis] = AxisPiece(piece.axis, min(piece.stride, other.stride), piece.size * other.size)
     empty = dict.fromkeys((*SEQUENCE_AXES, *COLUMN_AXES), ())

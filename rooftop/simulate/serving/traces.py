@@ -194,7 +194,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             if line.strip():
                 try:
                     row = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     row = None
                 if not isinstance(row, dict):
                     raise RooftopError(f"{path.name} line {number}", line.strip()[:40], "a JSON object")

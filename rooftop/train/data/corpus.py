@@ -175,7 +175,7 @@ def _jsonl(path: Path, field: str) -> Iterator[tuple[str, int]]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RooftopError("data", f"{path}:{number}", f"one JSON object a line ({error})") from None
             if not isinstance(row, dict):
                 raise RooftopError("data", f"{path}:{number}", f"a JSON object with the field {field!r}")

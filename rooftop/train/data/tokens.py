@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -13,14 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rooftop.checkpoints.tokenizer import Ids, Tokenizer
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import write_text
+from rooftop.core.files import load_array, make_folder, publish, write_text
 from rooftop.train.data.corpus import Corpus, CorpusDocument, Progress, documents, sidecar
 
 #: The dtypes of a .bin of token ids.
@@ -84,7 +83,7 @@ def tokenise(
     key = hashlib.sha256(json.dumps([_FORMAT, tokenizer.digest, field, parts]).encode()).hexdigest()
     place, partial = folder / key, folder / f"{key}.partial"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with _locked(folder / f"{key}.lock"):
             if (store := _opened(place, key)) is not None:
                 return store
@@ -94,7 +93,7 @@ def tokenise(
             partial.mkdir()
             try:
                 _write(partial, corpus, tokenizer, field, progress)
-                os.replace(partial, place)
+                publish(partial, place)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
             store = _opened(place, key)
@@ -166,10 +165,10 @@ def _opened(place: Path, key: str) -> TokenStore | None:
     try:
         about = json.loads((place / "store.json").read_text(encoding="utf-8"))
         tokens = np.memmap(place / "tokens.bin", dtype=about["dtype"], mode="r")
-        offsets = np.load(place / "documents.npy", mmap_mode="r", allow_pickle=False)
+        offsets = load_array(place / "documents.npy", "token store")
         if about["format"] != _FORMAT or offsets[-1] != len(tokens) or about["documents"] != len(offsets) - 1:
             return None
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, RooftopError):
         return None
     return TokenStore(parts=(tokens,), offsets=offsets, digest=key)
 
@@ -186,12 +185,10 @@ def _write(place: Path, corpus: Corpus, tokenizer: Tokenizer, field: str, progre
                 ends.append(ends[-1] + len(whole))
             if progress is not None:
                 progress(group[-1].bytes_read, total, f"tokenising: {ends[-1]:,} tokens")
-        _to_disk(file)
     if not ends[-1]:
         raise RooftopError("data", ", ".join(str(source.path) for source in corpus.sources), "a corpus with text in it")
     with (place / "documents.npy").open("wb") as file:
         np.save(file, np.array(ends, np.int64))
-        _to_disk(file)
     about = {"format": _FORMAT, "dtype": dtype.name, "documents": len(ends) - 1, "tokens": ends[-1]}
     write_text(place / "store.json", json.dumps(about) + "\n")
 
@@ -210,11 +207,6 @@ def _groups(documents: Iterator[CorpusDocument]) -> Iterator[list[CorpusDocument
         yield group
 
 
-def _to_disk(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _array(path: Path) -> tuple[npt.NDArray[Any], int | None]:
     """The memory-mapped array, and the id that ends a document, if its JSON file names one."""
     beside = sidecar(path)
@@ -222,15 +214,12 @@ def _array(path: Path) -> tuple[npt.NDArray[Any], int | None]:
     try:
         about = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
         eos, dtype = about.get("eos"), about.get("dtype")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         raise RooftopError("data", str(beside), f"a JSON object such as {example}") from None
     if eos is not None and (not isinstance(eos, int) or isinstance(eos, bool)):
         raise RooftopError(f"eos of {beside}", eos, "a token id")
     if path.suffix.lower() == ".npy":
-        try:
-            array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise RooftopError("data", str(path), f"a .npy array ({error})") from None
+        array = load_array(path, "data")
         if array.ndim not in (1, 2) or array.dtype.kind not in "iu":
             problem = f"{path}: {array.dtype}{list(array.shape)}"
             raise RooftopError("data", problem, "whole numbers, [tokens] or [documents, tokens]")
