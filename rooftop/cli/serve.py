@@ -66,7 +66,7 @@ class _ServeOptions(TypedDict):
     batch_seqs: int | None
     max_model_len: int | None
     max_queue: int
-    max_body: int
+    max_body: int | None
     chunk_tokens: int | None
     batching: str | None
     generate_at: str | None
@@ -117,7 +117,10 @@ class _ServeOptions(TypedDict):
 @batch_seqs_option(help="Sequences in progress at most. [default: 32, or the plan's]")
 @option("--max-model-len", group=WORKLOAD, type=COUNT, help="Most tokens of prompt and answer. [default: the model's]")
 @option("--max-queue", group=SERVER, default="1024", type=COUNT, help="Most waiting requests; others get a 429.")
-@option("--max-body", group=SERVER, default="32Mi", type=BYTES, help="Largest request.")
+@option(
+    "--max-body", group=SERVER, type=BYTES,
+    help="Largest request. [default: 1Mi and what the longest prompt may take, at most 32Mi]",
+)  # fmt: skip
 @option(
     "--chunk-tokens", group=WORKLOAD, type=COUNT_OR_ZERO,
     help="Most tokens of a step; prompts are prefilled in chunks. 0: whole prompts.",

@@ -30,17 +30,18 @@ class Settings:
     """Settings of the API.
 
     ``model`` is the model's name in requests. Without ``keys`` everyone may ask. Web pages of ``origins`` may ask from
-    a browser. ``log_texts`` writes prompts and answers to the log.
+    a browser. A request has at most ``body_bytes`` (None: as many as the model's longest prompt may take).
+    ``log_texts`` writes prompts and answers to the log.
     """
 
     model: str
     keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
-    body_bytes: int = 32 * 2**20
+    body_bytes: int | None = None
     log_texts: bool = False
 
     def __post_init__(self) -> None:
-        if self.body_bytes < 1:
+        if self.body_bytes is not None and self.body_bytes < 1:
             raise RooftopError("max-body", self.body_bytes, "a positive number of bytes")
         if not all(self.keys):
             raise RooftopError("api-key", "", "a key that is not empty")
@@ -66,7 +67,7 @@ class ServeRequest:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors: tuple[str, ...] = ()
     max_queue: int = 1024
-    max_body: int = 32 * 2**20
+    max_body: int | None = None
     chat_template: Path | None = None
     drain_s: float = 30.0
     log_level: str = "info"
