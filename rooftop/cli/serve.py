@@ -90,6 +90,11 @@ class _ServeOptions(TypedDict):
     processes: int | None
     process: int | None
     chat_template: Path | None
+    allow_host: tuple[str, ...]
+    max_connections: int
+    max_connections_per_address: int | None
+    tls_cert: Path | None
+    tls_key: Path | None
     log_level: str
     log_texts: bool
 
@@ -121,6 +126,21 @@ class _ServeOptions(TypedDict):
     "--max-body", group=SERVER, type=BYTES,
     help="Largest request. [default: 1Mi and what the longest prompt may take, at most 32Mi]",
 )  # fmt: skip
+@option(
+    "--allow-host", group=SERVER, multiple=True, metavar="NAME",
+    help="Without keys: answer requests to this host name too; '*': to any. [default: localhost, --host, addresses]",
+)  # fmt: skip
+@option("--tls-cert", group=SERVER, type=FILE, metavar="FILE", help="Serve HTTPS with this certificate (PEM).")
+@option("--tls-key", group=SERVER, type=FILE, metavar="FILE", help="Its private key (PEM).")
+@option(
+    "--request-timeout", group=SERVER, default="30s", type=TIME, help="Time for a request's head, and for its body."
+)
+@option("--max-connections", group=SERVER, default="4096", type=COUNT, help="Most connections at a time.")
+@option(
+    "--max-connections-per-address", group=SERVER, type=COUNT,
+    help="Most of them from one address. [default: half of all]",
+)  # fmt: skip
+@option("--step-timeout", group=SERVER, default="2m", type=TIME, help="A step that takes longer hangs: restart.")
 @option(
     "--chunk-tokens", group=WORKLOAD, type=COUNT_OR_ZERO,
     help="Most tokens of a step; prompts are prefilled in chunks. 0: whole prompts.",
@@ -180,6 +200,8 @@ def command(
     *,
     api_key: tuple[str, ...],
     drain: float,
+    request_timeout: float,
+    step_timeout: float,
     prefill_devices: int | None,
     mesh: str | None,
     as_json: bool,
@@ -200,6 +222,8 @@ def command(
     request = ServeRequest(
         api_keys=api_key,
         drain_s=drain,
+        request_timeout_s=request_timeout,
+        step_timeout_s=step_timeout,
         prefill_devices=prefill_devices or 0,
         mesh=None if mesh is None else parse_axes(mesh),
         **options,

@@ -13,7 +13,7 @@ from pathlib import Path
 from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.scheduler import Policy
-from rooftop.serve.engine.requests import Deliver, EngineStats, GenerationRequest, Overloaded, Token
+from rooftop.serve.engine.requests import Beat, Deliver, EngineStats, GenerationRequest, Overloaded, Token
 
 #: What begins and ends a turn of the chats here.
 TURN, END = "<|turn|>", "<|end|>"
@@ -62,6 +62,7 @@ class EchoEngine:
     breaks: int | None = None
     policy: Policy = field(default_factory=lambda: Policy(max_batch=64))
     prefix_cache: bool = False
+    devices: str = "1 x echo"
     cancelled: list[int] = field(default_factory=list)
     steps: int = 0
     tokens: int = 0
@@ -112,6 +113,9 @@ class EchoEngine:
                 preemptions=0, host_s=0.0, step_s=0.0, programs=0, compilations=0,
             )  # fmt: skip
 
+    def beat(self) -> Beat:
+        return Beat(age_s=0.0)
+
     def check(self) -> None:
         assert not self._running
 
@@ -155,13 +159,17 @@ class EchoEngine:
 
 def main() -> None:
     """Serve an EchoEngine: what a test says in JSON on the command line. Says where when it is ready."""
+    from rooftop.serve import http
     from rooftop.serve.api.texts import Texts
+    from rooftop.serve.http import HttpLimits, tls_context
+    from rooftop.serve.logs import start_logging
     from rooftop.serve.request import Settings
-    from rooftop.serve.run import start_logging
     from rooftop.serve.server import Serving
     from rooftop.serve.sockets import bind
 
     options = json.loads(sys.argv[1])
+    # With fewer reserved descriptors than none, the server accepts more connections than it has descriptors for.
+    http._RESERVED = options.get("reserved", http._RESERVED)
     folder = Path(sys.argv[2])
     read = Tokenizer.load(folder)
     assert read.eos is not None
@@ -175,10 +183,12 @@ def main() -> None:
     bound = bind("127.0.0.1", 0)
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in options.get("settings", {}).items()}
     settings = Settings(model="echo", **fields)
-    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    tls = tls_context(*map(Path, options["tls"])) if "tls" in options else None
+    url = f"{'http' if tls is None else 'https'}://127.0.0.1:{bound.getsockname()[1]}"
     log = start_logging("info", sys.stderr)
     Serving(
         bound=bound, settings=settings, texts=texts, log=log, load=load, drain_s=options.get("drain_s", 10.0),
+        limits=HttpLimits(**options.get("limits", {})), tls=tls,
         on_ready=lambda _: print(json.dumps({"url": url, "model": "echo"}), flush=True),
     ).run()  # fmt: skip
 

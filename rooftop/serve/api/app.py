@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -34,7 +35,7 @@ from rooftop.serve.api.openai import AnyRequest, Form, PreparedRequest, error, p
 from rooftop.serve.api.openapi import ENDPOINTS, document
 from rooftop.serve.api.schemas import ChatCompletion, Completion, ModelCard, Models, ServerStatus
 from rooftop.serve.api.texts import Texts, TooLong
-from rooftop.serve.engine.requests import Overloaded, ServingEngine
+from rooftop.serve.engine.requests import Beat, Overloaded, ServingEngine
 from rooftop.serve.request import Settings
 
 _Answer = TypeVar("_Answer")
@@ -269,16 +270,31 @@ class Api:
         self.log.info("answered" if answer.broken_off is None else "broken off", extra={"fields": fields})
 
     async def _health(self, request: Request) -> Response:
-        return _Json(ServerStatus(status="alive"))
+        if self.engine is None:
+            return _Json(ServerStatus(status="alive"))
+        beat = self.engine.beat()
+        age_s = round(beat.age_s, 3)
+        if self._hangs(beat):
+            status = ServerStatus(status="hung", step_age_s=age_s, doing=beat.doing)
+            return _Json(status, status_code=503, headers={"Retry-After": str(_RETRY_S)})
+        return _Json(ServerStatus(status="alive", step_age_s=age_s))
+
+    def _hangs(self, beat: Beat) -> bool:
+        return beat.age_s > self.settings.step_s
 
     async def _ready(self, request: Request) -> Response:
-        if self.engine is not None and not self.draining:
-            return _Json(ServerStatus(status="ready"))
         status = ServerStatus(status="draining" if self.draining else "loading")
+        if self.engine is not None and not self.draining:
+            beat = self.engine.beat()
+            if not beat.restarting and not self._hangs(beat):
+                return _Json(ServerStatus(status="ready"))
+            status = ServerStatus(status="restarting" if beat.restarting else "hung", doing=beat.doing)
         return _Json(status, status_code=503, headers={"Retry-After": str(_RETRY_S)})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        # The engine may be in another process, and may not answer.
+        text = await run_in_threadpool(self.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _openapi(self, request: Request) -> Response:
         return _Json(self._document)

@@ -7,7 +7,7 @@ takes less than a second and some 100 MB at most; a grammar that needs more is t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import ceil_div
+from rooftop.serve.engine.requests import Constraint
 
 #: Most characters of a schema or a regular expression: a thousand times a long one.
 MOST_CHARACTERS = 256 * 1024
@@ -35,7 +36,7 @@ _LIMITS = llguidance.LLParserLimits(
 _COMPACT: Any = {"whitespace_flexible": False}
 
 
-class Matcher:
+class Matcher(Constraint):
     """Position of one request's answer in its grammar. One thread calls its methods.
 
     ``failed``, which other threads may read, is why the answer left the grammar, for example because that grew too
@@ -47,15 +48,6 @@ class Matcher:
         self.failed: str | None = None
         self._matcher = matcher
         self._mask = np.zeros(words, np.uint32)
-
-    @property
-    def ready(self) -> bool:
-        """True: a mask is computed when it is asked for."""
-        return True
-
-    def when_ready(self, call: Callable[[], None]) -> None:
-        """Call ``call`` at once."""
-        call()
 
     def mask(self) -> npt.NDArray[np.uint32]:
         """The tokens allowed next, [ceil(V/32)]: token t is bit t % 32 of word t // 32. Valid until the next call."""

@@ -6,6 +6,7 @@ It serves one link at a time. When the link ends, its requests are dropped: the 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import signal
@@ -21,7 +22,6 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import plain
@@ -32,47 +32,19 @@ from rooftop.serve.engine.programs import COPIED, Compilations
 from rooftop.serve.engine.replica import Replica
 from rooftop.serve.engine.running import Running
 from rooftop.serve.engine.steps import EngineServer, check_scheduler, scheduler_of
-from rooftop.serve.hosts.handover import GeneratorReport, page_arrays, pieces, shared_facts, taken, token_fields
-from rooftop.serve.hosts.link import Link, LinkLost, Message, accept
-from rooftop.serve.hosts.processes import GeneratorTask
+from rooftop.serve.hosts.handover import GeneratorReport, page_arrays, pieces, shared_facts, taken
+from rooftop.serve.hosts.link import Link, LinkListener, LinkLost, Message
+from rooftop.serve.hosts.masks import RemoteMasks
+from rooftop.serve.hosts.messages import token_fields
+from rooftop.serve.hosts.processes import BEAT_S, GeneratorTask, end_with
 from rooftop.serve.sockets import bind
 
 #: Damaged pieces after which a link is given up.
 _REFUSALS = 8
+#: Seconds between two lines about strangers.
+_REFUSED_S = 60.0
 #: Seconds between reports while there is work.
 _REPORT_S = 1.0
-
-
-class _Masks:
-    """A constraint that the other process owns: a mask arrives for each token."""
-
-    def __init__(self) -> None:
-        self._come = SimpleQueue[npt.NDArray[np.uint32] | None]()
-        self._words = 0
-
-    def came(self, payload: bytearray) -> None:
-        """The next mask."""
-        mask = np.frombuffer(bytes(payload), np.uint32)
-        self._words = len(mask)
-        self._come.put(mask)
-
-    def release(self) -> None:
-        """Allow every token: the request is cancelled, and no mask will arrive."""
-        self._come.put(np.full(self._words, 2**32 - 1, np.uint32))
-
-    def end(self) -> None:
-        """Fail: the link is lost, and no mask will arrive."""
-        self._come.put(None)
-
-    def mask(self) -> npt.NDArray[np.uint32]:
-        """See ``rooftop.serve.engine.requests.Constraint``; waits for the other process."""
-        mask = self._come.get()
-        if mask is None:
-            raise LinkLost("the link is lost")
-        return mask
-
-    def accept(self, token: int) -> None:
-        """Do nothing: the other process accepts the token."""
 
 
 class Generator:
@@ -91,6 +63,8 @@ class Generator:
         self._facts, self._on_progress = facts, on_progress
         self._counters, self._compilations = Counters(), Compilations()
         self._programs = 0
+        #: When the step loop turned last; None while it has nothing to do.
+        self._turned_s: float | None = None
         #: The last link, for those who end it.
         self._linked: Link | None = None
         self._stopped = False
@@ -114,11 +88,14 @@ class Generator:
         Returns after ``stop``, or when ``listening`` is shut down.
         """
         self._compilations.watch()
+        listener, refused_s = LinkListener(listening, key), -math.inf
         while not self._stopped:
             try:
-                link = accept(listening, key)
+                link = listener.accept()
             except LinkLost as error:
-                on_link(f"refused: {error}")
+                if time.monotonic() - refused_s > _REFUSED_S:
+                    refused_s = time.monotonic()
+                    on_link(f"refused: {error}")
                 continue
             except OSError:
                 break
@@ -134,12 +111,13 @@ class Generator:
         self._running = dict[int, Running]()
         #: Missing pieces of requests whose KV is being sent.
         self._missing = dict[int, set[int]]()
-        self._constraints = dict[int, _Masks]()
+        self._constraints = dict[int, RemoteMasks]()
         self._inbox = SimpleQueue[Message | LinkLost]()
         self._refusals = 0
         self._reset()
         reader = threading.Thread(target=self._read, name="rooftop link reader", daemon=True)
         reader.start()
+        threading.Thread(target=self._beat, args=(link,), name="rooftop beat", daemon=True).start()
         try:
             link.send(
                 "serving", facts=dict(self._facts), max_model_len=self.max_model_len, report=self._report().to_json()
@@ -152,6 +130,13 @@ class Generator:
             reader.join()
             link.discard()
 
+    def _beat(self, link: Link) -> None:
+        """Say twice a second that this process is alive, and how long its step has taken."""
+        while link.open:
+            age_s = 0.0 if self._turned_s is None else time.monotonic() - self._turned_s
+            link.send("beat", age_s=age_s, doing=self._server.doing)
+            time.sleep(BEAT_S)
+
     def _read(self) -> None:
         """Handle messages as they arrive: the other side never waits for a step here."""
         while True:
@@ -159,7 +144,7 @@ class Generator:
                 message = self._link.receive()
                 ticket = message.fields.get("ticket", 0)
                 if message.kind == "offer" and message.fields["constrained"]:
-                    self._constraints[ticket] = _Masks()
+                    self._constraints[ticket] = RemoteMasks()
                 if message.kind in ("offer", "mask") and ticket in self._constraints:
                     if not message.payload:
                         self._link.close("a mask came damaged")
@@ -167,8 +152,8 @@ class Generator:
                     self._constraints[ticket].came(message.payload)
                 elif message.kind == "cancel" and ticket in self._constraints:
                     self._constraints[ticket].release()
-                if message.kind != "mask":
-                    self._inbox.put(message)
+                # A mask too: the step loop may rest until it arrives.
+                self._inbox.put(message)
             except LinkLost as error:
                 self._inbox.put(error)
                 for constraint in list(self._constraints.values()):
@@ -184,6 +169,7 @@ class Generator:
                 reported_s = time.monotonic()
             wait = not busy
             while True:
+                self._turned_s = None if wait else time.monotonic()
                 try:
                     message = self._inbox.get(block=wait)
                 except Empty:
@@ -192,6 +178,7 @@ class Generator:
                     raise message
                 self._heard(message)
                 wait = False
+            self._turned_s = time.monotonic()
             try:
                 busy = self._advance()
             except LinkLost:
@@ -330,6 +317,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     task: GeneratorTask = pickle.load(sys.stdin.buffer)
+    end_with(task.parent)
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
 
     try:
