@@ -41,7 +41,7 @@ from rooftop.cli.options import (
     weight_group_option,
     weights_dtype_option,
 )
-from rooftop.cli.output import progress_bar
+from rooftop.cli.output import progress_bar, say
 
 if TYPE_CHECKING:
     from rooftop.serve.run import ReadyProcess
@@ -235,7 +235,7 @@ def command(
 
         def show(ready: ReadyProcess) -> None:
             starting.close()
-            click.echo(json.dumps(ready.to_json()) if as_json else ready.line)
+            say(json.dumps(ready.to_json()) if as_json else ready.line)
 
         run(request, on_ready=show, on_progress=progress)
     return 0

@@ -52,7 +52,7 @@ from rooftop.cli.options import (
     shrink_option,
     weights_dtype_option,
 )
-from rooftop.cli.output import emit_json
+from rooftop.cli.output import emit_json, say
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment
 from rooftop.runs.folder import RunFolder
@@ -241,16 +241,16 @@ def _train(request: TrainRequest, as_json: bool) -> int:
             result = train(request, watch=view)
     except Stopped as stopped:
         if is_first and not as_json:
-            click.echo(f"{stopped}; the same command begins again")
+            say(f"{stopped}; the same command begins again")
         return 0
     if as_json and is_first:
         emit_json(result.to_json())
     elif is_first:
         for text in result.samples:
-            click.echo(f"--- sample\n{text}")
+            say(f"--- sample\n{text}")
         if result.samples:
-            click.echo("---")
-        click.echo(result.summary)
+            say("---")
+        say(result.summary)
     return 0
 
 
@@ -274,7 +274,7 @@ def train_together(
     except Exception as error:  # Any error of the runtime may mean that a process is lost.
         reason = (str(error).splitlines() or [""])[0][:160]
         line, status = f"the run has lost one of its processes ({reason}); {how_to_resume}", 1
-    click.echo(f"rooftop: {line}", err=True)
+    say(f"rooftop: {line}", err=True)
     sys.stdout.flush()
     os._exit(status)
 

@@ -13,7 +13,6 @@ import os
 import pickle
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 import traceback
@@ -33,6 +32,7 @@ from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.memory import OutOfMemory, PeakMemory, read_exceeded, read_memory
 from rooftop.compiler.targets import OPTIONS, XLA_GPU
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.scratch import scratch_folder
 
 
 def main(question: Path, answer: Path) -> None:
@@ -70,16 +70,16 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
         raise RooftopError("program", request.program, f"one that lowers for this mesh ({_line(error)})") from None
     lower_s = time.perf_counter() - start
     on_phase("compiling")
-    with tempfile.TemporaryDirectory(prefix="rooftop-dump-") as folder:
-        reports = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+    with scratch_folder("rooftop-dump-") as folder:
+        reports = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
         try:
             compiled = lowered.compile({**reports, **(OPTIONS if for_gpus else {}), **request.options})
         except jax.errors.JaxRuntimeError as error:
             on_phase("reading")
-            raise _refusal(request, error, Path(folder)) from None
+            raise _refusal(request, error, folder) from None
         compile_s = time.perf_counter() - start - lower_s
         on_phase("reading")
-        at_peak = _peak_memory(Path(folder))
+        at_peak = _peak_memory(folder)
     memory = compiled.memory_analysis()
     if for_gpus and memory.peak_memory_in_bytes > (usable := request.mesh.slice.device_hbm_usable_bytes):
         # XLA:GPU compiles programs of any size; they end when they run.
