@@ -13,7 +13,15 @@ from pathlib import Path
 from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.scheduler import Policy
-from rooftop.serve.engine.requests import Beat, Deliver, EngineStats, GenerationRequest, Overloaded, Token
+from rooftop.serve.engine.requests import (
+    Beat,
+    Deliver,
+    EngineStats,
+    GenerationRequest,
+    Overloaded,
+    ServingEngine,
+    Token,
+)
 
 #: What begins and ends a turn of the chats here.
 TURN, END = "<|turn|>", "<|end|>"
@@ -127,6 +135,10 @@ class EchoEngine:
                     return
                 self.steps += 1
                 for id, running in list(self._running.items()):
+                    constraint = running.request.sampling.constraint
+                    if constraint is not None and not constraint.ready():
+                        # Another process computes the mask, and is heard by who needs this lock.
+                        continue
                     token = self._next(running)
                     running.deliver(token)
                     self.tokens += 1
@@ -174,9 +186,22 @@ def main() -> None:
     read = Tokenizer.load(folder)
     assert read.eos is not None
     texts = Texts.load(folder, vocab=read.vocab, ends=(read.eos,))
-    engine = EchoEngine(end=read.eos, **options.get("engine", {}))
+    log = start_logging("info", sys.stderr)
 
-    def load() -> EchoEngine:
+    def load() -> ServingEngine:
+        engine: ServingEngine
+        if options.get("child"):
+            from rooftop.serve.engine.configuration import Configuration
+            from rooftop.serve.hosts.engine_child import EngineChild
+            from rooftop.serve.hosts.engine_process import EngineTask
+            from rooftop.serve.hosts.parts import EnginePart
+            from rooftop.serve.request import ServeRequest
+
+            request = ServeRequest(checkpoint=folder, drain_s=options["engine"]["step_s"])
+            task = EngineTask(request=request, part=EnginePart(), configuration=Configuration(), folder=folder)
+            engine = EngineChild(task, hang_s=60.0, log=log, command=("-m", "tests.support.engine_echo"))
+        else:
+            engine = EchoEngine(end=read.eos, **options.get("engine", {}))
         engine.start()
         return engine
 
@@ -185,7 +210,6 @@ def main() -> None:
     settings = Settings(model="echo", **fields)
     tls = tls_context(*map(Path, options["tls"])) if "tls" in options else None
     url = f"{'http' if tls is None else 'https'}://127.0.0.1:{bound.getsockname()[1]}"
-    log = start_logging("info", sys.stderr)
     Serving(
         bound=bound, settings=settings, texts=texts, log=log, load=load, drain_s=options.get("drain_s", 10.0),
         limits=HttpLimits(**options.get("limits", {})), tls=tls,

@@ -82,7 +82,10 @@ class EngineProcess:
             engine = self._build(lambda done, total: self._link.send("progress", done=done, total=total))
             engine.start()
         except RooftopError as error:
-            self._link.send("failed", field=error.field, given=str(error.given), accepted=error.accepted)
+            # It is shown as it was given: a number without quotes.
+            number = isinstance(error.given, int | float | None)
+            given = error.given if number else str(error.given)
+            self._link.send("failed", field=error.field, given=given, accepted=error.accepted)
         except Infeasible as error:
             self._link.send("failed", what=error.what, by=error.by)
         else:
