@@ -15,13 +15,16 @@ import time
 
 #: Seconds between two questions for /health.
 _EVERY_S = 0.1
+#: Two threads print.
+_LOCK = threading.Lock()
 #: Seconds after which an answer counts as missing.
 _PATIENCE_S = 30.0
 
 
 def say(kind: str, seconds: float) -> None:
     """Print one wait."""
-    print(f"{kind} {time.monotonic():.4f} {seconds:.4f}", flush=True)
+    with _LOCK:
+        print(f"{kind} {time.monotonic():.4f} {seconds:.4f}", flush=True)
 
 
 def read_stream(host: str, port: int, model: str, tokens: int) -> None:

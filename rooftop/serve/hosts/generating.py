@@ -117,11 +117,12 @@ class Generator:
         self._reset()
         reader = threading.Thread(target=self._read, name="rooftop link reader", daemon=True)
         reader.start()
-        threading.Thread(target=self._beat, args=(link,), name="rooftop beat", daemon=True).start()
         try:
             link.send(
                 "serving", facts=dict(self._facts), max_model_len=self.max_model_len, report=self._report().to_json()
             )
+            # The first message says what is served.
+            threading.Thread(target=self._beat, args=(link,), name="rooftop beat", daemon=True).start()
             self._work()
         except LinkLost as error:
             return str(error)
