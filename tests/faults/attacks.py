@@ -1,4 +1,4 @@
-"""What hostile and careless clients do to a server. Each attack is bounded in count and time, and says what it got."""
+"""Attacks of hostile and careless clients on a server. Each is bounded in count and time, and counts its answers."""
 
 from __future__ import annotations
 

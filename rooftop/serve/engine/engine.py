@@ -86,7 +86,7 @@ class PagedEngine:
 
     @property
     def admission(self) -> Admission:
-        """What the engine can serve at all."""
+        """Limits of the requests that the engine can serve."""
         caches = [cache for server in self._servers for cache in server.scheduler.caches]
         return Admission(
             vocab=self.model.vocab,

@@ -84,8 +84,8 @@ class EngineProcess:
         except RooftopError as error:
             # It is shown as it was given: a number without quotes.
             number = isinstance(error.given, int | float | None)
-            given = error.given if number else str(error.given)
-            self._link.send("failed", field=error.field, given=given, accepted=error.accepted)
+            value = error.given if number else str(error.given)
+            self._link.send("failed", field=error.field, given=value, accepted=error.accepted)
         except Infeasible as error:
             self._link.send("failed", what=error.what, by=error.by)
         else:
