@@ -6,7 +6,6 @@ It serves one link at a time. When the link ends, its requests are dropped: the 
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import signal
@@ -14,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -41,8 +41,8 @@ from rooftop.serve.sockets import bind
 
 #: Damaged pieces after which a link is given up.
 _REFUSALS = 8
-#: Seconds between two lines about strangers.
-_REFUSED_S = 60.0
+#: Most events about strangers in so many seconds: they come as fast as strangers like.
+_REFUSED, _REFUSED_S = 8, 60.0
 #: Seconds between reports while there is work.
 _REPORT_S = 1.0
 
@@ -88,13 +88,14 @@ class Generator:
         Returns after ``stop``, or when ``listening`` is shut down.
         """
         self._compilations.watch()
-        listener, refused_s = LinkListener(listening, key), -math.inf
+        listener, refused = LinkListener(listening, key), deque[float](maxlen=_REFUSED)
         while not self._stopped:
             try:
                 link = listener.accept()
             except LinkLost as error:
-                if time.monotonic() - refused_s > _REFUSED_S:
-                    refused_s = time.monotonic()
+                now_s = time.monotonic()
+                if len(refused) < _REFUSED or now_s - refused[0] > _REFUSED_S:
+                    refused.append(now_s)
                     on_link(f"refused: {error}")
                 continue
             except OSError:
