@@ -35,6 +35,8 @@ HEAD_BYTES = 64 * 1024
 _IDLE_S = 65.0
 #: Seconds for a TLS handshake.
 _HANDSHAKE_S = 10.0
+#: Connections that the system keeps until they are accepted: one that finds no room tries again after a second.
+_BACKLOG = 4096
 #: Connections that are accepted in a row, and descriptors that are kept for everything else.
 _ACCEPTS, _RESERVED = 64, 64
 #: Seconds to wait for a descriptor, and between two lines of the log about it.
@@ -447,6 +449,7 @@ def serving_config(app: ASGIApp, drain_s: int) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        backlog=_BACKLOG,
         timeout_keep_alive=int(_IDLE_S),
         timeout_graceful_shutdown=drain_s,
     )
