@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rooftop.core.errors import Infeasible, RooftopError, unknown
-from rooftop.core.printable import printable
+from rooftop.core.printable import printable, printable_json
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 def emit_json(data: object) -> None:
     """Write one JSON object on stdout. NaN and infinities are refused: JSON has none."""
     text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
-    # JSON escapes most control characters itself. These few it may have as they are; a terminal would obey them.
-    click.echo(re.sub("[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text))
+    click.echo(printable_json(text))
 
 
 def say(line: str, *, err: bool = False) -> None:

@@ -8,6 +8,8 @@ import traceback
 from datetime import UTC, datetime
 from typing import TextIO
 
+from rooftop.core.printable import printable_json
+
 #: Loggers of the server: ours and uvicorn's.
 _LOGGERS = ("rooftop.serve", "uvicorn.error")
 
@@ -24,7 +26,7 @@ class _Lines(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return printable_json(json.dumps(line, ensure_ascii=False, default=str))
 
 
 def start_logging(level: str, to: TextIO) -> logging.Logger:

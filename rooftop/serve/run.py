@@ -246,6 +246,7 @@ class _Server:
         self._serving = serving
         if self.lead is not None:
             self.lead.serving, self.lead.stop = serving, serving.stop
+            serving.on_hang = self.lead.fail
         serving.run()
         if self._child is not None and self._child.failed is not None:
             raise Infeasible("the engine has stopped", self._child.failed)

@@ -32,7 +32,8 @@ class Serving:
 
     It listens on ``bound`` while ``load`` makes and starts the engine; ``on_ready`` is called with it. Then it serves
     until SIGTERM or SIGINT, and finishes what is running, for ``drain_s`` seconds at most; a second signal waits no
-    longer. One that comes before the engine is there ends the process, with status 0.
+    longer. A signal that comes before the engine is there ends the process, with status 0. ``on_hang`` is called when a
+    step takes too long.
     """
 
     bound: socket.socket
@@ -44,6 +45,7 @@ class Serving:
     drain_s: float
     limits: HttpLimits = field(default_factory=HttpLimits)
     tls: ssl.SSLContext | None = None
+    on_hang: Callable[[str], None] = lambda message: None
 
     def run(self) -> None:
         """Serve until the server has ended. Raises the errors of ``load``."""
@@ -96,6 +98,7 @@ class Serving:
             if hangs and not was:
                 fields = {"seconds": round(beat.age_s, 1), "doing": beat.doing}
                 self.log.error("the step loop hangs", extra={"fields": fields})
+                self.on_hang(f"a step has taken {beat.age_s:.0f} s; it was {beat.doing}")
             elif was and not hangs:
                 self.log.info("the step loop turns again")
             was = hangs

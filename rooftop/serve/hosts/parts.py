@@ -187,7 +187,7 @@ class Lead:
             configuration,
             own_host(self.coordinator),
             draft=self.draft,
-            on_lost=self._on_lost,
+            on_lost=self.fail,
             on_stop=lambda: self.stop(),
         )
         return self._followers
@@ -205,7 +205,8 @@ class Lead:
         if self._followers is not None:
             self._followers.stop()
 
-    def _on_lost(self, message: str) -> None:
+    def fail(self, message: str) -> None:
+        """End every request with an error, and all processes soon: one of them is lost, or a step hangs."""
         self._lost = message
         if self._engine is None or self.serving is None:
             end_process(message, 1)
