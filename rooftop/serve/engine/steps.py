@@ -81,8 +81,8 @@ class EngineServer:
         self._ran = list[Shape]()
         #: Requests that generate under a constraint, and those that wait for their mask.
         self._constrained, self._paused = list[Running](), list[Running]()
-        #: Description of the step in progress, for those who ask why it takes so long.
-        self.doing = ""
+        #: The last step that was begun.
+        self._step: EngineStep | None = None
 
     def send(self) -> Sent | None:
         """Decide the next step and begin it; None if there is nothing to do."""
@@ -102,8 +102,7 @@ class EngineServer:
             self.leave(self.running[sequence.id])
         if step.resumed:
             self._changed = True
-        tokens = sum(chunk.tokens for chunk in step.chunks)
-        self.doing = f"generating for {step.generating} sequences and prefilling {tokens} tokens of {len(step.chunks)}"
+        self._step = step
         generating = self._generate() if step.batch else None
         chunks = [(chunk, self.running[chunk.sequence.id]) for chunk in step.chunks]
         for chunk, running in chunks:
@@ -115,6 +114,19 @@ class EngineServer:
             step=step, begun_s=begun_s, programs=self._ran, generating=generating,
             prefills=list(self._run_all(generating, prefills)),
         )  # fmt: skip
+
+    @property
+    def doing(self) -> str:
+        """The last step that was begun, its batch and its programs: for those who ask why it takes so long."""
+        step = self._step
+        if step is None:
+            return ""
+        prompts = sum(chunk.tokens for chunk in step.chunks)
+        programs = ", ".join(f"{rows} x {width} of {context}" for rows, width, context, _ in list(self._ran))
+        return (
+            f"generating for {step.generating} sequences and prefilling {prompts} tokens, in programs of sequences x "
+            f"tokens of context: {programs or 'none yet'}"
+        )
 
     def _wait_for_masks(self) -> None:
         """Leave sequences out of the next step whose masks another process still computes.
