@@ -34,7 +34,7 @@ from rooftop.cli.options import (
     seed_option,
     workers_option,
 )
-from rooftop.cli.output import VerbGroup, emit_json, progress_bar, show_document
+from rooftop.cli.output import VerbGroup, emit_json, progress_bar, say, show_document
 from rooftop.runs.environment import keep_compilations, prepare_environment
 
 _TRAIN_EXAMPLES = (
@@ -95,7 +95,7 @@ def stats(
     from rooftop.library.embedding import embedding_limits
 
     with warnings.catch_warnings(), progress_bar(shown=not as_json) as progress:
-        warnings.showwarning = lambda message, *_, **__: click.echo(f"rooftop: {message}", err=True)
+        warnings.showwarning = lambda message, *_, **__: say(f"rooftop: {message}", err=True)
         result = embedding_limits(
             tables, data, on=on, batch_samples=batch_samples, batches=batches, sample_passes=sample_passes,
             headroom=headroom, limits=limits, out_of_range=out_of_range, host_threads=host_threads,
@@ -200,9 +200,9 @@ def train(*, check: str | None, as_json: bool, **options: Unpack[_EmbedTrainOpti
     if as_json:
         emit_json(result.to_json())
         return 0
-    click.echo(result.summary)
+    say(result.summary)
     if (trace := request.folder.profile).is_dir():
-        click.echo(f"  trace in {trace}: see rooftop explain {trace}")
+        say(f"  trace in {trace}: see rooftop explain {trace}")
     return 0
 
 

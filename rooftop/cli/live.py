@@ -8,12 +8,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import click
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from rooftop.cli.output import progress_bar
+from rooftop.cli.output import progress_bar, say
 from rooftop.core.quantities import format_count, format_seconds
 from rooftop.train.metrics import StepRecord
 from rooftop.train.recording import Watch
@@ -64,7 +63,7 @@ class LiveView(Watch):
         if self._bar is not None:
             self._bar[0].console.print(escape(line))
         elif not self._quiet:
-            click.echo(line)
+            say(line)
 
     def on_start(self, step: int, steps: int) -> None:
         """Replace the bar of the data by that of the steps."""
@@ -87,7 +86,7 @@ class LiveView(Watch):
         if not self._quiet and (now - self._shown_s >= _PAUSE_S or record.step == self._steps):
             self._shown_s = now
             left = format_seconds(record.seconds * (self._steps - record.step))
-            click.echo(f"step {record.step}/{self._steps}: {describe_step(record)}, {left} left")
+            say(f"step {record.step}/{self._steps}: {describe_step(record)}, {left} left")
 
     def on_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Write a line."""

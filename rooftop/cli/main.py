@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from rooftop import __version__
-from rooftop.cli.output import VerbGroup, usage_line
+from rooftop.cli.output import VerbGroup, say, usage_line
 from rooftop.core.errors import Infeasible, RooftopError
 
 #: Verb -> (MODULE:COMMAND, one line of help). A module with one verb calls it ``command``.
@@ -124,5 +124,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str, status: int) -> None:
-    click.echo(f"rooftop: {message}", err=True)
+    say(f"rooftop: {message}", err=True)
     sys.exit(status)

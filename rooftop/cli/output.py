@@ -9,32 +9,45 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from rooftop.core.errors import Infeasible, RooftopError, unknown
+from rooftop.core.printable import printable, printable_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType
 
     from rooftop.present.document import Document
 
 
 def emit_json(data: object) -> None:
     """Write one JSON object on stdout. NaN and infinities are refused: JSON has none."""
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    click.echo(printable_json(text))
+
+
+def say(line: str, *, err: bool = False) -> None:
+    """Write a line on stdout, or stderr, with control characters of names in it as text."""
+    click.echo(printable(line), err=err)
 
 
 def console() -> Console:
     """The console for tables; imported late, because rich costs more than a plan does."""
     from rich.console import Console
+    from rich.segment import Segment
 
     class Page(Console):
         def on_broken_pipe(self) -> None:
             raise  # main decides the exit status
+
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            # Names may have characters that a terminal obeys; those of styles are added later.
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     # Piped output has no width of its own: COLUMNS, or 110.
     page = Page(highlight=False)
@@ -64,7 +77,7 @@ def no_answer(*, as_json: bool) -> Iterator[None]:
     except Infeasible as no:
         if as_json:
             raise
-        click.echo(str(no))
+        say(str(no))
         sys.exit(no.exit_status)
 
 

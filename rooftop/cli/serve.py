@@ -41,7 +41,7 @@ from rooftop.cli.options import (
     weight_group_option,
     weights_dtype_option,
 )
-from rooftop.cli.output import progress_bar
+from rooftop.cli.output import progress_bar, say
 
 if TYPE_CHECKING:
     from rooftop.serve.run import ReadyProcess
@@ -66,7 +66,7 @@ class _ServeOptions(TypedDict):
     batch_seqs: int | None
     max_model_len: int | None
     max_queue: int
-    max_body: int
+    max_body: int | None
     chunk_tokens: int | None
     batching: str | None
     generate_at: str | None
@@ -90,6 +90,11 @@ class _ServeOptions(TypedDict):
     processes: int | None
     process: int | None
     chat_template: Path | None
+    allow_host: tuple[str, ...]
+    max_connections: int
+    max_connections_per_address: int | None
+    tls_cert: Path | None
+    tls_key: Path | None
     log_level: str
     log_texts: bool
 
@@ -117,7 +122,25 @@ class _ServeOptions(TypedDict):
 @batch_seqs_option(help="Sequences in progress at most. [default: 32, or the plan's]")
 @option("--max-model-len", group=WORKLOAD, type=COUNT, help="Most tokens of prompt and answer. [default: the model's]")
 @option("--max-queue", group=SERVER, default="1024", type=COUNT, help="Most waiting requests; others get a 429.")
-@option("--max-body", group=SERVER, default="32Mi", type=BYTES, help="Largest request.")
+@option(
+    "--max-body", group=SERVER, type=BYTES,
+    help="Largest request. [default: 1Mi and what the longest prompt may take, at most 32Mi]",
+)  # fmt: skip
+@option(
+    "--allow-host", group=SERVER, multiple=True, metavar="NAME",
+    help="Without keys: answer requests to this host name too; '*': to any. [default: localhost, --host, addresses]",
+)  # fmt: skip
+@option("--tls-cert", group=SERVER, type=FILE, metavar="FILE", help="Serve HTTPS with this certificate (PEM).")
+@option("--tls-key", group=SERVER, type=FILE, metavar="FILE", help="Its private key (PEM).")
+@option(
+    "--request-timeout", group=SERVER, default="30s", type=TIME, help="Time for a request's head, and for its body."
+)
+@option("--max-connections", group=SERVER, default="4096", type=COUNT, help="Most connections at a time.")
+@option(
+    "--max-connections-per-address", group=SERVER, type=COUNT,
+    help="Most of them from one address. [default: half of all]",
+)  # fmt: skip
+@option("--step-timeout", group=SERVER, default="2m", type=TIME, help="A step that takes longer hangs: restart.")
 @option(
     "--chunk-tokens", group=WORKLOAD, type=COUNT_OR_ZERO,
     help="Most tokens of a step; prompts are prefilled in chunks. 0: whole prompts.",
@@ -177,6 +200,8 @@ def command(
     *,
     api_key: tuple[str, ...],
     drain: float,
+    request_timeout: float,
+    step_timeout: float,
     prefill_devices: int | None,
     mesh: str | None,
     as_json: bool,
@@ -197,6 +222,8 @@ def command(
     request = ServeRequest(
         api_keys=api_key,
         drain_s=drain,
+        request_timeout_s=request_timeout,
+        step_timeout_s=step_timeout,
         prefill_devices=prefill_devices or 0,
         mesh=None if mesh is None else parse_axes(mesh),
         **options,
@@ -208,7 +235,7 @@ def command(
 
         def show(ready: ReadyProcess) -> None:
             starting.close()
-            click.echo(json.dumps(ready.to_json()) if as_json else ready.line)
+            say(json.dumps(ready.to_json()) if as_json else ready.line)
 
         run(request, on_ready=show, on_progress=progress)
     return 0

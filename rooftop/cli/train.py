@@ -52,7 +52,7 @@ from rooftop.cli.options import (
     shrink_option,
     weights_dtype_option,
 )
-from rooftop.cli.output import emit_json
+from rooftop.cli.output import emit_json, say
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import parse_count
 from rooftop.plan.training.plan import TrainingPlan
@@ -285,16 +285,16 @@ def _train(request: TrainRequest, as_json: bool) -> int:
             result = train(request, watch=view)
     except Stopped as stopped:
         if is_first and not as_json:
-            click.echo(f"{stopped}; the same command begins again")
+            say(f"{stopped}; the same command begins again")
         return 0
     if as_json and is_first:
         emit_json(result.to_json())
     elif is_first:
         for text in result.samples:
-            click.echo(f"--- sample\n{text}")
+            say(f"--- sample\n{text}")
         if result.samples:
-            click.echo("---")
-        click.echo(result.summary)
+            say("---")
+        say(result.summary)
     return 0
 
 
@@ -326,7 +326,7 @@ def train_together(
         reason = (str(error).splitlines() or [""])[0][:160]
         what = "the run has lost one of its processes" if coordinator is not None else type(error).__name__
         line, status = f"{what} ({reason}); {how_to_resume}", lost
-    click.echo(f"rooftop: {line}", err=True)
+    say(f"rooftop: {line}", err=True)
     sys.stdout.flush()
     os._exit(status)
 

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.memory import MemoryShortage, OutOfMemory, PeakMemory
 from rooftop.compiler.targets import PLUGIN
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.scratch import scratch_folder
 from rooftop.hardware import Slice
 
 #: Environment for compilation without TPUs and GPUs: no search for devices; for libtpu also no machine metadata, and
@@ -222,8 +222,7 @@ def ask_worker(
     environment: Mapping[str, str] | None = None,
 ) -> WorkerOutput:
     """Compile in a new worker, with ``environment`` in addition to libtpu's. Raises RooftopError after a timeout."""
-    with tempfile.TemporaryDirectory(prefix="rooftop-compile-") as name:
-        folder = Path(name)
+    with scratch_folder("rooftop-compile-") as folder:
         question, answer, log = folder / "request.json", folder / "result.json", folder / "log"
         question.write_text(json.dumps(request.to_json()), encoding="utf-8")
         with log.open("w", encoding="utf-8") as output:

@@ -13,7 +13,6 @@ import os
 import pickle
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 import traceback
@@ -34,6 +33,7 @@ from rooftop.compiler.executables import compiled_program, read_reports, reporti
 from rooftop.compiler.hlo.printing import compiled_text
 from rooftop.compiler.memory import OutOfMemory, PeakMemory, read_exceeded
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.scratch import scratch_folder
 
 
 def main(question: Path, answer: Path) -> None:
@@ -71,8 +71,7 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
         raise RooftopError("program", request.program, f"one that lowers for this mesh ({_line(error)})") from None
     lower_s = time.perf_counter() - start
     on_phase("compiling")
-    with tempfile.TemporaryDirectory(prefix="rooftop-dump-") as name:
-        folder = Path(name)
+    with scratch_folder("rooftop-dump-") as folder:
         try:
             compiled = lowered.compile({**reporting_options(folder, for_gpus=for_gpus), **request.options})
         except jax.errors.JaxRuntimeError as error:

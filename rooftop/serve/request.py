@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -29,18 +30,25 @@ _PROMPT_TOKENS = 224
 class Settings:
     """Settings of the API.
 
+    A keyless server answers requests to the host names ``hosts`` and to addresses; '*': to any. A step of the engine
+    that takes longer than ``step_s`` hangs.
     ``model`` is the model's name in requests. Without ``keys`` everyone may ask. Web pages of ``origins`` may ask from
-    a browser. ``log_texts`` writes prompts and answers to the log.
+    a browser. A request has at most ``body_bytes`` (None: as many as the model's longest prompt may take).
+    ``log_texts`` writes prompts and answers to the log.
     """
 
     model: str
     keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
-    body_bytes: int = 32 * 2**20
+    body_bytes: int | None = None
     log_texts: bool = False
+    hosts: tuple[str, ...] = ("localhost",)
+    step_s: float = 120.0
 
     def __post_init__(self) -> None:
-        if self.body_bytes < 1:
+        if not self.step_s > 0:
+            raise RooftopError("step-timeout", self.step_s, "a time above 0")
+        if self.body_bytes is not None and self.body_bytes < 1:
             raise RooftopError("max-body", self.body_bytes, "a positive number of bytes")
         if not all(self.keys):
             raise RooftopError("api-key", "", "a key that is not empty")
@@ -52,7 +60,9 @@ class ServeRequest:
 
     ``checkpoint`` is a folder (config.json, safetensors, tokenizer.json), a plan.json with ``weights_of`` as the folder
     of its weights, or llama:N for a small random model. ``batch_seqs`` sequences are in progress at most, ``max_queue``
-    more wait. ``chunk_tokens`` 0 prefills prompts whole. With ``generate_at`` another process generates: 'local' starts
+    more wait. ``request_timeout_s`` is for the head of a request, and again for its body; a step of the engine that
+    takes ``step_timeout_s`` hangs.
+    ``chunk_tokens`` 0 prefills prompts whole. With ``generate_at`` another process generates: 'local' starts
     it here; with ``role`` 'generate' this process is the other one. Each round guesses ``draft_length`` tokens, by the
     ``draft`` model or by n-grams. ``shrink`` reduces the mesh to the devices here; ``devices`` emulates them. With
     ``coordinator`` this is process ``process`` of ``processes``.
@@ -66,7 +76,14 @@ class ServeRequest:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors: tuple[str, ...] = ()
     max_queue: int = 1024
-    max_body: int = 32 * 2**20
+    max_body: int | None = None
+    allow_host: tuple[str, ...] = ()
+    request_timeout_s: float = 30.0
+    step_timeout_s: float = 120.0
+    max_connections: int = 4096
+    max_connections_per_address: int | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     chat_template: Path | None = None
     drain_s: float = 30.0
     log_level: str = "info"
@@ -110,6 +127,9 @@ class ServeRequest:
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise unknown(name.replace("_", "-"), value, known)
+        for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise RooftopError(other.replace("_", "-"), None, f"a file in PEM, with --{name.replace('_', '-')}")
         if self.coordinator is None:
             for name in ("processes", "process"):
                 if getattr(self, name) is not None:
@@ -127,6 +147,8 @@ class ServeRequest:
             origins=self.cors,
             body_bytes=self.max_body,
             log_texts=self.log_texts,
+            hosts=("localhost", self.host, socket.gethostname(), *self.allow_host),
+            step_s=self.step_timeout_s,
         )
 
     def configuration(self, planned: Configuration | None, model: ModelConfig | None = None) -> Configuration:

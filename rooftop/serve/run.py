@@ -2,42 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import Record
 from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment
 from rooftop.runs.supervise import keep_stdout
 from rooftop.serve.engine.configuration import Configuration, configuration_of
+from rooftop.serve.hosts.engine_process import EngineTask
 from rooftop.serve.hosts.parts import EnginePart, Lead, choose_part, end_process, follow, replicas_of
+from rooftop.serve.logs import start_logging
 from rooftop.serve.request import ServeRequest, named_as_options, shrunk
 from rooftop.serve.sockets import address_of, bind
-from rooftop.serve.source import ServeSource, example_model, is_example, make_example, read_source
+from rooftop.serve.source import (
+    ServeSource,
+    example_model,
+    is_example,
+    make_example,
+    make_example_apart,
+    read_source,
+    stop_tokens,
+)
 
 if TYPE_CHECKING:
     import socket
+    import ssl
 
     from rooftop.serve.engine.requests import ServingEngine
+    from rooftop.serve.hosts.engine_child import EngineChild
     from rooftop.serve.hosts.generating import Generator
+    from rooftop.serve.server import Serving
 
 #: Packages that serving imports.
 _PACKAGES = (
     "jax", "jaxtyping", "safetensors", "tokenizers", "starlette", "uvicorn", "httptools", "prometheus_client", "jinja2",
     "llguidance",
 )  # fmt: skip
-#: Loggers of the server: ours and uvicorn's.
-_LOGGERS = ("rooftop.serve", "uvicorn.error")
 #: Seconds between two log lines about compilation.
 _LOG_EVERY_S = 5.0
 
@@ -46,12 +54,13 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyServer(Record):
-    """A server that answers at ``url``, and its process ``pid``."""
+    """A server that answers at ``url``: its process ``pid``, and that of its engine."""
 
     kind: Literal["serve"] = "serve"
     url: str
     model: str
     pid: int = field(default_factory=os.getpid)
+    engine_pid: int | None
     max_model_len: int
     pages: int
     page_tokens: int
@@ -141,22 +150,30 @@ def _run(request: ServeRequest, on_ready: Callable[[ReadyProcess], None], on_pro
     with named_as_options():
         configuration = part.configured(request.configuration(planned, model))
     request.settings(model.name)  # Checked now, used once the model is there.
+    # The engine has a process of its own, which alone starts JAX; of several processes, each is one of the engine.
+    apart = request.coordinator is None and part.role != "generate"
+    tls: ssl.SSLContext | None = None
+    if request.tls_cert is not None and request.tls_key is not None and part.role != "generate":
+        from rooftop.serve.http import tls_context
+
+        tls = tls_context(request.tls_cert, request.tls_key)
     # One of several processes does not know yet if it listens.
     early = bind(request.host, request.port) if request.coordinator is None else None
     try:
-        keep_compilations()
-        import jax
-
         if source is None:
-            folder = make_example(request.checkpoint)
+            folder = make_example_apart(request.checkpoint) if apart else make_example(request.checkpoint)
             source = read_source(folder, request.weights_of)
-        if request.shrink:
-            configuration = shrunk(configuration, len(jax.devices()))
-        if request.coordinator is not None and jax.process_index() > 0:
-            name, process, processes = source.folder.resolve().name, jax.process_index(), jax.process_count()
-            ready = ReadyFollower(model=name, process=process, processes=processes)
-            follow(source.folder, configuration, request.draft, lambda: on_ready(ready))
-            return
+        if not apart:
+            keep_compilations()
+            import jax
+
+            if request.shrink:
+                configuration = shrunk(configuration, len(jax.devices()))
+            if request.coordinator is not None and jax.process_index() > 0:
+                name, process, processes = source.folder.resolve().name, jax.process_index(), jax.process_count()
+                ready = ReadyFollower(model=name, process=process, processes=processes)
+                follow(source.folder, configuration, request.draft, lambda: on_ready(ready))
+                return
         bound = early or bind(request.host, request.port)
     except BaseException:
         if early is not None:
@@ -173,15 +190,15 @@ def _run(request: ServeRequest, on_ready: Callable[[ReadyProcess], None], on_pro
         else:
             _Server(
                 request=request, source=source, configuration=configuration, part=part, lead=lead, bound=bound, log=log,
-                on_ready=on_ready, on_progress=on_progress, began_s=began_s,
+                on_ready=on_ready, on_progress=on_progress, began_s=began_s, tls=tls,
             ).run()  # fmt: skip
         if lead is not None:
             lead.end()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Server:
-    """A process that answers requests."""
+    """A process that answers requests. With a ``lead`` its engine is in this process, otherwise in one of its own."""
 
     request: ServeRequest
     source: ServeSource
@@ -193,10 +210,15 @@ class _Server:
     on_ready: Callable[[ReadyProcess], None]
     on_progress: Progress | None
     began_s: float
+    tls: ssl.SSLContext | None
+    _serving: Serving | None = field(default=None, init=False)
+    _child: EngineChild | None = field(default=None, init=False)
 
     def run(self) -> None:
+        # One thread a text, whose lock is free meanwhile: a pool of the tokenizer's own would take all cores.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from rooftop.serve.api.texts import Texts
-        from rooftop.serve.engine.loading import stop_tokens
+        from rooftop.serve.http import HttpLimits
         from rooftop.serve.server import Serving
 
         folder = self.source.folder
@@ -214,42 +236,61 @@ class _Server:
             load=self._load,
             on_ready=self._ready,
             drain_s=self.request.drain_s,
+            limits=HttpLimits(
+                request_s=self.request.request_timeout_s,
+                connections=self.request.max_connections,
+                per_address=self.request.max_connections_per_address,
+            ),
+            tls=self.tls,
         )
+        self._serving = serving
         if self.lead is not None:
             self.lead.serving, self.lead.stop = serving, serving.stop
+            serving.on_hang = self.lead.fail
         serving.run()
+        if self._child is not None and self._child.failed is not None:
+            raise Infeasible("the engine has stopped", self._child.failed)
 
     def _load(self) -> ServingEngine:
         """Load weights, compile every program and start the engine."""
         report = self.on_progress or _log_progress(self.log)
         report(0, 1, f"loading {self.source.model.name}")
+
+        def on_progress(done: int, total: int) -> None:
+            report(done, total, "compiling")
+
+        folder, configuration = self.source.folder, self.configuration
+        if self.lead is None:
+            from rooftop.serve.hosts.engine_child import EngineChild
+
+            assert self._serving is not None
+            task = EngineTask(request=self.request, part=self.part, configuration=configuration, folder=folder)
+            child = self._child = EngineChild(
+                task, hang_s=self.request.step_timeout_s, log=self.log, on_progress=on_progress,
+                on_failed=self._serving.refuse,
+            )  # fmt: skip
+            child.start()
+            return child
         with named_as_options():
             engine = self.part.engine(
-                self.source.folder,
-                self.configuration,
-                draft=self.request.draft,
-                lead=self.lead,
-                on_progress=lambda done, total: report(done, total, "compiling"),
-                log=self.log,
+                folder, configuration, draft=self.request.draft, lead=self.lead, on_progress=on_progress, log=self.log
             )
         engine.start()
-        if self.lead is not None:
-            self.lead.started(engine)
+        self.lead.started(engine)
         return engine
 
     def _ready(self, engine: ServingEngine) -> None:
-        import jax
-
-        devices, stats = jax.devices(), engine.stats()
+        stats = engine.stats()
         self.on_ready(
             ReadyServer(
-                url=f"http://{address_of(self.bound)}",
+                url=f"{'http' if self.tls is None else 'https'}://{address_of(self.bound)}",
+                engine_pid=os.getpid() if self._child is None else self._child.pid,
                 model=self.request.name or self.source.model.name,
                 max_model_len=engine.max_model_len,
                 pages=stats.pages,
                 page_tokens=stats.page_tokens,
                 programs=stats.programs,
-                devices=f"{len(devices)} x {devices[0].device_kind}",
+                devices=engine.devices,
                 seconds=round(time.monotonic() - self.began_s, 3),
             )
         )
@@ -313,32 +354,3 @@ def _generate(
     )
     log.info("ready")
     generator.serve(bound, part.key, lambda event: log.info(f"link {event}"))
-
-
-class _Lines(logging.Formatter):
-    """Records as JSON: time, level, event and the record's own fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "event": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
-        return json.dumps(line, ensure_ascii=False, default=str)
-
-
-def start_logging(level: str, to: TextIO) -> logging.Logger:
-    """The logger of the server, which writes records of ``level`` and above to ``to``."""
-    handler = logging.StreamHandler(to)
-    handler.setFormatter(_Lines())
-    for name in _LOGGERS:
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        # uvicorn needs several lines for what one of ours says.
-        logger.setLevel(
-            level.upper() if name == _LOGGERS[0] else max(logging.WARNING, logging.getLevelName(level.upper()))
-        )
-    return logging.getLogger(_LOGGERS[0])

@@ -7,30 +7,23 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-import uvicorn
+from starlette.types import ASGIApp
 
 from rooftop.serve.api.app import Api
 from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.requests import ServingEngine
+from rooftop.serve.http import HostGuard, HttpLimits, LimitedServer, serving_config
 from rooftop.serve.request import Settings
 
 #: Seconds for HTTP after the last token.
 _MARGIN_S = 5
-#: Seconds; longer than clients keep idle connections, so that clients close them first.
-_KEEP_ALIVE_S = 65
-
-
-class _UvicornServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process by the signal and not with a status."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+#: Seconds between two looks at the heartbeat of an engine in this process.
+_LOOK_S = 1.0
 
 
 @dataclass(kw_only=True)
@@ -39,7 +32,8 @@ class Serving:
 
     It listens on ``bound`` while ``load`` makes and starts the engine; ``on_ready`` is called with it. Then it serves
     until SIGTERM or SIGINT, and finishes what is running, for ``drain_s`` seconds at most; a second signal waits no
-    longer. One that comes before the engine is there ends the process, with status 0.
+    longer. A signal that comes before the engine is there ends the process, with status 0. ``on_hang`` is called when a
+    step takes too long.
     """
 
     bound: socket.socket
@@ -49,6 +43,9 @@ class Serving:
     load: Callable[[], ServingEngine]
     on_ready: Callable[[ServingEngine], None]
     drain_s: float
+    limits: HttpLimits = field(default_factory=HttpLimits)
+    tls: ssl.SSLContext | None = None
+    on_hang: Callable[[str], None] = lambda message: None
 
     def run(self) -> None:
         """Serve until the server has ended. Raises the errors of ``load``."""
@@ -68,20 +65,11 @@ class Serving:
     async def _run(self) -> None:
         self._api = Api(self.settings, self.texts, self.log)
         self._drained: asyncio.Task[bool] | None = None
-        self._server = _UvicornServer(
-            uvicorn.Config(
-                self._api.app(),
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(self.drain_s) + _MARGIN_S,
-            )
-        )
+        app: ASGIApp = self._api.app()
+        if not self.settings.keys:
+            app = HostGuard(app, self.settings.hosts)
+        config = serving_config(app, int(self.drain_s) + _MARGIN_S)
+        self._server = LimitedServer(config, self.limits, self.log, self.tls)
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop, number)
@@ -90,13 +78,30 @@ class Serving:
             self._api.engine = await asyncio.to_thread(self.load)
             self.on_ready(self._api.engine)
             self.log.info("ready")
+            watching = asyncio.create_task(self._watch(self._api.engine))
             await serving
+            watching.cancel()
             if self._drained is not None:
                 whole = await self._drained
                 self.log.info("drained", extra={"fields": {"all_finished": whole}})
         finally:
             self._server.should_exit = self._server.force_exit = True
             await serving
+
+    async def _watch(self, engine: ServingEngine) -> None:
+        """Log when the step loop stops turning, and when it turns again."""
+        was = False
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            beat = engine.beat()
+            hangs = beat.age_s > self.settings.step_s
+            if hangs and not was:
+                fields = {"seconds": round(beat.age_s, 1), "doing": beat.doing}
+                self.log.error("the step loop hangs", extra={"fields": fields})
+                self.on_hang(f"a step has taken {beat.age_s:.0f} s; it was {beat.doing}")
+            elif was and not hangs:
+                self.log.info("the step loop turns again")
+            was = hangs
 
     def _stop(self, number: signal.Signals) -> None:
         if self._api.engine is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -68,22 +71,32 @@ def example_model(checkpoint: Path, vocab: int = _VOCAB) -> ModelConfig:
     return small_model(str(checkpoint), vocab, SMALL_SEQ_LEN)
 
 
+def make_example_apart(checkpoint: Path) -> Path:
+    """``make_example`` for a process that must not start JAX: another one makes what is not there yet."""
+    folder = cache_folder("models") / f"{example_model(checkpoint, train_bpe([_TEXT], _VOCAB).vocab).name}-random"
+    if not folder.exists():
+        code = "import pathlib, sys; from rooftop.serve import source; source.make_example(pathlib.Path(sys.argv[1]))"
+        subprocess.run([sys.executable, "-c", code, str(checkpoint)], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
 def make_example(checkpoint: Path) -> Path:
     """The folder, in the user's cache, of the random model that llama:N names, with a tokenizer and a chat template.
 
-    The weights are the same every time. Starts JAX. Raises RooftopError for a size that no such model has.
+    The weights are the same every time. Starts JAX if they are not there yet. Raises RooftopError for a size that no
+    such model has.
     """
-    import jax
-
-    from rooftop.checkpoints.huggingface import save_weights
-    from rooftop.programs.parameters import describe
-
     trained = train_bpe([_TEXT], _VOCAB)
     model = example_model(checkpoint, trained.vocab)
     home = cache_folder("models")
     folder = home / f"{model.name}-random"
     if folder.exists():
         return folder
+    import jax
+
+    from rooftop.checkpoints.huggingface import save_weights
+    from rooftop.programs.parameters import describe
+
     random = np.random.default_rng(_SEED)
 
     def draw(parameter: Parameter) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -103,3 +116,17 @@ def make_example(checkpoint: Path) -> Path:
             if not folder.exists():
                 raise
     return folder
+
+
+def stop_tokens(checkpoint: Path) -> frozenset[int]:
+    """The tokens that end a text, from generation_config.json or config.json; empty if neither has any."""
+    for name in ("generation_config.json", "config.json"):
+        path = checkpoint / name
+        try:
+            keys = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except ValueError as error:
+            raise RooftopError(str(path), f"{error}", "JSON") from None
+        result = keys.get("eos_token_id", keys.get("text_config", {}).get("eos_token_id"))
+        if result is not None:
+            return frozenset([result] if isinstance(result, int) else result)
+    return frozenset()

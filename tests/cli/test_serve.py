@@ -307,7 +307,7 @@ def test_an_example_is_made_once(rooftop: Callable[..., Any], monkeypatch: pytes
     model = from_huggingface(folder / "config.json")
     assert 0.5e6 < count_params(model).total < 2e6
     texts = Texts.load(folder, vocab=model.vocab, ends=())
-    assert texts.ends and texts.chat([{"role": "user", "content": "hi"}], TOOLS, None)
+    assert texts.ends and texts.chat([{"role": "user", "content": "hi"}], TOOLS, None, longest=999)
     assert "<tool_call>" in (texts.template_text(with_tools=True) or "")
     stamp = (folder / "model.safetensors").stat()
     assert make_example(Path("llama:1M")) == folder and (folder / "model.safetensors").stat() == stamp

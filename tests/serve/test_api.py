@@ -257,7 +257,7 @@ def test_paths_and_methods_that_are_not(served: Served) -> None:
 
 
 def test_health_and_metrics(served: Served) -> None:
-    assert served.http.get("/health").json() == {"status": "alive"}
+    assert served.http.get("/health").json() == {"status": "alive", "step_age_s": 0.0}
     assert served.http.get("/ready").json() == {"status": "ready"}
     before = served.metric("rooftop_time_to_first_token_seconds_count")
     gaps = served.metric("rooftop_inter_token_latency_seconds_count")

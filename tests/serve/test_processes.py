@@ -25,9 +25,9 @@ import pytest
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.engine import PagedEngine
-from rooftop.serve.engine.requests import GenerationRequest, Sampling, Token
+from rooftop.serve.engine.requests import Constraint, GenerationRequest, Sampling, Token
 from rooftop.serve.hosts.generating import Generator, load_generator
-from rooftop.serve.hosts.link import Link, LinkLost, accept, connect
+from rooftop.serve.hosts.link import Link, LinkListener, LinkLost, connect
 from rooftop.serve.hosts.prefilling import PrefillEngine, load_prefill
 from rooftop.serve.hosts.processes import Child, GeneratorTask, Other, Remote
 from rooftop.serve.sockets import bind, parse_address
@@ -158,7 +158,7 @@ def whole(serving: PrefillEngine, callers: list[Caller]) -> None:
     assert (stats.running, stats.waiting, stats.pages_used, stats.compilations) == (0, 0, 0, 0)
 
 
-class Alternating:
+class Alternating(Constraint):
     """A constraint: even tokens and odd ones take turns."""
 
     def __init__(self) -> None:
@@ -534,7 +534,7 @@ def test_messages_arrive_in_order_and_the_end_is_heard() -> None:
     with bind("127.0.0.1", 0) as bound:
         bound.listen()
         links = list[Link]()
-        thread = threading.Thread(target=lambda: links.append(accept(bound, "key")))
+        thread = threading.Thread(target=lambda: links.append(LinkListener(bound, "key").accept()))
         thread.start()
         one = connect("127.0.0.1", bound.getsockname()[1], "key")
         thread.join()

@@ -16,10 +16,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.choices import AnswerChoice, Detokeniser, StopStrings, Vocabulary
+from rooftop.serve.api.grammars import Grammars
 from rooftop.serve.api.openai import prepare, read_request
 from rooftop.serve.api.openapi import document, read_body
 from rooftop.serve.api.schemas import ChatRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat, NamedSchema
-from rooftop.serve.api.texts import ChatTemplate, Grammars, Texts
+from rooftop.serve.api.texts import ChatTemplate, Texts
 from rooftop.serve.engine.requests import Token
 from tests.support import serving_echo
 
@@ -278,9 +279,12 @@ def test_constraints_that_cannot_be_kept_are_refused(texts: Texts) -> None:
 
 def test_special_tokens_in_prompts(texts: Texts) -> None:
     turn, end = texts.vocab - 12, texts.vocab - 11
-    assert texts.prompt("a<|turn|>")[-1] == turn
+    assert texts.prompt("a<|turn|>", longest=99)[-1] == turn
     ids = texts.chat(
-        [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], None, None
+        [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+        None,
+        None,
+        longest=99,
     )
     assert texts.tokenizer.decode(ids) == "user\na\nbassistant\n"
     assert ids[0] == texts.tokenizer.bos and ids[1] == turn and end in ids
@@ -401,4 +405,4 @@ def test_chats_are_rendered_and_encoded_as_by_transformers(chat: dict[str, Any])
     messages = json.loads(json.dumps(case["messages"]))
     for call in [call for message in messages for call in message.get("tool_calls") or ()]:
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    assert list(texts.chat(messages, case.get("tools"), None)) == chat["ids"]
+    assert list(texts.chat(messages, case.get("tools"), None, longest=9999)) == chat["ids"]

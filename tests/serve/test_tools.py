@@ -15,8 +15,9 @@ from tokenizers import Tokenizer
 
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.choices import AnswerChoice, Vocabulary
+from rooftop.serve.api.grammars import Grammars
 from rooftop.serve.api.schemas import ChatRequest
-from rooftop.serve.api.texts import ChatTemplate, Grammars, for_template
+from rooftop.serve.api.texts import ChatTemplate, for_template
 from rooftop.serve.api.tools import Calling, CallReader, calling
 from rooftop.serve.engine.requests import Token
 from tests.support import serving_echo

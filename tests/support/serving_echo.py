@@ -13,7 +13,15 @@ from pathlib import Path
 from rooftop.checkpoints.tokenizer import Tokenizer, train_bpe
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.scheduler import Policy
-from rooftop.serve.engine.requests import Deliver, EngineStats, GenerationRequest, Overloaded, Token
+from rooftop.serve.engine.requests import (
+    Beat,
+    Deliver,
+    EngineStats,
+    GenerationRequest,
+    Overloaded,
+    ServingEngine,
+    Token,
+)
 
 #: What begins and ends a turn of the chats here.
 TURN, END = "<|turn|>", "<|end|>"
@@ -62,6 +70,7 @@ class EchoEngine:
     breaks: int | None = None
     policy: Policy = field(default_factory=lambda: Policy(max_batch=64))
     prefix_cache: bool = False
+    devices: str = "1 x echo"
     cancelled: list[int] = field(default_factory=list)
     steps: int = 0
     tokens: int = 0
@@ -112,6 +121,9 @@ class EchoEngine:
                 preemptions=0, host_s=0.0, step_s=0.0, programs=0, compilations=0,
             )  # fmt: skip
 
+    def beat(self) -> Beat:
+        return Beat(age_s=0.0)
+
     def check(self) -> None:
         assert not self._running
 
@@ -123,6 +135,10 @@ class EchoEngine:
                     return
                 self.steps += 1
                 for id, running in list(self._running.items()):
+                    constraint = running.request.sampling.constraint
+                    if constraint is not None and not constraint.ready():
+                        # Another process computes the mask, and is heard by who needs this lock.
+                        continue
                     token = self._next(running)
                     running.deliver(token)
                     self.tokens += 1
@@ -155,30 +171,48 @@ class EchoEngine:
 
 def main() -> None:
     """Serve an EchoEngine: what a test says in JSON on the command line. Says where when it is ready."""
+    from rooftop.serve import http
     from rooftop.serve.api.texts import Texts
+    from rooftop.serve.http import HttpLimits, tls_context
+    from rooftop.serve.logs import start_logging
     from rooftop.serve.request import Settings
-    from rooftop.serve.run import start_logging
     from rooftop.serve.server import Serving
     from rooftop.serve.sockets import bind
 
     options = json.loads(sys.argv[1])
+    # With fewer reserved descriptors than none, the server accepts more connections than it has descriptors for.
+    http._RESERVED = options.get("reserved", http._RESERVED)
     folder = Path(sys.argv[2])
     read = Tokenizer.load(folder)
     assert read.eos is not None
     texts = Texts.load(folder, vocab=read.vocab, ends=(read.eos,))
-    engine = EchoEngine(end=read.eos, **options.get("engine", {}))
+    log = start_logging("info", sys.stderr)
 
-    def load() -> EchoEngine:
+    def load() -> ServingEngine:
+        engine: ServingEngine
+        if options.get("child"):
+            from rooftop.serve.engine.configuration import Configuration
+            from rooftop.serve.hosts.engine_child import EngineChild
+            from rooftop.serve.hosts.engine_process import EngineTask
+            from rooftop.serve.hosts.parts import EnginePart
+            from rooftop.serve.request import ServeRequest
+
+            request = ServeRequest(checkpoint=folder, drain_s=options["engine"]["step_s"])
+            task = EngineTask(request=request, part=EnginePart(), configuration=Configuration(), folder=folder)
+            engine = EngineChild(task, hang_s=60.0, log=log, command=("-m", "tests.support.engine_echo"))
+        else:
+            engine = EchoEngine(end=read.eos, **options.get("engine", {}))
         engine.start()
         return engine
 
     bound = bind("127.0.0.1", 0)
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in options.get("settings", {}).items()}
     settings = Settings(model="echo", **fields)
-    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    log = start_logging("info", sys.stderr)
+    tls = tls_context(*map(Path, options["tls"])) if "tls" in options else None
+    url = f"{'http' if tls is None else 'https'}://127.0.0.1:{bound.getsockname()[1]}"
     Serving(
         bound=bound, settings=settings, texts=texts, log=log, load=load, drain_s=options.get("drain_s", 10.0),
+        limits=HttpLimits(**options.get("limits", {})), tls=tls,
         on_ready=lambda _: print(json.dumps({"url": url, "model": "echo"}), flush=True),
     ).run()  # fmt: skip
 

@@ -115,6 +115,11 @@ class GroupedScheduler:
         return ChainMap(*(group.generating for group in self._groups))
 
     @property
+    def paused(self) -> Mapping[CachedSequence, None]:
+        """See ``Scheduler``."""
+        return ChainMap(*(group.paused for group in self._groups))
+
+    @property
     def to_send(self) -> Mapping[CachedSequence, list[int]]:
         """See ``Scheduler``."""
         return ChainMap(*(group.to_send for group in self._groups))
@@ -171,6 +176,14 @@ class GroupedScheduler:
     def advance(self, sequence: CachedSequence, tokens: int) -> None:
         """See ``Scheduler``."""
         self._groups[sequence.group].advance(sequence, tokens)
+
+    def pause(self, sequence: CachedSequence) -> None:
+        """See ``Scheduler``."""
+        self._groups[sequence.group].pause(sequence)
+
+    def resume(self, sequence: CachedSequence) -> None:
+        """See ``Scheduler``."""
+        self._groups[sequence.group].resume(sequence)
 
     def finish(self, sequence: CachedSequence) -> None:
         """See ``Scheduler``."""

@@ -189,6 +189,8 @@ class Scheduler(Queue):
         #: In order of admission. Dicts are used as ordered sets: any member leaves in constant time.
         self.prefilling: dict[CachedSequence, None] = {}
         self.generating: dict[CachedSequence, None] = {}
+        #: Sequences that are left out of steps for now, and keep their pages.
+        self.paused: dict[CachedSequence, None] = {}
         #: Disaggregated. At the prefill server, the pages of sequences whose KV has yet to be sent; at the generate
         #: server, sequences that have pages and whose KV is on its way, and those whose KV has arrived since.
         self.to_send: dict[CachedSequence, list[int]] = {}
@@ -212,7 +214,8 @@ class Scheduler(Queue):
 
     @property
     def _held(self) -> int:
-        return len(self.prefilling) + len(self.generating) + len(self.incoming) + len(self._arrived)
+        running = len(self.prefilling) + len(self.generating) + len(self.paused)
+        return running + len(self.incoming) + len(self._arrived)
 
     @property
     def _spare(self) -> int:
@@ -306,10 +309,23 @@ class Scheduler(Queue):
         self._context += tokens
         self._due[self._due_at(sequence)][sequence] = None
 
+    def pause(self, sequence: CachedSequence) -> None:
+        """Leave ``sequence``, which generates, out of steps until ``resume``. It keeps its pages."""
+        self._end(sequence)
+        self.paused[sequence] = None
+
+    def resume(self, sequence: CachedSequence) -> None:
+        """Let ``sequence``, which was paused, generate from the next step on."""
+        del self.paused[sequence]
+        self._arrived.append(sequence)
+
     def finish(self, sequence: CachedSequence) -> None:
         """``sequence`` has ended (its last token is out, or no one wants it any more): its pages are free."""
         if sequence in self.generating:
             self._end(sequence)
+            self.cache.keep(sequence)
+        elif sequence in self.paused:
+            del self.paused[sequence]
             self.cache.keep(sequence)
         elif sequence in self.to_send:
             sequence.pages = self.to_send.pop(sequence)

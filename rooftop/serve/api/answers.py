@@ -15,18 +15,22 @@ import msgspec
 
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.choices import AnswerChoice, AnswerPiece
+from rooftop.serve.api.grammars import Matcher
 from rooftop.serve.api.metrics import PrometheusMetrics
 from rooftop.serve.api.openai import AnyRequest, Form, PreparedRequest, error, event
 from rooftop.serve.api.schemas import ChatCompletion, Completion, Usage
-from rooftop.serve.api.texts import Matcher, Texts
+from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.requests import GenerationRequest, Overloaded, Sampling, ServingEngine, Token
 
 
 class BrokenOff(Exception):
-    """The engine ended a sequence before its time: 'error', or 'cancelled' because the server stops."""
+    """The engine ended a sequence before its time: 'error', or 'cancelled' because the server stops.
 
-    def __init__(self, finish: str, message: str | None) -> None:
-        self.stopping = finish == "cancelled"
+    With a ``field`` the request is the cause: its constraint exceeds the limits of grammars.
+    """
+
+    def __init__(self, finish: str, message: str | None, *, field: str | None = None) -> None:
+        self.stopping, self.field = finish == "cancelled", field
         super().__init__(message or ("the server is shutting down" if self.stopping else "the engine failed"))
 
 
@@ -77,7 +81,8 @@ class PendingAnswer:
                         self._measure(index, when)
                         constraint = self._prepared.samplings[index].constraint
                         if isinstance(constraint, Matcher) and constraint.failed is not None:
-                            raise BrokenOff("error", f"the constraint could not be kept: {constraint.failed}")
+                            message = f"the constraint could not be kept: {constraint.failed}"
+                            raise BrokenOff("error", message, field=constraint.field)
                         if choice.stopped:
                             self._stream.cancel(index)
                         if piece is not None:
@@ -115,7 +120,8 @@ class PendingAnswer:
                 yield event(self.form.usage(self.usage()))
             yield b"data: [DONE]\n\n"
         except BrokenOff as broken:
-            yield event(error(str(broken), "server_error"))
+            kind = "server_error" if broken.field is None else "invalid_request_error"
+            yield event(error(str(broken), kind, param=broken.field))
 
     def usage(self) -> Usage:
         """Numbers of tokens. Each prompt is counted once, not once per choice."""

@@ -6,10 +6,13 @@ import asyncio
 import hmac
 import logging
 import math
+import os
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,17 +29,26 @@ from starlette.types import Receive, Scope, Send
 
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.answers import BrokenOff, Inbox, PendingAnswer, TokenStream
+from rooftop.serve.api.budget import ByteBudget
 from rooftop.serve.api.metrics import PrometheusMetrics
-from rooftop.serve.api.openai import AnyRequest, Form, PreparedRequest, TooLong, error, prepare, read_request
+from rooftop.serve.api.openai import AnyRequest, Form, PreparedRequest, error, prepare, read_request
 from rooftop.serve.api.openapi import ENDPOINTS, document
 from rooftop.serve.api.schemas import ChatCompletion, Completion, ModelCard, Models, ServerStatus
-from rooftop.serve.api.texts import Texts
-from rooftop.serve.engine.requests import Overloaded, ServingEngine
+from rooftop.serve.api.texts import Texts, TooLong
+from rooftop.serve.engine.requests import Beat, Overloaded, ServingEngine
 from rooftop.serve.request import Settings
 
 _Answer = TypeVar("_Answer")
 #: Seconds after which to ask a server again that is loading or draining.
 _RETRY_S = 5
+#: Bytes of a request besides its prompt, and of any request. JSON spells a byte with at most six (``\u0041``).
+_BODY_BYTES, _MOST_BODY_BYTES, _SPELLED = 2**20, 32 * 2**20, 6
+#: Bytes of all requests that are being read and have not been tokenised.
+_READING_BYTES = 256 * 2**20
+#: Least bytes of all requests that are being tokenised.
+_TOKENISING_BYTES = 2**20
+#: Nice value of the threads that read requests: where cores are scarce, answers in progress go first.
+_NICE = 5
 
 
 class Refused(Exception):
@@ -78,6 +90,9 @@ class Api:
         self.draining = False
         self.metrics = PrometheusMetrics(lambda: self.engine)
         self._inbox = Inbox()
+        self._reading = 0
+        self._tokenising: ByteBudget | None = None
+        self._readers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), "rooftop texts", _be_nice)
         self._created = int(time.time())
         self._document = document(settings.model, keys=bool(settings.keys))
 
@@ -171,15 +186,22 @@ class Api:
     async def _generate(self, request: Request, *, chat: bool) -> Response:
         arrival_s = time.monotonic()
         engine = self._require_ready()
-        body = await self._body(request)
+        if self._tokenising is None:
+            self._tokenising = ByteBudget(max(_TOKENISING_BYTES, self.texts.most_bytes(engine.max_model_len)))
+        body = await self._body(request, engine)
         try:
-            requested, prepared = await run_in_threadpool(self._prepare, body, chat, engine.max_model_len)
+            async with self._tokenising.take(len(body)):
+                requested, prepared = await asyncio.get_running_loop().run_in_executor(
+                    self._readers, self._prepare, body, chat, engine.max_model_len
+                )
             form = Form(
                 id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
                 created=int(time.time()),
                 model=self.settings.model,
                 chat=chat,
             )
+            # Long requests wait for their turn in the engine without their bodies.
+            body = body if self.settings.log_texts else b""
             answer = PendingAnswer(requested, prepared, self.texts, form, self.metrics)
             answer.start(TokenStream(self._inbox, engine), arrival_s)
         except RooftopError as wrong:
@@ -196,9 +218,9 @@ class Api:
             whole = await _unless_left(request.receive, answer.whole())
         except BrokenOff as broken:
             self._note(request, answer, body)
-            raise Refused(
-                503 if broken.stopping else 500, str(broken), retry_s=_RETRY_S if broken.stopping else None
-            ) from None
+            status = 503 if broken.stopping else 500 if broken.field is None else 400
+            retry_s = _RETRY_S if broken.stopping else None
+            raise Refused(status, str(broken), param=broken.field, retry_s=retry_s) from None
         if whole is None:
             self._note(request, answer, body)
             return Response(status_code=499)
@@ -217,21 +239,26 @@ class Api:
         self._require_model(requested.model)
         return requested, prepare(requested, body, self.texts, max_model_len)
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request, engine: ServingEngine) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise Refused(415, f"content-type: got {kind[:60]!r}; accepted: 'application/json'")
-        most = self.settings.body_bytes
+        most = self.settings.body_bytes or min(
+            _MOST_BODY_BYTES, _BODY_BYTES + _SPELLED * self.texts.most_bytes(engine.max_model_len)
+        )
         body = bytearray()
         try:
             async for part in request.stream():
                 body += part
+                self._reading += len(part)
                 if len(body) > most:
-                    break
+                    raise Refused(413, f"body: got more than {most:,} bytes; accepted: at most those")
+                if self._reading > _READING_BYTES:
+                    raise Refused(429, "too many long requests at a time", code="rate_limit_exceeded", retry_s=_RETRY_S)
         except ClientDisconnect:
             raise Refused(400, "the client left") from None
-        if len(body) > most:
-            raise Refused(413, f"body: got more than {most:,} bytes; accepted: at most those")
+        finally:
+            self._reading -= len(body)
         return bytes(body)
 
     def _note(
@@ -243,19 +270,41 @@ class Api:
         self.log.info("answered" if answer.broken_off is None else "broken off", extra={"fields": fields})
 
     async def _health(self, request: Request) -> Response:
-        return _Json(ServerStatus(status="alive"))
+        if self.engine is None:
+            return _Json(ServerStatus(status="alive"))
+        beat = self.engine.beat()
+        age_s = round(beat.age_s, 3)
+        if self._hangs(beat):
+            status = ServerStatus(status="hung", step_age_s=age_s, doing=beat.doing)
+            return _Json(status, status_code=503, headers={"Retry-After": str(_RETRY_S)})
+        return _Json(ServerStatus(status="alive", step_age_s=age_s))
+
+    def _hangs(self, beat: Beat) -> bool:
+        return beat.age_s > self.settings.step_s
 
     async def _ready(self, request: Request) -> Response:
-        if self.engine is not None and not self.draining:
-            return _Json(ServerStatus(status="ready"))
         status = ServerStatus(status="draining" if self.draining else "loading")
+        if self.engine is not None and not self.draining:
+            beat = self.engine.beat()
+            if not beat.restarting and not self._hangs(beat):
+                return _Json(ServerStatus(status="ready"))
+            status = ServerStatus(status="restarting" if beat.restarting else "hung", doing=beat.doing)
         return _Json(status, status_code=503, headers={"Retry-After": str(_RETRY_S)})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        # The engine may be in another process, and may not answer.
+        text = await run_in_threadpool(self.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _openapi(self, request: Request) -> Response:
         return _Json(self._document)
+
+
+def _be_nice() -> None:
+    if hasattr(os, "setpriority"):
+        # Of this thread (Linux); elsewhere there may be no such thread to the system, or no right.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 async def _http_error(request: Request, exception: Exception) -> Response:

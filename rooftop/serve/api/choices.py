@@ -68,6 +68,11 @@ class Vocabulary:
         return spelled.replace("\u2581", " ").encode()
 
     @cached_property
+    def longest_bytes(self) -> int:
+        """Bytes of the longest token."""
+        return max(len(self.bytes_of(token)) for token in self._backend.get_vocab(with_added_tokens=True).values())
+
+    @cached_property
     def _byte_of(self) -> dict[str, int]:
         """GPT-2's alphabet: each byte as a character that can be seen."""
         seen = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), 256)]

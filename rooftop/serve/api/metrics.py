@@ -101,7 +101,15 @@ class _EngineMetrics(Collector):
         engine = self._engine()
         if engine is None:
             return
-        stats, policy = engine.stats(), engine.policy
+        stats, policy, beat = engine.stats(), engine.policy, engine.beat()
+        yield GaugeMetricFamily(
+            "rooftop_step_age_seconds",
+            "Time since the engine's step loop turned; 0 while it has nothing to do.",
+            value=beat.age_s,
+        )
+        yield CounterMetricFamily(
+            "rooftop_engine_restarts", "Processes of the engine that were lost and started again.", value=beat.restarts
+        )
         for name, help_, value in _GAUGES:
             yield GaugeMetricFamily(f"rooftop_{name}", help_, value=value(stats))
         for name, help_, value in _COUNTERS:

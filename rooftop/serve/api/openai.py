@@ -37,7 +37,7 @@ from rooftop.serve.api.schemas import (
     TopLogprob,
     Usage,
 )
-from rooftop.serve.api.texts import Texts
+from rooftop.serve.api.texts import Texts, TooLong
 from rooftop.serve.api.tools import Calling, CallPart, calling
 from rooftop.serve.engine.requests import Sampling
 
@@ -47,10 +47,6 @@ _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos", "presence_penalty", "frequency_penalty",
     "repetition_penalty",
 )  # fmt: skip
-
-
-class TooLong(RooftopError):
-    """A prompt that is too long for the model, alone or with its answer: clients shorten it and try again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +85,11 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) 
         how = calling(request, texts.template_text(with_tools=with_tools))
         # The template gets all fields of the messages, whatever their names.
         sent = msgspec.json.Decoder(Conversation, float_hook=float).decode(body)
-        prompts = [texts.chat(sent.messages, sent.tools if with_tools else None, sent.chat_template_kwargs)]
+        tools = sent.tools if with_tools else None
+        prompts = [texts.chat(sent.messages, tools, sent.chat_template_kwargs, longest=max_model_len - 1)]
     else:
         where, echoes, how = "prompt", bool(request.echo), None
-        prompts = _prompts(request, texts)
-    if len(prompts) * request.choices > MOST_SEQUENCES:
-        accepted = f"at most {MOST_SEQUENCES} sequences in all; here are {len(prompts)} prompts"
-        raise RooftopError("n", request.n, accepted)
+        prompts = _prompts(request, texts, max_model_len - 1)
     for ids in prompts:
         if not ids:
             raise RooftopError(where, "no tokens", f"1 to {max_model_len - 1} tokens")
@@ -137,14 +131,17 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) 
     )
 
 
-def _prompts(request: CompletionRequest, texts: Texts) -> list[tuple[int, ...]]:
+def _prompts(request: CompletionRequest, texts: Texts, longest: int) -> list[tuple[int, ...]]:
     if isinstance(request.prompt, str):
-        return [texts.prompt(request.prompt)]
+        return [texts.prompt(request.prompt, longest=longest)]
     # All items are of one kind.
     if isinstance(request.prompt[0], int):
         return [tuple(cast("list[int]", request.prompt))]
     prompts = cast("list[str | list[int]]", request.prompt)
-    return [texts.prompt(item) if isinstance(item, str) else tuple(item) for item in prompts]
+    if len(prompts) * request.choices > MOST_SEQUENCES:
+        accepted = f"at most {MOST_SEQUENCES} sequences in all; here are {len(prompts)} prompts"
+        raise RooftopError("n", request.n, accepted)
+    return [texts.prompt(item, longest=longest) if isinstance(item, str) else tuple(item) for item in prompts]
 
 
 @dataclass(frozen=True, kw_only=True)

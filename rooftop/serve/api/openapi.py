@@ -91,7 +91,7 @@ ENDPOINTS = (
         answers={"application/json": ChatCompletion, "text/event-stream": ServerEvent},
     ),
     Endpoint(
-        path="/health", name="health", summary="Answers while the process is alive.",
+        path="/health", name="health", summary="Answers 200 while the engine's step loop turns or rests.",
         answers={"application/json": ServerStatus},
     ),
     Endpoint(
@@ -143,7 +143,7 @@ def _operation(endpoint: Endpoint, model: str | None, *, keys: bool) -> dict[str
     operation["responses"] = {"200": _response(endpoint.description, endpoint.answers)} | {
         str(status): {"$ref": f"#/components/responses/Error{status}"} for status in endpoint.errors
     }
-    if endpoint.name == "ready":
+    if endpoint.name in ("health", "ready"):
         operation["responses"]["503"] = _response("Not yet, or no longer.", endpoint.answers, retry=True)
     return operation
 

@@ -423,6 +423,13 @@ class Models(Struct, kw_only=True, tag_field="object", tag="list"):
 
 
 class ServerStatus(Struct, kw_only=True):
-    """State of the server."""
+    """State of the server.
 
-    status: Literal["alive", "loading", "ready", "draining"]
+    Attributes:
+        step_age_s: Seconds since the engine's step loop last turned; 0 while it has nothing to do.
+        doing: The step that hangs, or that the engine was restarted in.
+    """
+
+    status: Literal["alive", "loading", "ready", "draining", "restarting", "hung"]
+    step_age_s: float | UnsetType = UNSET
+    doing: str | UnsetType = UNSET

@@ -1,19 +1,18 @@
-"""Texts of a model as token ids: prompts, chat templates, and constraints on answers (by llguidance)."""
+"""Texts of a model as token ids: prompts, and conversations by chat templates. Both are bounded before they cost."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import llguidance
-import numpy as np
-import numpy.typing as npt
 import tokenizers
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
@@ -22,9 +21,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rooftop.checkpoints.tokenizer import Tokenizer
 from rooftop.core.errors import RooftopError
-from rooftop.core.rounding import ceil_div
 from rooftop.serve.api.choices import Vocabulary
+from rooftop.serve.api.grammars import Grammars, Matcher
 from rooftop.serve.api.schemas import JsonObjectFormat, JsonSchemaFormat, TextFormat
+
+#: Characters of a piece of a long text, for each token that a prompt may have.
+_PIECE = 4
+
+
+class TooLong(RooftopError):
+    """A prompt that is too long for the model, alone or with its answer: clients shorten it and try again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +59,22 @@ class Texts:
             tokenizer=tokenizer, template=ChatTemplate.load(folder, template), vocab=vocab, ends=tuple(sorted(every))
         )
 
-    def prompt(self, text: str) -> tuple[int, ...]:
-        """The ids of a text to continue: the tokenizer's first tokens, then the text with its special tokens."""
-        return tuple(self._backend.encode(text, add_special_tokens=True).ids)
+    def prompt(self, text: str, *, longest: int) -> tuple[int, ...]:
+        """The ids of a text to continue: the tokenizer's first tokens, then the text with its special tokens.
+
+        Raises TooLong, before it is tokenised, for a text that has more bytes than ``longest`` tokens can spell.
+        """
+        return self._encoded(text, "prompt", longest, add_special_tokens=True)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         more: Mapping[str, Any] | None,
+        *,
+        longest: int,
     ) -> tuple[int, ...]:
-        """The ids of a conversation that the assistant continues. Raises RooftopError."""
+        """The ids of a conversation that the assistant continues. Raises TooLong as ``prompt``, and RooftopError."""
         if self.template is None:
             raise RooftopError("messages", "a chat", "a model with a chat template; without one, /v1/completions")
         text = self.template.render(
@@ -71,7 +82,39 @@ class Texts:
             tools=[{**tool, "function": _without_nulls(tool["function"])} for tool in tools or ()],
             more=more,
         )
-        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._encoded(text, "messages", longest, add_special_tokens=False)
+
+    def most_bytes(self, tokens: int) -> int:
+        """The most bytes of a text of ``tokens`` tokens: so many of the longest token."""
+        return tokens * self.vocabulary.longest_bytes
+
+    def _encoded(self, text: str, field: str, longest: int, *, add_special_tokens: bool) -> tuple[int, ...]:
+        size, most = len(text.encode(errors="surrogatepass")), self.most_bytes(longest)
+        if size > most:
+            raise TooLong(field, f"{size:,} bytes", f"1 to {longest:,} tokens, which have at most {most:,} bytes")
+        piece = _PIECE * longest
+        if len(text) > piece:
+            # A token takes about 400 bytes while a text is tokenised: a long text of short tokens is counted in pieces
+            # first. Cutting a text can add tokens, but not double them.
+            count = 0
+            for pieces, start in enumerate(range(0, len(text), piece), 1):
+                count += len(self._ids(text[start : start + piece], add_special_tokens=False))
+                if count > 2 * (longest + pieces):
+                    raise TooLong(field, f"more than {longest:,} tokens", f"1 to {longest:,} tokens")
+        return tuple(self._ids(text, add_special_tokens=add_special_tokens))
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            # ``encode`` keeps the interpreter's lock, and with it every other thread; batches release it.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except Exception:
+            raise
+        except BaseException as panic:
+            if type(panic).__name__ != "PanicException":
+                raise
+            # A panic of the package is no Exception, and would pass all handlers.
+            raise RuntimeError(f"the tokenizer failed: {panic}") from None
+        return list(encoding.ids)
 
     def template_text(self, *, with_tools: bool) -> str | None:
         """The chat template of a conversation with tools or without; None if there is none."""
@@ -155,6 +198,8 @@ def _arguments(text: str) -> Any:
 
 
 _FILE, _MORE, _CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
+#: Most seconds for a template: those of published models take milliseconds for thousands of messages.
+TEMPLATE_S = 2.0
 #: Special tokens that a template may name.
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -218,29 +263,59 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         more: Mapping[str, Any] | None = None,
+        most_s: float = TEMPLATE_S,
     ) -> str:
-        """The prompt, special tokens spelled out. ``more`` are variables for the template.
+        """The prompt, special tokens spelled out. ``more`` are variables of the template, and may be any of its own.
 
-        Raises RooftopError with the message of the template (``raise_exception``), or for errors in it.
+        Raises RooftopError with the message of the template (``raise_exception``), for errors in it, and if it takes
+        longer than ``most_s``.
         """
         name = self._name(with_tools=bool(tools))
         if name not in self.templates:
             raise RooftopError("messages", "a chat", f"a default chat template; there are {', '.join(self.templates)}")
         # Nulls are removed: templates print them, or test if the key is present.
         cleaned = [_without_nulls(message) for message in messages]
-        variables = {**self.tokens, **(more or {})}
+        variables = {**self.tokens, "add_generation_prompt": add_generation_prompt, **(more or {})}
         variables |= {"messages": cleaned, "tools": tools or None, "documents": None}
+        template = _environment().from_string(self.templates[name])
         try:
-            return (
-                _environment()
-                .from_string(self.templates[name])
-                .render(**variables, add_generation_prompt=add_generation_prompt)
-            )
+            return _within(most_s, lambda: template.render(variables))
+        except _TooSlow:
+            raise RooftopError(
+                "messages", f"{len(cleaned)} of them", f"what the chat template renders within {most_s:g} s"
+            ) from None
         except Exception as error:  # a template may fail in any way
             reason = " ".join(str(error).split())[:200]
             raise RooftopError(
                 "messages", f"{len(cleaned)} of them", f"what the chat template takes ({reason})"
             ) from None
+
+
+class _TooSlow(BaseException):
+    """A call that takes too long. No handler of errors catches it on its way."""
+
+
+def _within(seconds: float, call: Callable[[], str]) -> str:
+    """Return what ``call`` returns, or raise _TooSlow in it after ``seconds``: at its next instruction of Python."""
+    thread, lock, done = threading.get_ident(), threading.Lock(), False
+
+    def expire() -> None:
+        with lock:
+            if not done:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TooSlow))
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        return call()
+    finally:
+        with lock:
+            done = True
+        timer.cancel()
+        # An exception that was set just before is raised here, at a jump back, and not in the caller's code.
+        for _ in range(100):
+            pass
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -293,80 +368,3 @@ def _read(path: Path) -> str:
 
 def _token(named: Any) -> str:
     return str(named["content"] if isinstance(named, dict) else named)
-
-
-#: JSON as Python's json.dumps writes it: with free white space, small models never stop writing blanks.
-_COMPACT: Any = {"whitespace_flexible": False}
-
-
-class Matcher:
-    """Position of one request's answer in its grammar. One thread calls its methods.
-
-    ``failed``, which other threads may read, is why the answer left the grammar, for example because that grew too
-    complex.
-    """
-
-    def __init__(self, matcher: llguidance.LLMatcher, words: int) -> None:
-        self.failed: str | None = None
-        self._matcher = matcher
-        self._mask = np.zeros(words, np.uint32)
-
-    def mask(self) -> npt.NDArray[np.uint32]:
-        """The tokens allowed next, [ceil(V/32)]: token t is bit t % 32 of word t // 32. Valid until the next call."""
-        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        return self._mask
-
-    def accept(self, token: int) -> None:
-        """Advance by ``token``. If that fails (see ``failed``), only the end is allowed from then on."""
-        if not self._matcher.is_stopped() and not self._matcher.consume_token(token):
-            self.failed = _line(self._matcher.get_error())
-
-    def copy(self) -> Matcher:
-        """A matcher at the same position."""
-        return Matcher(self._matcher.deep_copy(), len(self._mask))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grammars:
-    """Makes matchers for a tokenizer: ``definition`` is a tokenizer.json, ``vocab`` the V of the model's logits.
-
-    ``ends`` are the tokens that end an answer; they are allowed where the grammar may end, and only there.
-    """
-
-    definition: str
-    vocab: int
-    ends: tuple[int, ...]
-    _tokenizer: llguidance.LLTokenizer = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if not self.ends:
-            raise RooftopError("response_format", "a constraint", "a model that has a token to end its text")
-        try:
-            tokenizer = llguidance.LLTokenizer(self.definition, n_vocab=self.vocab, eos_token=list(self.ends))
-        except Exception as error:  # the package raises nothing narrower
-            raise RooftopError(
-                "response_format", "a constraint", f"a tokenizer that llguidance reads ({error})"
-            ) from None
-        object.__setattr__(self, "_tokenizer", tokenizer)
-
-    def json(self, schema: Mapping[str, Any], field: str = "response_format.json_schema.schema") -> Matcher:
-        """The matcher of a JSON Schema, the value of ``field``. Raises RooftopError if it cannot be enforced."""
-        try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_COMPACT)
-        except ValueError as error:
-            raise RooftopError(field, "a schema", _line(str(error))) from None
-        return self._matcher(grammar, field)
-
-    def regex(self, pattern: str) -> Matcher:
-        """The matcher of a regular expression for the whole answer. Raises RooftopError if it is invalid."""
-        return self._matcher(llguidance.LLMatcher.grammar_from_regex(pattern), "guided_regex")
-
-    def _matcher(self, grammar: str, field: str) -> Matcher:
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise RooftopError(field, "a constraint that cannot be enforced", _line(matcher.get_error()))
-        return Matcher(matcher, ceil_div(self.vocab, 32))
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())[:300]

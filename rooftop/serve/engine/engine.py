@@ -19,16 +19,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import jax
 import numpy as np
 
 from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.cache import CachedSequence as Held
 from rooftop.scheduling.serving.scheduler import Policy, Routing
+from rooftop.serve.engine.admission import Admission
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.counters import Counters, stats_of
 from rooftop.serve.engine.programs import COPIED, Compilations
 from rooftop.serve.engine.replica import Replica
-from rooftop.serve.engine.requests import Deliver, EngineStats, GenerationRequest, Overloaded, Token
+from rooftop.serve.engine.requests import Beat, Deliver, EngineStats, GenerationRequest, Overloaded, Token
 from rooftop.serve.engine.running import Running
 from rooftop.serve.engine.steps import EngineServer, Sent, check_scheduler, scheduler_of
 
@@ -61,6 +63,8 @@ class PagedEngine:
         self._compilations = Compilations()
         self._programs = self._requests = self._finished = self._routed = 0
         self._began_s = 0.0
+        #: When the step loop turned last, and True while it has nothing to do.
+        self._turned_s, self._resting = 0.0, True
         self._wake = threading.Condition()
         self._commands = deque[Callable[[], None]]()
         #: Requests that were submitted and have not ended, by id; guarded by ``_wake``.
@@ -73,6 +77,23 @@ class PagedEngine:
     def policy(self) -> Policy:
         """Batching policy."""
         return self.configuration.policy
+
+    @property
+    def devices(self) -> str:
+        """Number and kind of the devices that are here."""
+        devices = jax.devices()
+        return f"{len(devices)} x {devices[0].device_kind}"
+
+    @property
+    def admission(self) -> Admission:
+        """Limits of the requests that the engine can serve."""
+        caches = [cache for server in self._servers for cache in server.scheduler.caches]
+        return Admission(
+            vocab=self.model.vocab,
+            max_model_len=self.max_model_len,
+            page_tokens=self.configuration.page_tokens,
+            pages=min(cache.device.size for cache in caches),
+        )
 
     @property
     def prefix_cache(self) -> bool:
@@ -150,6 +171,20 @@ class PagedEngine:
             open_ = len(self._open)
         return replace(result, waiting=max(0, open_ - result.running), requests=self._requests)
 
+    def beat(self) -> Beat:
+        """See ``requests.ServingEngine``."""
+        resting, age_s = self._resting, time.monotonic() - self._turned_s
+        doing = "; ".join(server.doing for server in self._servers if server.doing)
+        if self._state in ("serving", "draining") and not self._thread.is_alive():
+            return Beat(age_s=age_s, doing=f"its thread has ended: {doing}")
+        return Beat(age_s=0.0 if resting or self._state == "stopped" else age_s, doing=doing)
+
+    def wake(self) -> None:
+        """Have the engine look for work: a mask has arrived. From any thread."""
+        with self._wake:
+            self._commands.append(lambda: None)
+            self._wake.notify_all()
+
     def check(self) -> None:
         """See ``requests.ServingEngine``."""
         if not self._thread.is_alive():
@@ -189,7 +224,8 @@ class PagedEngine:
             return self._servers[running.copy]
         (front, back), sequence = self._flights[running.copy], running.sequence
         scheduler = back.scheduler
-        return back if sequence in scheduler.generating or sequence in scheduler.swapped else front
+        here = scheduler.generating, scheduler.swapped, scheduler.paused
+        return back if any(sequence in place for place in here) else front
 
     def _reset(self) -> None:
         """Create schedulers without requests and with empty caches."""
@@ -211,23 +247,8 @@ class PagedEngine:
 
     def _taken(self, request: GenerationRequest, deliver: Deliver) -> Running:
         """Raises RooftopError for what can never be served."""
-        how, vocab = request.sampling, self.model.vocab
-        if not request.prompt:
-            raise RooftopError("prompt", "no tokens", "one token at least")
-        tokens = np.asarray(request.prompt)
-        if tokens.min() < 0 or tokens.max() >= vocab:
-            raise RooftopError("prompt", int(tokens.min() if tokens.min() < 0 else tokens.max()), f"0 to {vocab - 1}")
-        for token in how.logit_bias:
-            if token >= vocab:
-                raise RooftopError("logit_bias", token, f"tokens from 0 to {vocab - 1}")
-        total = len(request.prompt) + how.max_tokens
-        if total > self.max_model_len:
-            sizes = f"{len(request.prompt)} tokens and {how.max_tokens} to generate"
-            raise RooftopError("prompt", sizes, f"at most {self.max_model_len} together")
-        for server in self._servers:
-            refused = server.scheduler.refusal(len(request.prompt), how.max_tokens)
-            if refused is not None:
-                raise RooftopError("prompt", f"{len(request.prompt)} tokens", f"fewer: {refused}")
+        self.admission.check(request)
+        how = request.sampling
         return Running(
             request=request,
             deliver=deliver,
@@ -261,7 +282,9 @@ class PagedEngine:
         while True:
             with self._wake:
                 if idle:
+                    self._resting = True
                     self._wake.wait_for(lambda: self._commands or self._state == "stopped")
+                self._turned_s, self._resting = time.monotonic(), False
                 if self._state == "stopped" and not self._commands:
                     break
                 commands, self._commands = self._commands, deque()

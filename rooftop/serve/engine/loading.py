@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from rooftop.programs.serving.quantised import Turned, quantise, require_format,
 from rooftop.serve.engine.configuration import Configuration, Shapes
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.replica import Replica
+from rooftop.serve.source import stop_tokens
 
 #: Tokens of a step that prefills: enough to be bound by compute, and not so many that those who generate wait long.
 _PREFILL_TOKENS = {"cpu": 256, "gpu": 1024, "tpu": 1024}
@@ -196,20 +196,6 @@ def parts(
         max_model_len=max_model_len,
         stops=source.stops,
     )
-
-
-def stop_tokens(checkpoint: Path) -> frozenset[int]:
-    """The tokens that end a text, from generation_config.json or config.json; empty if neither has any."""
-    for name in ("generation_config.json", "config.json"):
-        path = checkpoint / name
-        try:
-            keys = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        except ValueError as error:
-            raise RooftopError(str(path), f"{error}", "JSON") from None
-        result = keys.get("eos_token_id", keys.get("text_config", {}).get("eos_token_id"))
-        if result is not None:
-            return frozenset([result] if isinstance(result, int) else result)
-    return frozenset()
 
 
 def _decoder(model: ModelConfig, configuration: Configuration, platform: str) -> Decoder:

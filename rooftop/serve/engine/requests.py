@@ -23,7 +23,18 @@ MOST_TOP = 20
 
 
 class Constraint(Protocol):
-    """Constraint on the next tokens: a grammar or a schema. One object a request; the engine's thread calls it."""
+    """Constraint on the next tokens: a grammar or a schema. One object a request; the engine's thread calls it.
+
+    Another process may compute the masks: until one is ``ready``, its request is left out of steps.
+    """
+
+    def ready(self, wait_s: float = 0.0) -> bool:
+        """Return True if ``mask`` answers at once, now or within ``wait_s``."""
+        return True
+
+    def when_ready(self, call: Callable[[], None]) -> None:
+        """Call ``call`` once the mask is ready, here or in another thread."""
+        call()
 
     def mask(self) -> npt.NDArray[np.uint32]:
         """The tokens allowed next, [ceil(V/32)]: token t is bit t % 32 of word t // 32."""
@@ -200,12 +211,31 @@ class EngineStats:
     program_times: tuple[ProgramTimes, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """The heartbeat of a step loop: it turned ``age_s`` ago, 0 while it has nothing to do.
+
+    ``doing`` names the programs of the step in progress and their batch. The engine was restarted ``restarts`` times,
+    and is ``restarting`` now.
+    """
+
+    age_s: float
+    doing: str = ""
+    restarting: bool = False
+    restarts: int = 0
+
+
 class ServingEngine(Protocol):
     """Interface of an engine to the API. All methods are safe to call from any thread."""
 
     @property
     def max_model_len(self) -> int:
         """The most tokens of a prompt and its output together."""
+        ...
+
+    @property
+    def devices(self) -> str:
+        """Number and kind of the devices that it runs on."""
         ...
 
     @property
@@ -242,6 +272,10 @@ class ServingEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """Current statistics."""
+        ...
+
+    def beat(self) -> Beat:
+        """The heartbeat of the step loop."""
         ...
 
     def check(self) -> None:

@@ -23,6 +23,8 @@ from rooftop.serve.engine.requests import Token, TokenFinish
 from rooftop.serve.engine.running import Running, check_pages
 
 _Order = npt.NDArray[np.int64]
+#: Seconds that a step waits for masks that another process computes: several round trips.
+_MASK_S = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +79,15 @@ class EngineServer:
         self._at, self._size = list[int](), 0
         self._changed = False
         self._ran = list[Shape]()
+        #: Requests that generate under a constraint, and those that wait for their mask.
+        self._constrained, self._paused = list[Running](), list[Running]()
+        #: The last step that was begun.
+        self._step: EngineStep | None = None
 
     def send(self) -> Sent | None:
         """Decide the next step and begin it; None if there is nothing to do."""
         begun_s = perf_counter()
+        self._wait_for_masks()
         step = self.scheduler.next_step()
         if step is None:
             return None
@@ -95,6 +102,7 @@ class EngineServer:
             self.leave(self.running[sequence.id])
         if step.resumed:
             self._changed = True
+        self._step = step
         generating = self._generate() if step.batch else None
         chunks = [(chunk, self.running[chunk.sequence.id]) for chunk in step.chunks]
         for chunk, running in chunks:
@@ -106,6 +114,49 @@ class EngineServer:
             step=step, begun_s=begun_s, programs=self._ran, generating=generating,
             prefills=list(self._run_all(generating, prefills)),
         )  # fmt: skip
+
+    @property
+    def doing(self) -> str:
+        """The last step that was begun, its batch and its programs: for those who ask why it takes so long."""
+        step = self._step
+        if step is None:
+            return ""
+        prompts = sum(chunk.tokens for chunk in step.chunks)
+        programs = ", ".join(f"{rows} x {width} of {context}" for rows, width, context, _ in list(self._ran))
+        return (
+            f"generating for {step.generating} sequences and prefilling {prompts} tokens, in programs of sequences x "
+            f"tokens of context: {programs or 'none yet'}"
+        )
+
+    def _wait_for_masks(self) -> None:
+        """Leave sequences out of the next step whose masks another process still computes.
+
+        Each step waits a little for all of them: a sequence that is left out gets half as many tokens.
+        """
+        waiting = list[Running]()
+        for running in self._paused:
+            constraint = running.request.sampling.constraint
+            if running.sequence in self.scheduler.paused:
+                if constraint is None or constraint.ready():
+                    self.scheduler.resume(running.sequence)
+                    self._changed = True
+                else:
+                    waiting.append(running)
+        self._paused = waiting
+        if self._changed:
+            generating = (self.running.get(sequence.id) for sequence in self.scheduler.generating)
+            self._constrained = [
+                running for running in generating if running is not None and running.request.sampling.constraint
+            ]
+        until_s = perf_counter() + _MASK_S
+        for running in self._constrained:
+            constraint = running.request.sampling.constraint
+            if running.sequence not in self.scheduler.generating or constraint is None:
+                continue
+            if not constraint.ready(max(0.0, until_s - perf_counter())):
+                self.scheduler.pause(running.sequence)
+                self._paused.append(running)
+                self._changed = True
 
     def collect(self, sent: Sent, *, behind: bool = False, since_s: float = 0.0) -> list[tuple[Running, Token]]:
         """Wait for a step (``behind``: after that of another server), and append its tokens to their requests.

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +22,6 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import plain
@@ -32,47 +32,19 @@ from rooftop.serve.engine.programs import COPIED, Compilations
 from rooftop.serve.engine.replica import Replica
 from rooftop.serve.engine.running import Running
 from rooftop.serve.engine.steps import EngineServer, check_scheduler, scheduler_of
-from rooftop.serve.hosts.handover import GeneratorReport, page_arrays, pieces, shared_facts, taken, token_fields
-from rooftop.serve.hosts.link import Link, LinkLost, Message, accept
-from rooftop.serve.hosts.processes import GeneratorTask
+from rooftop.serve.hosts.handover import GeneratorReport, page_arrays, pieces, shared_facts, taken
+from rooftop.serve.hosts.link import Link, LinkListener, LinkLost, Message
+from rooftop.serve.hosts.masks import RemoteMasks
+from rooftop.serve.hosts.messages import token_fields
+from rooftop.serve.hosts.processes import BEAT_S, GeneratorTask, end_with
 from rooftop.serve.sockets import bind
 
 #: Damaged pieces after which a link is given up.
 _REFUSALS = 8
+#: Most events about strangers in so many seconds: they come as fast as strangers like.
+_REFUSED, _REFUSED_S = 8, 60.0
 #: Seconds between reports while there is work.
 _REPORT_S = 1.0
-
-
-class _Masks:
-    """A constraint that the other process owns: a mask arrives for each token."""
-
-    def __init__(self) -> None:
-        self._come = SimpleQueue[npt.NDArray[np.uint32] | None]()
-        self._words = 0
-
-    def came(self, payload: bytearray) -> None:
-        """The next mask."""
-        mask = np.frombuffer(bytes(payload), np.uint32)
-        self._words = len(mask)
-        self._come.put(mask)
-
-    def release(self) -> None:
-        """Allow every token: the request is cancelled, and no mask will arrive."""
-        self._come.put(np.full(self._words, 2**32 - 1, np.uint32))
-
-    def end(self) -> None:
-        """Fail: the link is lost, and no mask will arrive."""
-        self._come.put(None)
-
-    def mask(self) -> npt.NDArray[np.uint32]:
-        """See ``rooftop.serve.engine.requests.Constraint``; waits for the other process."""
-        mask = self._come.get()
-        if mask is None:
-            raise LinkLost("the link is lost")
-        return mask
-
-    def accept(self, token: int) -> None:
-        """Do nothing: the other process accepts the token."""
 
 
 class Generator:
@@ -91,6 +63,8 @@ class Generator:
         self._facts, self._on_progress = facts, on_progress
         self._counters, self._compilations = Counters(), Compilations()
         self._programs = 0
+        #: When the step loop turned last; None while it has nothing to do.
+        self._turned_s: float | None = None
         #: The last link, for those who end it.
         self._linked: Link | None = None
         self._stopped = False
@@ -114,11 +88,15 @@ class Generator:
         Returns after ``stop``, or when ``listening`` is shut down.
         """
         self._compilations.watch()
+        listener, refused = LinkListener(listening, key), deque[float](maxlen=_REFUSED)
         while not self._stopped:
             try:
-                link = accept(listening, key)
+                link = listener.accept()
             except LinkLost as error:
-                on_link(f"refused: {error}")
+                now_s = time.monotonic()
+                if len(refused) < _REFUSED or now_s - refused[0] > _REFUSED_S:
+                    refused.append(now_s)
+                    on_link(f"refused: {error}")
                 continue
             except OSError:
                 break
@@ -134,7 +112,7 @@ class Generator:
         self._running = dict[int, Running]()
         #: Missing pieces of requests whose KV is being sent.
         self._missing = dict[int, set[int]]()
-        self._constraints = dict[int, _Masks]()
+        self._constraints = dict[int, RemoteMasks]()
         self._inbox = SimpleQueue[Message | LinkLost]()
         self._refusals = 0
         self._reset()
@@ -144,6 +122,8 @@ class Generator:
             link.send(
                 "serving", facts=dict(self._facts), max_model_len=self.max_model_len, report=self._report().to_json()
             )
+            # The first message says what is served.
+            threading.Thread(target=self._beat, args=(link,), name="rooftop beat", daemon=True).start()
             self._work()
         except LinkLost as error:
             return str(error)
@@ -152,6 +132,13 @@ class Generator:
             reader.join()
             link.discard()
 
+    def _beat(self, link: Link) -> None:
+        """Say twice a second that this process is alive, and how long its step has taken."""
+        while link.open:
+            age_s = 0.0 if self._turned_s is None else time.monotonic() - self._turned_s
+            link.send("beat", age_s=age_s, doing=self._server.doing)
+            time.sleep(BEAT_S)
+
     def _read(self) -> None:
         """Handle messages as they arrive: the other side never waits for a step here."""
         while True:
@@ -159,7 +146,7 @@ class Generator:
                 message = self._link.receive()
                 ticket = message.fields.get("ticket", 0)
                 if message.kind == "offer" and message.fields["constrained"]:
-                    self._constraints[ticket] = _Masks()
+                    self._constraints[ticket] = RemoteMasks()
                 if message.kind in ("offer", "mask") and ticket in self._constraints:
                     if not message.payload:
                         self._link.close("a mask came damaged")
@@ -167,8 +154,8 @@ class Generator:
                     self._constraints[ticket].came(message.payload)
                 elif message.kind == "cancel" and ticket in self._constraints:
                     self._constraints[ticket].release()
-                if message.kind != "mask":
-                    self._inbox.put(message)
+                # A mask too: the step loop may rest until it arrives.
+                self._inbox.put(message)
             except LinkLost as error:
                 self._inbox.put(error)
                 for constraint in list(self._constraints.values()):
@@ -184,6 +171,7 @@ class Generator:
                 reported_s = time.monotonic()
             wait = not busy
             while True:
+                self._turned_s = None if wait else time.monotonic()
                 try:
                     message = self._inbox.get(block=wait)
                 except Empty:
@@ -192,6 +180,7 @@ class Generator:
                     raise message
                 self._heard(message)
                 wait = False
+            self._turned_s = time.monotonic()
             try:
                 busy = self._advance()
             except LinkLost:
@@ -330,6 +319,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     task: GeneratorTask = pickle.load(sys.stdin.buffer)
+    end_with(task.parent)
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
 
     try:

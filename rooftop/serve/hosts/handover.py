@@ -33,9 +33,10 @@ from rooftop.scheduling.serving.cache import CachedSequence as Held
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.programs import COPIED
 from rooftop.serve.engine.replica import Replica
-from rooftop.serve.engine.requests import Constraint, EngineStats, GenerationRequest, Sampling, Token
+from rooftop.serve.engine.requests import Constraint, EngineStats, GenerationRequest
 from rooftop.serve.engine.running import Running
 from rooftop.serve.hosts.link import Buffer, Link
+from rooftop.serve.hosts.messages import sampling_fields, sampling_of
 
 #: Bytes at the end of a file of weights that the fingerprint reads.
 _SAMPLED = 1 << 20
@@ -44,26 +45,19 @@ _SAMPLED = 1 << 20
 def offered(running: Running) -> dict[str, Any]:
     """Fields of an ``offer``, without the ticket: all that another process needs to continue a request."""
     how = running.request.sampling
-    sampling = field_values(how)
-    del sampling["constraint"]
-    sampling |= {"stop_tokens": sorted(how.stop_tokens), "logit_bias": list(how.logit_bias.items())}
     return {
         "prompt": running.request.prompt,
         "generated": running.tokens[len(running.request.prompt) :],
         "stops": sorted(running.stops),
         "seed": running.seed,
-        "sampling": sampling,
+        "sampling": sampling_fields(how),
     }
 
 
 def taken(ticket: int, offer: Mapping[str, Any], page_tokens: int, constraint: Constraint | None) -> Running:
     """The offered request in this process, before its KV has arrived. Its tokens are not delivered."""
-    sampling = offer["sampling"] | {
-        "stop_tokens": frozenset(offer["sampling"]["stop_tokens"]),
-        "logit_bias": dict(offer["sampling"]["logit_bias"]),
-        "constraint": constraint,
-    }
-    request = GenerationRequest(id=ticket, prompt=tuple(offer["prompt"]), sampling=Sampling(**sampling), arrival_s=0.0)
+    sampling = sampling_of(offer["sampling"], constraint)
+    request = GenerationRequest(id=ticket, prompt=tuple(offer["prompt"]), sampling=sampling, arrival_s=0.0)
     prompt, generated = len(request.prompt), len(offer["generated"])
     taken = Running(
         request=request,
@@ -94,18 +88,6 @@ def begin_anew(running: Running) -> None:
         generated=running.generated,
     )
     running.extend_keys(len(running.tokens))
-
-
-def token_fields(token: Token) -> list[Any]:
-    """A token as JSON; its id is a ticket."""
-    return [token.id, token.token, token.logprob, token.top, token.finish]
-
-
-def token_of(fields: Sequence[Any], id: int) -> Token:
-    """The token of request ``id`` in JSON ``fields``."""
-    _, token, logprob, top, finish = fields
-    best = tuple((int(other), float(value)) for other, value in top)
-    return Token(id=id, token=token, logprob=logprob, top=best, finish=finish)
 
 
 def pieces(pages: int) -> int:

@@ -6,6 +6,7 @@ number of the message: none can be made, changed, left out or repeated by others
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import secrets
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from queue import Queue
+from queue import Queue, SimpleQueue
 from typing import Any
 
 #: Part of a payload.
@@ -28,6 +29,8 @@ _NONCE = 32
 #: Most queued messages: few, because queued pages take memory.
 _WAITING = 16
 _HANDSHAKE_S = 10.0
+#: Connections that are greeted at a time, and seconds to wait for a descriptor.
+_GREETINGS, _PAUSE_S = 32, 0.1
 #: Seconds without confirmation after which the other machine counts as lost.
 _LOST_S = 30
 
@@ -59,6 +62,11 @@ class Link:
         self._waiting = Queue[tuple[bytes, Callable[[], Sequence[Buffer]] | None] | None](_WAITING)
         self._writer = threading.Thread(target=self._write_all, name="rooftop link writer", daemon=True)
         self._writer.start()
+
+    @property
+    def open(self) -> bool:
+        """True until the connection is closed or lost here."""
+        return self._reason is None
 
     def send(self, kind: str, *, payload: Callable[[], Sequence[Buffer]] | None = None, **fields: Any) -> None:
         """Queue a message; after the connection is lost nothing happens. ``payload`` is made when it is its turn."""
@@ -158,10 +166,61 @@ def connect(host: str, port: int, key: str) -> Link:
     return _greeted(connection, key, asks=True)
 
 
-def accept(listening: socket.socket, key: str) -> Link:
-    """The next link from a process that knows ``key``. Raises LinkLost if it does not."""
-    connection, _ = listening.accept()
-    return _greeted(connection, key, asks=False)
+class LinkListener:
+    """Links from processes that know ``key``, at a socket that listens.
+
+    Each connection is greeted in a thread of its own, so that strangers who say nothing keep nobody waiting. Of more
+    than ``_GREETINGS`` at a time the first one is closed: who knows the key needs milliseconds.
+    """
+
+    def __init__(self, listening: socket.socket, key: str) -> None:
+        self._listening, self._key = listening, key
+        self._come = SimpleQueue[Link | Exception]()
+        self._lock = threading.Lock()
+        self._greeting = dict[socket.socket, None]()
+        threading.Thread(target=self._accept_all, name="rooftop link listener", daemon=True).start()
+
+    def accept(self) -> Link:
+        """The next link. Raises LinkLost for one from a stranger, and OSError when the socket is shut down."""
+        come = self._come.get()
+        if isinstance(come, Exception):
+            raise come
+        return come
+
+    def _accept_all(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    self._close_first()
+                    time.sleep(_PAUSE_S)
+                    continue
+                self._come.put(error)
+                return
+            if len(self._greeting) >= _GREETINGS:
+                self._close_first()
+            with self._lock:
+                self._greeting[connection] = None
+            threading.Thread(target=self._greet, args=(connection,), name="rooftop link greeting", daemon=True).start()
+
+    def _close_first(self) -> None:
+        with self._lock:
+            first = next(iter(self._greeting), None)
+            if first is not None:
+                del self._greeting[first]
+                # It may have ended already. Its thread closes it.
+                with suppress(OSError):
+                    first.shutdown(socket.SHUT_RDWR)
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            come: Link | Exception = _greeted(connection, self._key, asks=False)
+        except LinkLost as error:
+            come = error
+        with self._lock:
+            self._greeting.pop(connection, None)
+        self._come.put(come)
 
 
 def _greeted(connection: socket.socket, key: str, *, asks: bool) -> Link:

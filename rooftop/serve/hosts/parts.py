@@ -7,6 +7,7 @@ which the first leads and the others follow.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -39,13 +40,14 @@ class EnginePart:
     """The part of an engine that this process runs, and the address of the other part.
 
     ``at`` is the other part's host and port. None: there is no other part, or it is started here with ``environment``
-    added to ours. ``key`` is the key of the link between them.
+    added to ours. ``key`` is the key of the link between them. A step of the other part that takes ``step_s`` hangs.
     """
 
     role: str = "both"
     at: tuple[str, int] | None = None
     key: str = field(default="", repr=False)
     environment: Mapping[str, str] = field(default_factory=dict)
+    step_s: float = math.inf
 
     def requested(self, request: ServeRequest) -> ServeRequest:
         """``request`` with the batching that two parts imply."""
@@ -87,7 +89,11 @@ class EnginePart:
             fields = {} if child is None else {"generate_pid": child.pid}
             log.log(logging.INFO if event == "linked" else logging.WARNING, f"link {event}", extra={"fields": fields})
 
-        return load_prefill(checkpoint, configuration, other, replica=replica, on_progress=on_progress, on_link=on_link)
+        engine = load_prefill(
+            checkpoint, configuration, other, replica=replica, on_progress=on_progress, on_link=on_link
+        )
+        engine.step_s = self.step_s
+        return engine
 
 
 def choose_part(request: ServeRequest) -> EnginePart:
@@ -109,14 +115,15 @@ def choose_part(request: ServeRequest) -> EnginePart:
     if role is not None and at is not None:
         raise RooftopError("generate-at", at, "none with --role generate: the other process has this option")
     if at == _LOCAL:
-        return EnginePart(role="prefill", environment=_share_devices())
+        return EnginePart(role="prefill", environment=_share_devices(), step_s=request.step_timeout_s)
     if not request.link_key:
         accepted = "a word that both processes are given (or ROOFTOP_LINK_KEY): no one else may send or read KV"
         raise RooftopError("link-key", request.link_key, accepted)
     if role is not None:
         return EnginePart(role="generate", key=request.link_key)
     assert at is not None
-    return EnginePart(role="prefill", at=parse_address(at, "generate-at"), key=request.link_key)
+    where = parse_address(at, "generate-at")
+    return EnginePart(role="prefill", at=where, key=request.link_key, step_s=request.step_timeout_s)
 
 
 def replicas_of(lead: Lead | None, checkpoint: Path, configuration: Configuration) -> Callable[..., Replica]:
@@ -180,7 +187,7 @@ class Lead:
             configuration,
             own_host(self.coordinator),
             draft=self.draft,
-            on_lost=self._on_lost,
+            on_lost=self.fail,
             on_stop=lambda: self.stop(),
         )
         return self._followers
@@ -198,7 +205,8 @@ class Lead:
         if self._followers is not None:
             self._followers.stop()
 
-    def _on_lost(self, message: str) -> None:
+    def fail(self, message: str) -> None:
+        """End every request with an error, and all processes soon: one of them is lost, or a step hangs."""
         self._lost = message
         if self._engine is None or self.serving is None:
             end_process(message, 1)

@@ -8,7 +8,9 @@ changes.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -24,7 +26,7 @@ from rooftop.serve.engine.counters import Handovers
 from rooftop.serve.engine.engine import PagedEngine
 from rooftop.serve.engine.loading import parts
 from rooftop.serve.engine.replica import Replica
-from rooftop.serve.engine.requests import EngineStats, Token
+from rooftop.serve.engine.requests import Beat, EngineStats, Token
 from rooftop.serve.engine.running import Running
 from rooftop.serve.hosts.handover import (
     GeneratorReport,
@@ -34,13 +36,15 @@ from rooftop.serve.hosts.handover import (
     send_pages,
     shared_facts,
     summed,
-    token_of,
 )
 from rooftop.serve.hosts.link import Link, LinkLost, Message
-from rooftop.serve.hosts.processes import Other
+from rooftop.serve.hosts.messages import token_of
+from rooftop.serve.hosts.processes import SILENT_S, Other
 
 #: Most losses of the generating process while it has a request: the request may be the cause.
 _LOSSES = 8
+#: Seconds between two looks at the other process, and after which this one was itself stopped or starved.
+_LOOK_S, _STARVED_S = 0.5, 2.0
 #: Seconds to wait for the other process to count its pages.
 _PATIENCE_S = 60.0
 
@@ -79,7 +83,10 @@ class PrefillEngine(PagedEngine):
         self._heard = threading.Condition(self._lock)
         self._closing = False
         self._error: Exception | None = None
+        #: When the other process was heard last, its heartbeat, and the seconds after which its step hangs.
+        self._heard_s, self._other_beat, self.step_s = 0.0, Beat(age_s=0.0), math.inf
         self._listener = threading.Thread(target=self._follow, name="rooftop link", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="rooftop watchdog", daemon=True)
 
     def start(self) -> None:
         """Compile everything in both processes and begin to serve.
@@ -90,6 +97,7 @@ class PrefillEngine(PagedEngine):
         try:
             super().start()
             self._listener.start()
+            self._watcher.start()
             with self._heard:
                 self._heard.wait_for(lambda: self._link is not None or self._error is not None)
             if isinstance(self._error, LinkLost):
@@ -161,6 +169,9 @@ class PrefillEngine(PagedEngine):
     def _offer(self, running: Running) -> None:
         constraint, payload = running.request.sampling.constraint, None
         if constraint is not None:
+            if not constraint.ready():
+                constraint.when_ready(self.wake)
+                return
             payload = partial(list[bytes], [constraint.mask().tobytes()])
         with self._lock:
             link = self._link
@@ -253,6 +264,7 @@ class PrefillEngine(PagedEngine):
                 if self._closing:
                     link.discard()
                     return
+                self._heard_s = time.monotonic()
                 self._link, self._report = link, read_record(GeneratorReport, hello.fields["report"], "report")
                 self.max_model_len = min(self.max_model_len, hello.fields["max_model_len"])
                 self._heard.notify_all()
@@ -273,6 +285,29 @@ class PrefillEngine(PagedEngine):
             if not self._closing:
                 self._on_link(f"lost: {reason}")
             self._ask(partial(self._recover, left, reason))
+
+    def _watch(self) -> None:
+        """End a link whose other side is silent or hangs in a step: its requests are prefilled again."""
+        looked_s = time.monotonic()
+        while not self._closing:
+            time.sleep(_LOOK_S)
+            now_s = time.monotonic()
+            if now_s - looked_s > _STARVED_S:
+                # This process was stopped, or had no core: what the other one said is yet to be heard.
+                self._heard_s = now_s
+            looked_s = now_s
+            link, beat, silent_s = self._link, self._other_beat, now_s - self._heard_s
+            if link is None or not link.open:
+                continue
+            if silent_s > SILENT_S:
+                reason = f"it has not answered for {silent_s:.0f} s; it was {beat.doing or 'waiting'}"
+            elif beat.age_s > self.step_s:
+                reason = f"its step has taken {beat.age_s:.0f} s; it was {beat.doing}"
+            else:
+                continue
+            self._other_beat = Beat(age_s=0.0)
+            link.close(reason)
+            self._other.suspect()
 
     def _connected(self) -> tuple[Link, Message]:
         link = self._other.connect()
@@ -302,8 +337,11 @@ class PrefillEngine(PagedEngine):
         try:
             while True:
                 message = link.receive()
+                self._heard_s = time.monotonic()
                 fields = message.fields
-                if message.kind == "tokens":
+                if message.kind == "beat":
+                    self._other_beat = Beat(age_s=fields["age_s"], doing=fields["doing"])
+                elif message.kind == "tokens":
                     for field in fields["tokens"]:
                         self._came(link, field)
                 elif message.kind == "wanted":
@@ -345,19 +383,35 @@ class PrefillEngine(PagedEngine):
             if token.finish is not None:
                 del self._away[running.ticket]
                 del self._running[id]
-            mask = b""
+            ticket = running.ticket
             if constraint is not None and token.finish is None:
                 try:
                     constraint.accept(token.token)
-                    mask = constraint.mask().tobytes()
                 except Exception as error:
                     token = Token(id=id, token=None, finish="error", message=f"{type(error).__name__}: {error}")
                     self._withdraw(running)
             if not self._deliver(running, token) and token.finish is None:
                 self._withdraw(running)
                 self._deliver(running, Token(id=id, token=None, finish="cancelled"))
-            elif mask and token.finish is None:
-                link.send("mask", payload=partial(list[bytes], [mask]), ticket=running.ticket)
+            elif constraint is not None and token.finish is None:
+                # Another process may compute the mask: this thread hears other requests meanwhile.
+                constraint.when_ready(partial(self._send_mask, link, ticket, running))
+
+    def _send_mask(self, link: Link, ticket: int, running: Running) -> None:
+        """Send the next mask of a request that the other process has."""
+        constraint = running.request.sampling.constraint
+        assert constraint is not None
+        try:
+            mask = constraint.mask().tobytes()
+        except Exception as error:
+            id, message = running.request.id, f"{type(error).__name__}: {error}"
+            with self._lock:
+                self._withdraw(running)
+                self._deliver(running, Token(id=id, token=None, finish="error", message=message))
+            return
+        with self._lock:
+            if running.ticket == ticket and self._away.get(ticket) is running:
+                link.send("mask", payload=partial(list[bytes], [mask]), ticket=ticket)
 
     def _all_failed(self, message: str) -> None:
         """End every request of the other process with an error: one of its steps has failed."""

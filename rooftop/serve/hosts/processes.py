@@ -6,17 +6,19 @@ that is, with the process that started it.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pickle
 import secrets
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,14 +26,23 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.hosts.link import Link, LinkLost, connect
 
+#: Seconds between two beats of a process.
+BEAT_S = 0.5
+#: Seconds without a beat after which a process counts as stopped.
+SILENT_S = 6.0
 #: Seconds for which to try to reach a process on another machine, and between attempts.
 _PATIENCE_S, _EVERY_S = 60.0, 1.0
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 #: Most starts of a process that ends before it is ready.
 _STARTS = 3
 
 
 class Other(Protocol):
     """The process that generates, seen from the one that prefills."""
+
+    def suspect(self) -> None:
+        """End the process if it is ours: it does not answer."""
+        ...
 
     def begin(self) -> None:
         """Start the process if that is ours to do; return at once."""
@@ -52,6 +63,9 @@ class Remote:
     def __init__(self, host: str, port: int, key: str, *, patience_s: float = _PATIENCE_S) -> None:
         self._host, self._port, self._key, self._patience_s = host, port, key, patience_s
         self._closed = threading.Event()
+
+    def suspect(self) -> None:
+        """Do nothing: somebody else ends the process."""
 
     def begin(self) -> None:
         """Do nothing: somebody else starts the process."""
@@ -81,6 +95,15 @@ class GeneratorTask:
     configuration: Configuration
     options: Mapping[str, Any] | None
     key: str
+    parent: int = field(default_factory=os.getpid)
+
+
+def end_with(parent: int) -> None:
+    """End this process when ``parent``, which started it, does, even if it is stopped then (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
 
 
 class Child:
@@ -127,6 +150,10 @@ class Child:
             with suppress(OSError):
                 pickle.dump(self._told, self._process.stdin)
                 self._process.stdin.flush()
+
+    def suspect(self) -> None:
+        """Kill the process."""
+        self._end()
 
     def connect(self) -> Link:
         """See ``Other``."""

@@ -15,6 +15,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -33,7 +34,7 @@ from rooftop.serve.engine.loading import parts
 from rooftop.serve.engine.programs import COPIED, Key
 from rooftop.serve.engine.replica import Adjusted, Content, Ints, Replica
 from rooftop.serve.hosts.handover import fingerprint
-from rooftop.serve.hosts.link import Buffer, Link, LinkLost, Message, accept, connect
+from rooftop.serve.hosts.link import Buffer, Link, LinkListener, LinkLost, Message, connect
 from rooftop.serve.sockets import bind
 
 
@@ -216,15 +217,22 @@ def gather(
     with bind(host, 0) as listening:
         listening.listen(jax.process_count())
         _shared(json.dumps([host, listening.getsockname()[1], key]))
-        links = dict[int, Link]()
+        links, listener = dict[int, Link](), LinkListener(listening, key)
         while len(links) < jax.process_count() - 1:
-            link = accept(listening, key)
+            try:
+                link = listener.accept()
+            except LinkLost:
+                # A stranger: the other processes are yet to come.
+                continue
             theirs = link.receive().fields
             links[theirs["process"]] = link
             for name, value in ours.items():
                 if theirs["facts"][name] != value:
                     field = f"{name} of process {theirs['process']}"
                     raise RooftopError(field, theirs["facts"][name], f"{value}, as in process 0")
+        # The listener's thread ends with this, and not with the socket's end alone.
+        with suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)
     followers = Followers([links[process] for process in sorted(links)], on_lost, on_stop)
     followers.tell("begin")
     return followers

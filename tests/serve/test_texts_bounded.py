@@ -1,0 +1,126 @@
+"""Texts, templates and grammars are bounded before they cost: time, memory, and the interpreter's lock."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from rooftop.core.errors import RooftopError
+from rooftop.serve.api.budget import ByteBudget
+from rooftop.serve.api.grammars import MOST_CHARACTERS, Grammars
+from rooftop.serve.api.texts import ChatTemplate, Texts, TooLong
+from tests.support import serving_echo
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    tokenizer = serving_echo.tokenizer()
+    assert tokenizer.eos is not None
+    template = ChatTemplate(templates={"default": serving_echo.TEMPLATE}, tokens={"bos_token": "<|endoftext|>"})
+    return Texts(tokenizer=tokenizer, template=template, vocab=tokenizer.vocab, ends=(tokenizer.eos,))
+
+
+def test_the_longest_prompt_has_at_most_so_many_bytes(texts: Texts) -> None:
+    """No text of n tokens is longer than the bound says, so no prompt that fits is refused by it."""
+    longest = max(range(texts.vocab), key=lambda token: len(texts.vocabulary.bytes_of(token)))
+    text = texts.vocabulary.bytes_of(longest).decode() * 50
+    assert len(text.encode()) == texts.most_bytes(50)
+    assert len(texts.prompt(text, longest=50)) == 50
+
+
+def test_a_text_with_too_many_bytes_is_never_tokenised(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Texts, "_ids", lambda *_, **__: pytest.fail("the text was tokenised"))
+    with pytest.raises(TooLong, match=r"^prompt: got '1,000,000 bytes'; accepted: 1 to 50 tokens, which have at most"):
+        texts.prompt("a" * 1_000_000, longest=50)
+    with pytest.raises(TooLong, match="messages: got"):
+        texts.chat([{"role": "user", "content": "a" * 1_000_000}], None, None, longest=50)
+
+
+def test_a_text_of_short_tokens_is_counted_in_pieces(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the bound of bytes a text may have many times the tokens: only a part of it is tokenised."""
+    tokenised = list[int]()
+    ids = Texts._ids
+
+    def counted(self: Texts, text: str, **options: Any) -> list[int]:
+        tokenised.append(len(text))
+        return ids(self, text, **options)
+
+    monkeypatch.setattr(Texts, "_ids", counted)
+    text = "~" * (texts.most_bytes(1000) - 1)
+    with pytest.raises(TooLong, match="more than 1,000 tokens"):
+        texts.prompt(text, longest=1000)
+    assert sum(tokenised) < len(text) / 2 and max(tokenised) == 4000
+
+
+def test_other_threads_run_while_a_text_is_tokenised(texts: Texts) -> None:
+    """``encode`` of this text takes a second with the interpreter's lock; the batch releases it."""
+    waits, stop = list[float](), threading.Event()
+
+    def tick() -> None:
+        last_s = time.perf_counter()
+        while not stop.wait(0.001):
+            now_s = time.perf_counter()
+            waits.append(now_s - last_s)
+            last_s = now_s
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begun_s = time.perf_counter()
+    texts._ids("a b c " * 200_000, add_special_tokens=False)
+    took_s = time.perf_counter() - begun_s
+    stop.set()
+    thread.join()
+    assert max(waits) < max(0.5 * took_s, 0.2)
+
+
+def test_a_template_has_a_time_limit() -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate(templates={"default": endless}, tokens={})
+    with pytest.raises(RooftopError, match=r"what the chat template renders within 0\.1 s"):
+        template.render([{"role": "user", "content": "a"}], most_s=0.1)
+    # The thread is as before, and another template of it is rendered.
+    quick = ChatTemplate(templates={"default": "{{ messages[0].content }}"}, tokens={})
+    assert quick.render([{"role": "user", "content": "a"}], most_s=5) == "a"
+
+
+def test_a_client_may_leave_out_the_generation_prompt(texts: Texts) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    ids = texts.chat(messages, None, None, longest=99)
+    shorter = texts.chat(messages, None, {"add_generation_prompt": False}, longest=99)
+    assert len(shorter) < len(ids) and ids[: len(shorter)] == shorter
+
+
+@pytest.mark.parametrize("regex", ["a{1000000}", "a" * (MOST_CHARACTERS + 1)])
+def test_a_grammar_that_overflows_is_refused_at_once(texts: Texts, regex: str) -> None:
+    grammars = Grammars(definition=texts.tokenizer.definition, vocab=texts.vocab, ends=texts.ends)
+    with pytest.raises(RooftopError, match="guided_regex"):
+        grammars.regex(regex)
+    with pytest.raises(RooftopError, match="at most"):
+        grammars.json({"enum": ["x" * MOST_CHARACTERS]})
+
+
+def test_a_budget_is_shared_in_order() -> None:
+    async def check() -> list[str]:
+        budget, done = ByteBudget(10), list[str]()
+
+        async def one(name: str, size: int, turns: int) -> None:
+            async with budget.take(size):
+                assert budget.used <= 10
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                done.append(name)
+
+        # The third waits for the second, although there is room for it at once; the fourth takes everything.
+        tasks = [asyncio.create_task(one(*item)) for item in (("a", 6, 5), ("b", 6, 1), ("c", 2, 1), ("d", 99, 1))]
+        left = asyncio.create_task(one("left", 6, 1))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.gather(*tasks)
+        assert budget.used == 0
+        return done
+
+    assert asyncio.run(check()) == ["a", "b", "c", "d"]
