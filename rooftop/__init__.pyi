@@ -1,11 +1,12 @@
 from rooftop.library.arrays import matmul as matmul
 from rooftop.library.benchmarks import bench_collectives as bench_collectives
 from rooftop.library.benchmarks import bench_serving as bench_serving
-from rooftop.library.calibrating import calibrate as calibrate
+from rooftop.library.benchmarks import calibrate as calibrate
 from rooftop.library.catalogue import chip as chip
 from rooftop.library.catalogue import chips as chips
 from rooftop.library.catalogue import model as model
 from rooftop.library.catalogue import models as models
+from rooftop.library.catalogue import support as support
 from rooftop.library.checking import check as check
 from rooftop.library.compiling import compile as compile
 from rooftop.library.compiling import inspect as inspect
@@ -24,7 +25,6 @@ from rooftop.library.serving import plan_serving as plan_serving
 from rooftop.library.serving import serve as serve
 from rooftop.library.serving import serving_front as serving_front
 from rooftop.library.simulation import simulate as simulate
-from rooftop.library.support import support as support
 from rooftop.library.training import export_embedding as export_embedding
 from rooftop.library.training import train as train
 from rooftop.library.training import train_embedding as train_embedding

@@ -176,10 +176,10 @@ def calibrate(
     folder of `rooftop train plan.json`, compare three or more measured steps with their plan: which term is off
     (compute, HBM, collectives, host gaps), and what the next plan changes.
     """
-    from rooftop.library import calibrating
+    from rooftop.library import benchmarks
 
     with progress_bar(shown=not as_json) as on_progress:
-        result = calibrating.calibrate(
+        result = benchmarks.calibrate(
             run, output=output, on=on, minutes=minutes, devices=devices, on_progress=on_progress
         )
     show(result.to_json(), {"calibration": output}, as_json=as_json)

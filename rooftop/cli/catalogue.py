@@ -63,7 +63,7 @@ def support(*, name: str, on: str, as_json: bool) -> None:
     Lists the verbs that work, or why one does not; the published runs next to which its times stand; and the source of
     every rate of the chip: measured, counted in compiled programs, borrowed from another chip, or a bound.
     """
-    from rooftop.library.support import support
+    from rooftop.library import catalogue
 
-    result = support(name, on=on)
+    result = catalogue.support(name, on=on)
     emit_json(result.to_json()) if as_json else show_document(result.document)

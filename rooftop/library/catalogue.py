@@ -1,12 +1,13 @@
-"""Chips, slices and models: the catalogue's figures, and the counts of a model."""
+"""Chips, slices and models: the catalogue's figures, the counts of a model, and its support on a chip."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
+from rooftop.capabilities import SERVING, ServingSpec, model_obstacle, obstacles
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import format_bytes, format_count, parse_count
@@ -26,12 +27,19 @@ from rooftop.models import (
     presets,
 )
 from rooftop.models.stored import StoredWeights
+from rooftop.plan.evidence import Evidence, Phase, Question, evidence_for
+from rooftop.plan.shapes import require_planned
+from rooftop.roofline.rates import Rates
 
 if TYPE_CHECKING:
     from rooftop.present.document import Document
 
 #: Tokens of the sequence for which FLOPs are counted by default; fewer for models with shorter sequences.
 _DEFAULT_SEQ = 4096
+Standing = Literal["yes", "no"]
+#: Tokens of the sequences that are asked about, or the longest of the model.
+_ASKED_SEQ = 4096
+
 #: Dtypes of the KV cache that are counted.
 KV_DTYPES = ("bf16", "int8")
 
@@ -362,3 +370,119 @@ def model(name: ModelLike, *, seq: CountLike | None = None) -> ModelResult:
 def models() -> ModelsResult:
     """All models that ship with rooftop."""
     return ModelsResult(models=tuple(model(name) for name in presets()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supported(Record):
+    """One thing that rooftop does: ``verb``, whether it does it for this model and chip, and how or why not."""
+
+    verb: str
+    answer: Standing
+    note: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupportRecord(Record):
+    """A model on a chip: verbs, evidence by phase, and the source of each fraction of peak by resource."""
+
+    model: str
+    chip: str
+    verbs: tuple[Supported, ...]
+    evidence: Mapping[str, Evidence]
+    rates: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SupportResult(Result):
+    """A model on a chip: the verbs that work, and the evidence of its times."""
+
+    record: SupportRecord
+
+    def to_json(self) -> dict[str, object]:
+        """Verbs, evidence and rates."""
+        return self.record.to_json()
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A verb a row, and then the evidence of a phase a row."""
+        verbs = [dict(vars(entry)) for entry in self.record.verbs]
+        phases = [
+            {"verb": f"evidence: {phase}", "answer": one.level, "note": one.text}
+            for phase, one in self.record.evidence.items()
+        ]
+        return [*verbs, *phases]
+
+    @property
+    def document(self) -> Document:
+        """Verbs, evidence, and what the rates of the chip rest on."""
+        from rooftop.present.documents import catalogue
+
+        return catalogue.support(self.to_json())
+
+    @property
+    def summary(self) -> str:
+        """The verbs that work and those that do not."""
+        record = self.record
+        does = [entry.verb for entry in record.verbs if entry.answer == "yes"]
+        lacks = [entry.verb for entry in record.verbs if entry.answer == "no"]
+        without = f"; not: {', '.join(lacks)}" if lacks else ""
+        return f"{record.model} on {record.chip}: {', '.join(does)}{without}"
+
+
+def support(name: ModelLike, *, on: ChipLike) -> SupportResult:
+    """Return the verbs that work for a model on a chip, and the evidence of its times. Needs no JAX.
+
+    Args:
+        name: A preset, llama:N, a ModelConfig, or the path of a Hugging Face config.json or of its folder.
+        on: A chip, or a slice of it.
+
+    Raises RooftopError for a model or a chip that is not known.
+    """
+    config, where = model_of(name), chip_of(on)
+    phases = {phase: _evidence(phase, config, where) for phase in get_args(Phase)}
+    record = SupportRecord(
+        model=config.name,
+        chip=where.name,
+        verbs=tuple(_verbs(config, where)),
+        evidence=phases,
+        rates=dict(Rates.of(where).fractions.sources),
+    )
+    return SupportResult(record=record)
+
+
+def _evidence(phase: Phase, model: ModelConfig, chip: Chip) -> Evidence:
+    return evidence_for(Question.about(phase, model, chip, min(_ASKED_SEQ, model.max_seq_len)))
+
+
+def _verbs(model: ModelConfig, chip: Chip) -> Iterator[Supported]:
+    parameters = count_params(model)
+    yield Supported(verb="model", answer="yes", note=f"{format_count(parameters.total)} parameters are counted")
+    try:
+        require_planned(model)
+    except RooftopError as error:
+        for verb in ("plan", "compile", "train", "serve"):
+            yield Supported(verb=verb, answer="no", note=f"accepted: {error.accepted}")
+        return
+    yield Supported(verb="plan", answer="yes", note="training and serving")
+    obstacle = model_obstacle(model)
+    compiler = _compiler(chip)
+    compiles = obstacle is None and compiler.answer == "yes"
+    yield Supported(verb="compile", answer="yes" if compiles else "no", note=obstacle or compiler.note)
+    note = obstacle or "on any mesh; docs/capabilities.md has the choices"
+    yield Supported(verb="train", answer="no" if obstacle else "yes", note=note)
+    served = next(obstacles(SERVING, ServingSpec(model=model, axes={})), None)
+    stored = f"checkpoints as published: {model.stored.words}" if model.stored is not None else "bf16, int8, fp8, int4"
+    yield Supported(verb="serve", answer="no" if served else "yes", note=served or stored)
+
+
+def _compiler(chip: Chip) -> Supported:
+    """The compiler for a chip: XLA:TPU, or XLA:GPU where its target is known."""
+    if chip.kind == "tpu":
+        return Supported(verb="compile", answer="yes", note="XLA:TPU, without a TPU: pip install 'rooftop[compile]'")
+    from rooftop.compiler.targets import target_text
+
+    try:
+        target_text(chip)
+    except RooftopError as error:
+        return Supported(verb="compile", answer="no", note=f"accepted: {error.accepted}")
+    return Supported(verb="compile", answer="yes", note="XLA:GPU, without a GPU: pip install 'rooftop[gpu-compile]'")

@@ -24,7 +24,7 @@ DATA = "waiting for data"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class ProcessBeat:
     """A beat: the activity of a process, the step that it is of, and for how long the process has been in it."""
 
     activity: str
@@ -36,7 +36,7 @@ class Beat:
         return what if self.activity in (STEP, STARTING) or not self.step else f"{what} after step {self.step}"
 
     @classmethod
-    def read(cls, line: bytes) -> Beat:
+    def read(cls, line: bytes) -> ProcessBeat:
         """The beat of a line that ``Beats`` wrote. Raises ValueError for another."""
         activity, step, seconds = json.loads(line)
         return cls(activity=str(activity), step=int(step), seconds=float(seconds))

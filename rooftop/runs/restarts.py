@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import make_folder
-from rooftop.runs.beats import DESCRIPTOR, Beat
+from rooftop.runs.beats import DESCRIPTOR, ProcessBeat
 from rooftop.runs.supervise import OURS, WORKER, is_stopped
 from rooftop.runs.vigil import Vigil
 
@@ -274,7 +274,7 @@ class _Lead:
                     vigil.forget(process)
                     reason = reason or f"the supervisor of process {process} is lost"
                 elif kind == "beat" and process in running and message["generation"] == generation:
-                    vigil.take(process, Beat(**message["beat"]))
+                    vigil.take(process, ProcessBeat(**message["beat"]))
                 elif kind == "ended" and process in running and message["generation"] == generation:
                     running.discard(process)
                     vigil.forget(process)
@@ -440,7 +440,7 @@ class _Agent:
             with os.fdopen(beats, "rb") as file:
                 for line in file:
                     with contextlib.suppress(ValueError):
-                        connection.send(kind="beat", generation=generation, beat=vars(Beat.read(line)))
+                        connection.send(kind="beat", generation=generation, beat=vars(ProcessBeat.read(line)))
 
         threads = [threading.Thread(target=target, daemon=True) for target in (copy_stdout, copy_stderr, copy_beats)]
         for thread in threads:

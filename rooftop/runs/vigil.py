@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rooftop.runs.beats import DATA, STARTING, STEP, Beat
+from rooftop.runs.beats import DATA, STARTING, STEP, ProcessBeat
 
 #: Seconds without a beat after which a process does not answer; while it starts, imports may keep it from beating.
 SILENT_S = 20.0
@@ -24,19 +24,19 @@ class Vigil:
     """The beats of the processes by number, with the time of a ``clock`` at which each came."""
 
     clock: Callable[[], float]
-    _last: dict[int, tuple[float, Beat]] = field(default_factory=dict)
+    _last: dict[int, tuple[float, ProcessBeat]] = field(default_factory=dict)
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _began: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def start(self, process: int) -> None:
         """Expect beats of a process from now on."""
-        self._last[process] = (self.clock(), Beat(activity=STARTING, step=0, seconds=0.0))
+        self._last[process] = (self.clock(), ProcessBeat(activity=STARTING, step=0, seconds=0.0))
 
     def forget(self, process: int) -> None:
         """Expect no more beats of a process, which has ended."""
         self._last.pop(process, None)
 
-    def take(self, process: int, beat: Beat) -> None:
+    def take(self, process: int, beat: ProcessBeat) -> None:
         """Take a beat."""
         now = self.clock()
         self._last[process] = (now, beat)
@@ -67,7 +67,7 @@ class Vigil:
         wait = f", and the others in {others[0]}" if others else ""
         return f"no process goes on: process {process} is in {beat} since {beat.seconds:.0f} s{wait}"
 
-    def _patience_s(self, beat: Beat) -> float:
+    def _patience_s(self, beat: ProcessBeat) -> float:
         if beat.activity not in (STEP, DATA) or not self._steps:
             return _OTHER_S
         return max(_LEAST_STUCK_S, _STEPS * statistics.median(self._steps))

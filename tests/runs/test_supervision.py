@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rooftop.runs.beats import Beat
+from rooftop.runs.beats import ProcessBeat
 from rooftop.runs.restarts import mesh_for
 from rooftop.runs.vigil import Vigil
 
@@ -23,8 +23,8 @@ class Clock:
         return self.now
 
 
-def step(number: int, seconds: float = 0.1) -> Beat:
-    return Beat(activity="step", step=number, seconds=seconds)
+def step(number: int, seconds: float = 0.1) -> ProcessBeat:
+    return ProcessBeat(activity="step", step=number, seconds=seconds)
 
 
 @pytest.fixture
@@ -63,13 +63,13 @@ def test_a_process_that_holds_up_the_others_is_named(clock: Clock, vigil: Vigil)
     for number in range(1, 130):
         clock.now = 40.0 + number
         vigil.take(0, step(41, float(number)))
-        vigil.take(1, Beat(activity="waiting for data", step=41, seconds=float(number)))
+        vigil.take(1, ProcessBeat(activity="waiting for data", step=41, seconds=float(number)))
         if number <= 120:
             assert vigil.problem() is None
     line = "no process goes on: process 1 is in waiting for data after step 41 since 129 s, and the others in step 41"
     assert vigil.problem() == line
     # A checkpoint may take longer.
-    vigil.take(1, Beat(activity="saving", step=41, seconds=130.0))
+    vigil.take(1, ProcessBeat(activity="saving", step=41, seconds=130.0))
     assert vigil.problem() is None
 
 

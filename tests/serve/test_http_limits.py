@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import socket
 import ssl
@@ -144,12 +143,10 @@ def test_where_all_are_answered_the_next_one_is_refused(folder: Path) -> None:
 
 def test_used_up_descriptors_are_one_line_and_others_are_answered(folder: Path) -> None:
     """The server has room for more connections than descriptors: it closes those that wait."""
-
-    def few() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
-
-    command = [sys.executable, str(Path(serving_echo.__file__)), json.dumps({"reserved": -1000}), str(folder)]
-    with started(command, folder, preexec_fn=few) as served, ExitStack() as stack:
+    # The shell lowers the limit: a function between fork and exec is unsafe next to JAX's threads.
+    few = ["bash", "-c", 'ulimit -n 100; exec "$@"', "few"]
+    echo = [sys.executable, str(Path(serving_echo.__file__)), json.dumps({"reserved": -1000}), str(folder)]
+    with started([*few, *echo], folder) as served, ExitStack() as stack:
         idle = [stack.enter_context(connected(served)) for _ in range(300)]
         assert len(idle) == 300
         for _ in range(20):
