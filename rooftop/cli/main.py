@@ -24,7 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "matmul": ("rooftop.cli.matmul", "Sharded arrays: the cost of multiplying and moving them."),
     "plan": ("rooftop.cli.plan", "Plan training or serving: sharding, memory, time, cost, and why."),
     "simulate": ("rooftop.cli.simulate", "Requests against a serving plan: the latencies that users feel."),
-    "compile": ("rooftop.cli.compile", "Compile a plan, or a JAX function, for TPUs or GPUs, with none."),
+    "compile": ("rooftop.cli.compile", "Compile a plan, a script or a function, with no TPU or GPU."),
     "check": ("rooftop.cli.explain:check", "What a compiled program wastes, with prices; limits for CI."),
     "diff": ("rooftop.cli.explain:diff", "Two runs, plans or compilations: what changed."),
     "train": ("rooftop.cli.train", "Train a plan or a model on the devices that are here."),
