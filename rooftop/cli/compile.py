@@ -40,7 +40,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json, write_text
 
 #: Where a command line after ``--`` stands in click's context.
-_SCRIPT = "rooftop.script"
+SCRIPT = "rooftop.script"
 
 if TYPE_CHECKING:
     from rooftop.library.compiling import CompileResult, EmbedCompileResult
@@ -62,19 +62,19 @@ class SeveralArrays(VerbCommand):
         return super().parse_args(ctx, spread)
 
 
-class _CompileCommand(SeveralArrays):
+class ScriptCommand(SeveralArrays):
     """The same, where words after ``--`` are the command line of a script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Set the script's words aside: its options are its own."""
         if "--" in args:
             at = args.index("--")
-            ctx.meta[_SCRIPT], args = args[at + 1 :], args[:at]
+            ctx.meta[SCRIPT], args = args[at + 1 :], args[:at]
         return super().parse_args(ctx, args)
 
 
 @click.command(
-    cls=_CompileCommand,
+    cls=ScriptCommand,
     examples=(
         "rooftop compile plan.json",
         "rooftop compile --on v5e:4x4 -- python train.py --layers 2",
@@ -161,7 +161,7 @@ def command(
     for each stack of tables, and the overlap of whole steps. For MODULE:FUNCTION, any function of JAX arrays, report
     the compiled ledger and a roofline for every op.
     """
-    script: list[str] | None = click.get_current_context().meta.get(_SCRIPT)
+    script: list[str] | None = click.get_current_context().meta.get(SCRIPT)
     options = {"compiler-option": compiler_options}
     of_function = {"args": arrays, "dims": dims, "mesh": mesh, "layout": layout, "auto": auto, **options}
     files = {"save": save, "perfetto": perfetto, "xprof": xprof, "report": report}

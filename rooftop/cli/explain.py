@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from rooftop.cli.compile import SeveralArrays, progress_line
+from rooftop.cli.compile import SCRIPT, ScriptCommand, progress_line
 from rooftop.cli.options import (
     COUNT,
     COUNT_OR_ZERO,
@@ -167,14 +167,15 @@ def _trace(
 
 @click.command(
     "check",
-    cls=SeveralArrays,
+    cls=ScriptCommand,
     examples=(
         "rooftop check mypkg.mymodule:step --args 'bf16[8192_X, 4096]' 'bf16[4096, 16384]' --mesh X=16 --on v5e:4x4",
+        "rooftop check --on v5e:4x4 --tokens 64Ki --save ledger.json -- python train.py",
         "rooftop check module.hlo --on v5p:2x2x4 --mesh X=16 --tokens 1Mi --save ledger.json",
         "rooftop check module.hlo --on v5p:2x2x4 --mesh X=16 --against ledger.json --max-time +2% --max-memory +1%",
     ),
 )
-@click.argument("program", metavar="MODULE:FUNCTION|MODULE.hlo|FOLDER")
+@click.argument("program", metavar="MODULE:FUNCTION|MODULE.hlo|FOLDER|-- python SCRIPT", required=False)
 @on_option(help="The slice, or for a module the kind of chip, that the program is compiled for.")
 @option(
     "--args",
@@ -203,7 +204,7 @@ def _trace(
 @json_option
 def check(
     *,
-    program: str,
+    program: str | None,
     on: str | None,
     arrays: tuple[str, ...],
     dims: str | None,
@@ -226,7 +227,8 @@ def check(
 ) -> int:
     """Check a compiled program without a plan: what it wastes, at which line, and what that is worth.
 
-    Reads a function (compiled as in 'rooftop compile'), a module of HLO or a folder of --xla_dump_to. Finds replicated
+    Reads a function or your own script (compiled as in 'rooftop compile'; of a script the program whose calls take
+    longest), a module of HLO or a folder of --xla_dump_to. Finds replicated
     arguments, missing donation, repeated and oversized collectives, float32 traffic, padding and host transfers. With
     --against, compares with an earlier ledger; the status is 1 if a limit does not hold.
     """
@@ -234,8 +236,18 @@ def check(
 
     if on is None:
         raise RooftopError("on", None, "the slice that the program is compiled for, such as v5e:4x4")
+    script: list[str] | None = click.get_current_context().meta.get(SCRIPT)
     subject: object = program
-    if ":" in program and not Path(program).exists():
+    if script is not None:
+        if program is not None or arrays or dims or mesh or layout or auto:
+            raise RooftopError("program", program, "nothing with a script, which has its own arrays and meshes")
+        from rooftop.library.scripts import compile_script
+
+        with progress_line(shown=not as_json) as on_progress:
+            subject = compile_script(script, on=on, timeout=timeout, cache=not no_cache, on_progress=on_progress)
+    elif program is None:
+        raise RooftopError("program", None, "module:function, a module of HLO, or -- python SCRIPT")
+    elif ":" in program and not Path(program).exists():
         from rooftop.library.compiling import inspect
 
         with progress_line(shown=not as_json) as on_progress:

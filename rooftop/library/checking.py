@@ -13,6 +13,7 @@ from rooftop.core.files import read_json_object, write_json, write_text
 from rooftop.core.quantities import parse_quantity, parse_seconds
 from rooftop.library.compiling import CompileResult
 from rooftop.library.results import Result, flat
+from rooftop.library.scripts import ScriptResult
 
 if TYPE_CHECKING:
     from rooftop.explain.advisor.report import CheckReport
@@ -67,7 +68,7 @@ class CheckResult(Result):
 
 
 def check(
-    program: CompileResult | Path | str,
+    program: CompileResult | ScriptResult | Path | str,
     *,
     on: str | None = None,
     mesh: Mapping[str, int] | str | None = None,
@@ -81,7 +82,8 @@ def check(
     """Check a compiled program: what it wastes, at which line, and what each is worth.
 
     Args:
-        program: What ``compile`` or ``inspect`` returned, or a module of HLO (see ``explain_module``).
+        program: What ``compile``, ``inspect`` or ``compile_script`` returned (of a script its costliest program), or a
+            module of HLO (see ``explain_module``).
         on: The slice or chip that a module is compiled for.
         mesh: Mesh axes of a module.
         tokens: Tokens of a step on all devices, for tokens a second.
@@ -102,6 +104,8 @@ def check(
         if value is not None and against is None:
             raise RooftopError(field, value, "a ledger to compare with: --against FILE")
     result = program
+    if isinstance(result, ScriptResult):
+        name, result = name or result.report.command, result.costliest
     if not isinstance(result, CompileResult):
         if on is None:
             raise RooftopError("on", None, "the chip or slice that the module is compiled for, such as v5e:4x4")

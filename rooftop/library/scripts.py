@@ -80,6 +80,19 @@ class ScriptResult(Result):
         reports = (shown.report for shown in self.report.programs)
         return tuple(CompileResult(report=report) for report in reports if isinstance(report, CompiledReport))
 
+    @property
+    def costliest(self) -> CompileResult:
+        """The compilation of the program whose calls take longest.
+
+        Raises Infeasible if a program does not fit in HBM, RooftopError if the script failed or compiled none.
+        """
+        self.raise_if_infeasible()
+        at = self.report.costliest
+        compiled = None if at is None else self.report.programs[at].report
+        if compiled is None:
+            raise RooftopError("script", self.report.command, "one that compiles a program of 1e8 matmul FLOPs or more")
+        return CompileResult(report=compiled)
+
     def raise_if_infeasible(self) -> None:
         """Raise Infeasible if a program does not fit in HBM, RooftopError if the script failed for another reason."""
         for problem in self.report.problems:
