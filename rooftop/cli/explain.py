@@ -59,6 +59,7 @@ from rooftop.core.files import write_text
 )
 @option("--op", "lines", group=RUN, multiple=True, metavar="HLO", help="Explain an HLO instruction, or several.")
 @option("--diff", group=RUN, type=(PATH, PATH), metavar="A B", help="Compare two runs, traces, plans or reports.")
+@option("--demo", group=RUN, is_flag=True, help="Use the recorded run that comes with rooftop.")
 @top_option(default="12")
 @frames_option()
 @report_option(help="Write a page with tables and plots of a run or trace here (HTML).")
@@ -73,6 +74,7 @@ def command(
     hlo: tuple[Path, ...],
     lines: tuple[str, ...],
     diff: tuple[Path, Path] | None,
+    demo: bool,
     top: int | str,
     frames: str,
     report: Path | None,
@@ -83,10 +85,16 @@ def command(
     Shows measured, compiled and planned time by scope and phase, then a verdict, the largest losses with their causes,
     and what to try. --op explains an HLO instruction, and --diff compares two runs, traces, plans or reports.
     """
-    choices = {"RUN": path, "op": lines, "diff": diff}
+    choices = {"RUN": path, "op": lines, "diff": diff, "demo": demo}
     asked = [name for name, value in choices.items() if value]
     if len(asked) != 1:
-        raise RooftopError("explain", " and ".join(asked) or None, "one of: a run or a trace, --op HLO, --diff A B")
+        raise RooftopError(
+            "explain", " and ".join(asked) or None, "one of: a run or a trace, --op HLO, --diff A B, --demo"
+        )
+    if demo:
+        from rooftop.explain.demo import demo_run
+
+        path = demo_run()
     of_trace = {"plan": plan, "hlo": hlo, "mesh": mesh, "report": report}
     useless = [name for name, value in of_trace.items() if value and path is None]
     useless += [name for name, value in (("on", on), ("figure", figures)) if value and diff]

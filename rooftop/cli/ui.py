@@ -21,9 +21,12 @@ from rooftop.core.errors import RooftopError
     help="Where to listen; 0: a free port.",
 )  # fmt: skip
 @option("--no-open", group=SERVER, is_flag=True, help="Open no browser.")
+@option("--demo", group=OUTPUT, is_flag=True, help="Use the recorded run that comes with rooftop.")
 @option("--list", "listed", group=OUTPUT, is_flag=True, help="List the explorers and exit.")
 @json_option
-def command(*, files: tuple[Path, ...], host: str, port: int, no_open: bool, listed: bool, as_json: bool) -> int:
+def command(
+    *, files: tuple[Path, ...], host: str, port: int, no_open: bool, demo: bool, listed: bool, as_json: bool
+) -> int:
     """Open a local page with explorers: rooflines, shardings, collectives, training, serving, pipelines, embeddings.
 
     FILES open in it too: plans, reports of 'rooftop compile --json' and 'rooftop explain --json', folders of runs. The
@@ -45,6 +48,10 @@ def command(*, files: tuple[Path, ...], host: str, port: int, no_open: bool, lis
         raise RooftopError("ui", f"no {absent.name}", "pip install 'rooftop[ui]'") from None
     from rooftop.ui.server import address, application, bind, serve
 
+    if demo:
+        from rooftop.explain.demo import demo_run
+
+        files = (*files, demo_run())
     app = application(host=host, files=files)
     listening = bind(host, port)
     where = address(listening)

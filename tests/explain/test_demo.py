@@ -1,0 +1,45 @@
+"""The recorded run that comes with rooftop: explained at once, from a cache, and named nowhere on this machine."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rooftop.explain.demo import _ARCHIVE, demo_run
+from tests.conftest import Answer
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_the_recorded_run_is_explained_next_to_its_plan(rooftop: Callable[..., Answer]) -> None:
+    answer = rooftop("explain", "--demo", "--json").json
+    assert answer["kind"] == "explained"
+    assert {"measured", "compiled", "planned"} <= set(answer["rows"][0])
+    assert any(row["planned"] and row["measured"] for row in answer["rows"])
+
+
+def test_the_recorded_run_is_unpacked_once() -> None:
+    folder = demo_run()
+    (folder / "seen").touch()
+    assert demo_run() == folder and (folder / "seen").exists()
+
+
+def test_a_run_next_to_the_recorded_one_is_refused(rooftop: Callable[..., Answer]) -> None:
+    answer = rooftop("explain", "run", "--demo")
+    assert (answer.status, answer.out) == (2, "")
+    assert "RUN and demo" in answer.err
+
+
+def test_the_recording_names_no_folder_of_a_user() -> None:
+    with tarfile.open(_ARCHIVE) as archive:
+        for member in archive:
+            file = archive.extractfile(member)
+            assert file is not None
+            content = file.read()
+            assert not any(place in content for place in (b"/home/", b"/root/", b"/tmp/", b"/work/"))
