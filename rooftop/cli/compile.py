@@ -73,6 +73,20 @@ class ScriptCommand(SeveralArrays):
         return super().parse_args(ctx, args)
 
 
+#: Options of verbs that compile a function.
+ARGS = option(
+    "--args",
+    "arrays",
+    group=WORKLOAD,
+    multiple=True,
+    metavar="ARRAY...",
+    help="Arrays of a function: bf16[8192_X, D_Y].",
+)
+DIMS = option("--dims", group=WORKLOAD, metavar="SIZES", help="Sizes of the dims that arrays name: D=4096,F=16Ki.")
+AUTO = option("--auto", is_flag=True, group=PARALLELISM, help="Leave axes to the partitioner: not JAX's explicit mode.")
+NO_CACHE = option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
+
+
 @click.command(
     cls=ScriptCommand,
     examples=(
@@ -84,18 +98,11 @@ class ScriptCommand(SeveralArrays):
 )
 @click.argument("program", metavar="PLAN.json|MODULE:FUNCTION|-- python SCRIPT", required=False)
 @on_option(help="The slice to compile a script or a function for, such as v5e:4x4.")
-@option(
-    "--args",
-    "arrays",
-    group=WORKLOAD,
-    multiple=True,
-    metavar="ARRAY...",
-    help="Arrays of a function: bf16[8192_X, D_Y].",
-)
-@option("--dims", group=WORKLOAD, metavar="SIZES", help="Sizes of the dims that arrays name: D=4096,F=16Ki.")
+@ARGS
+@DIMS
 @mesh_option(help="Mesh axes and their sizes for a function: X=4,Y=4.")
 @layout_option()
-@option("--auto", is_flag=True, group=PARALLELISM, help="Leave axes to the partitioner: not JAX's explicit mode.")
+@AUTO
 @option(
     "--compiler-option",
     "compiler_options",
@@ -115,7 +122,7 @@ class ScriptCommand(SeveralArrays):
 @calibration_option(help="Price a plan by the fractions that rooftop calibrate measured (JSON).")
 @check_option(help="Build checks into a plan of embeddings: nan, bounds, buffers.")
 @timeout_option(help="Give up after this time: 90s, 10m.")
-@option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
+@NO_CACHE
 @top_option(default="10", help="Operations and buffers to list, or all.")
 @option("--out", group=OUTPUT, type=FOLDER, help="Write report and optimised HLO of all programs of a script here.")
 @frames_option()

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import click
 
-from rooftop.cli.compile import SCRIPT, ScriptCommand, progress_line
+from rooftop.cli.compile import ARGS, AUTO, DIMS, NO_CACHE, SCRIPT, ScriptCommand, progress_line
 from rooftop.cli.options import (
     COUNT,
     COUNT_OR_ZERO,
     FILE,
     HARDWARE,
     OUTPUT,
-    PARALLELISM,
     PATH,
     RUN,
     TIME,
@@ -185,21 +184,14 @@ def _trace(
 )
 @click.argument("program", metavar="MODULE:FUNCTION|MODULE.hlo|FOLDER|-- python SCRIPT", required=False)
 @on_option(help="The slice, or for a module the kind of chip, that the program is compiled for.")
-@option(
-    "--args",
-    "arrays",
-    group=WORKLOAD,
-    multiple=True,
-    metavar="ARRAY...",
-    help="Arrays of a function: bf16[8192_X, D_Y].",
-)
-@option("--dims", group=WORKLOAD, metavar="SIZES", help="Sizes of the dims that arrays name: D=4096,F=16Ki.")
+@ARGS
+@DIMS
 @option("--tokens", group=WORKLOAD, type=COUNT, help="Tokens of a step on all devices, for tokens a second.")
 @mesh_option(help="Mesh axes and their sizes: X=4,Y=4.")
 @layout_option()
-@option("--auto", is_flag=True, group=PARALLELISM, help="Leave axes to the partitioner: not JAX's explicit mode.")
+@AUTO
 @timeout_option(help="Give up after this time: 90s, 10m.")
-@option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
+@NO_CACHE
 @option("--against", group=RUN, type=FILE, help="An earlier ledger to compare with, of --save or compile -o.")
 @option("--max-time", group=RUN, metavar="SHARE", help="Share by which a step may take longer than before: +2%.")
 @option("--max-memory", group=RUN, metavar="SHARE", help="Share by which the peak of memory may grow: +1%.")

@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from rooftop.core.files import cache_folder
+from rooftop.core.files import cache_folder, publish
 
 _ARCHIVE = Path(__file__).with_name("demo.tar.xz")
 
@@ -31,7 +31,7 @@ def demo_run() -> Path:
         with tarfile.open(_ARCHIVE) as archive:
             archive.extractall(scratch, filter="data")
         try:
-            (Path(scratch) / "demo").rename(folder)
+            publish(Path(scratch) / "demo", folder)
         except OSError:
             # Another process was first.
             if not folder.exists():

@@ -92,7 +92,7 @@ def slice_of(on: SliceLike, *, price: float | str | None = None) -> Slice:
 
 
 def calibration_of(calibration: CalibrationLike | None) -> Calibrated | None:
-    """The fractions that are meant. Raises RooftopError for a file that is no calibration of a chip."""
+    """The fractions that are meant. Raises RooftopError if a file is not a calibration of a chip."""
     if calibration is None or isinstance(calibration, Calibrated):
         return calibration
     if isinstance(calibration, (str, Path)):

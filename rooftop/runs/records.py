@@ -153,7 +153,7 @@ class TensorBoardEvents:
 def read_records(path: Path) -> tuple[dict[str, Any], ...]:
     """Return the records of a metrics.jsonl, oldest first; none if there is no file.
 
-    Raises RooftopError for a line that is no JSON object.
+    Raises RooftopError if a line is not a JSON object.
     """
     records = list[dict[str, Any]]()
     for number, line in enumerate(_read(path).splitlines(), start=1):

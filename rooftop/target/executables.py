@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from rooftop.compiler.compiling import CompiledProgram, WorkerResult
 from rooftop.compiler.executables import MEMORY, compiled_program, read_reports, reporting_options
 from rooftop.compiler.hlo.printing import written
 from rooftop.compiler.memory import OutOfMemory, read_exceeded
+from rooftop.core.scratch import scratch_folder
 from rooftop.hardware import Slice
 
 _AXIS = re.compile(r'"([^"]+)"\s*=\s*(\d+)')
@@ -90,8 +90,7 @@ def compile_module(
         if remembered is not None:
             return CompiledModule(result=remembered.result, executable=remembered, cached=True)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="rooftop-dump-") as name:
-        folder = Path(name)
+    with scratch_folder("rooftop-dump-") as folder:
         options.env_option_overrides = [*asked.items(), *reporting_options(folder, for_gpus=for_gpus).items()]
         try:
             executable = compiler.backend_compile_and_load(devices[0].client, module, devices, options, callbacks)
@@ -176,7 +175,7 @@ class RememberedExecutable:
         return [list(self.memory_kinds)]
 
     def hlo_modules(self) -> list[Any]:
-        """The optimised program, of which only the text is there."""
+        """The optimised program. Only its text is known."""
         return [SimpleNamespace(to_string=lambda: self._program.hlo_text)]
 
     def get_compiled_memory_stats(self) -> Any:

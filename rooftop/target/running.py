@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ import msgspec
 
 from rooftop.compiler.compiling import ENVIRONMENT, Progress, require_compiler, wait_for
 from rooftop.core.errors import RooftopError
+from rooftop.core.scratch import scratch_folder
 from rooftop.hardware import Slice
 from rooftop.target.child import ScriptAnswer, ScriptRequest
 from rooftop.target.records import ScriptRun
@@ -101,8 +101,7 @@ def run_script(
         min_flops=min_flops,
         cache=cache,
     )
-    with tempfile.TemporaryDirectory(prefix="rooftop-target-") as name:
-        folder = Path(name)
+    with scratch_folder("rooftop-target-") as folder:
         question, answer = folder / "request.json", folder / "answer.json"
         question.write_bytes(msgspec.json.encode(request))
         # A stderr without a file, such as a notebook's, gets what the script printed when it has ended.

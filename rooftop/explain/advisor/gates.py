@@ -46,7 +46,7 @@ def gates(
     peak_bytes: float,
     findings: Sequence[ProgramFinding],
 ) -> tuple[Gate, ...]:
-    """Every limit that is set. Raises RooftopError for an earlier JSON that is no ledger."""
+    """Every limit that is set. Raises RooftopError if the earlier JSON is not a ledger."""
     result = []
     if before is not None:
         old_s, old_bytes = _before(before)

@@ -43,7 +43,7 @@ def is_module(path: Path) -> bool:
 def read_dump(path: Path) -> DumpedModule:
     """Read a module. Of a folder with several, the largest one.
 
-    Raises RooftopError for a file that is no optimised module, and for a folder without one.
+    Raises RooftopError if a file is not an optimised module, or a folder has none.
     """
     if not path.is_dir():
         return _read(path)

@@ -79,7 +79,8 @@ class Fleet:
     def is_bound(self) -> bool:
         """True if no decoding of the kind of model was measured on the chip: its times are bounds, and flatter it."""
         problem = self.plan.problem
-        return not was_measured(Question.of("decode", problem.model, problem.slice, round(problem.step_context)))
+        asked = Question.of("decode", problem.model, problem.slice, round(problem.step_context))
+        return problem.slice.chip.calibrated is None and not was_measured(asked)
 
     def score(self, objective: Objective) -> float:
         """The figure to minimise."""
