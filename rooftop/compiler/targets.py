@@ -17,9 +17,11 @@ from typing import Any
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Chip, Slice
 
-#: The module of JAX's plugin for GPUs, and the package of XLA:GPU. Both have the version of jax.
-PLUGIN = "jax_cuda12_plugin"
-XLA_GPU = "jax-cuda12-pjrt"
+#: The modules of JAX's plugins for GPUs, and the packages of their XLA:GPU, by preference. All have the version of jax.
+_PLUGINS: Mapping[str, str] = {"jax_cuda12_plugin": "jax-cuda12-pjrt", "jax_cuda13_plugin": "jax-cuda13-pjrt"}
+#: The plugin that is installed, the first if none is, and its XLA:GPU.
+PLUGIN = next((name for name in _PLUGINS if find_spec(name) is not None), next(iter(_PLUGINS)))
+XLA_GPU = _PLUGINS[PLUGIN]
 #: XLA's options for GPUs that are not there. Nothing can be measured, so that XLA would take its smallest tiles for the
 #: matmuls that it generates itself: cuBLAS stands in for what a run chooses after measuring. Runs set the scheduler.
 OPTIONS: Mapping[str, bool | int | str] = {

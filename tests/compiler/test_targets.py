@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import rooftop
+from rooftop.arrays import Mesh
 from rooftop.compiler import targets
-from rooftop.compiler.compiling import require_compiler
+from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time, require_compiler
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.hlo.costs import is_matmul, matmul_batch, matmul_flops, matmul_sizes, work
-from rooftop.compiler.ledger import read_ledger
+from rooftop.compiler.ledger import compiled_ledger, read_ledger
 from rooftop.compiler.targets import PLUGIN, target_text, topology_text
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice, catalogue
@@ -126,3 +127,23 @@ def test_a_step_that_is_too_large_for_a_gpu_is_refused_with_the_nearest_plan() -
     )
     with pytest.raises(Infeasible, match="does not fit: XLA needs"):
         rooftop.compile(tight).raise_if_infeasible()
+
+
+@NEEDS_PLUGIN
+@pytest.mark.slow
+def test_a_step_that_generates_reads_pages_in_a_kernel_without_a_copy_of_them() -> None:
+    """On GPUs, with heads over two of them: weights and the tokens of 64 sequences are read once."""
+    batch, context, layers = 64, 1024, 2
+    arguments = {
+        "model": "llama3-8b", "layers": layers, "batch": batch, "context": context, "kv_split": "seq",
+        "axes": {"tensor": 2}, "platform": "gpu",
+    }  # fmt: skip
+    mesh = Mesh.lay(Slice.parse("h100:2"), {"tensor": 2})
+    program = "tests.support.serving_steps:lower"
+    step = compile_ahead_of_time(CompileRequest(mesh=mesh, program=program, arguments=arguments))
+    rows = {(row.scope, row.phase): row for row in compiled_ledger(step).ledger.rows}
+    core = rows["layers/attn/core", "forward"]
+    # 32 heads of 128 and 8 key/value heads in bf16, half of them on each GPU.
+    assert float(core.count * core.kernel_flops) == layers * 4 * batch * context * 16 * 128
+    cache = layers * batch * context * 2 * 4 * 128 * 2
+    assert cache < float(core.count * core.hbm_bytes) < 1.3 * cache

@@ -95,17 +95,17 @@ SCORES = [
     (Scores(scale=0.3, softcap=1.5), True),
     (Scores(scale=0.3, window=9), True),
 ]
-READERS = [("gather", 4), ("gather", 12), ("gather", 1024), ("blocked", 4)]
+READERS = [("gather", 4), ("gather", 12), ("gather", 1024), ("blocked", 4), ("kernel", 4)]
 
 
 @pytest.mark.parametrize(
     ("scores", "sinks", "reader", "block"),
     [
-        # Quick: all scores in small blocks, by one reader or the other; other blocks with a window and sinks.
+        # Quick: all scores in small blocks, by one reader or the other, and by the kernel.
         pytest.param(*scores, *reader, marks=() if quick else pytest.mark.slow)
         for index, scores in enumerate(SCORES)
         for reader in READERS
-        for quick in [reader == READERS[0 if index % 2 else 3]]
+        for quick in [reader in (READERS[0 if index % 2 else 3], READERS[4])]
     ],
 )
 def test_pages_are_read_as_the_sequence_they_hold(
@@ -116,13 +116,14 @@ def test_pages_are_read_as_the_sequence_they_hold(
     monkeypatch.setattr(paged, "SMALL_BLOCK", block)
     monkeypatch.setattr(paged, "GROUP", 2)
     jax.clear_caches()
-    actual, expected, there = run(scores, sinks=sinks, reader=reader, page=16 if reader == "blocked" else 4)
+    size, page = 16 if reader == "kernel" else 8, 16 if reader == "blocked" else 4
+    actual, expected, there = run(scores, size=size, sinks=sinks, reader=reader, page=page)
     np.testing.assert_allclose(actual[there], expected[there], atol=1e-5)
 
 
-@pytest.mark.parametrize("reader", ["gather", "blocked"])
+@pytest.mark.parametrize("reader", ["gather", "blocked", "kernel"])
 def test_an_int8_cache_is_near(reader: str) -> None:
-    actual, expected, there = run(Scores(scale=0.3), int8=True, reader=reader)
+    actual, expected, there = run(Scores(scale=0.3), size=16 if reader == "kernel" else 8, int8=True, reader=reader)
     error = np.abs(actual[there] - expected[there]).max()
     assert 1e-5 < error < 0.05
 
@@ -146,7 +147,10 @@ def test_the_tpu_kernel_is_asked_for_what_is_gathered(scores: Scores, monkeypatc
 
 def test_which_models_the_kernel_serves() -> None:
     assert best_reader(load_model("llama3-8b"), "tpu", quantised=False) == "ragged"
-    assert best_reader(load_model("llama3-8b"), "gpu", quantised=False) == "gather"
+    assert best_reader(load_model("llama3-8b"), "gpu", quantised=True) == "kernel"
+    odd_heads = replace(load_model("llama3-8b"), d_head=96)
+    for model in (load_model("deepseek-v3"), odd_heads):
+        assert best_reader(model, "gpu", quantised=False) == "gather"
     assert best_reader(load_model("llama3-8b"), "tpu", quantised=True) == "gather"
     for name in ("deepseek-v3", "gpt-oss-20b"):
         assert best_reader(load_model(name), "tpu", quantised=False) == "gather"

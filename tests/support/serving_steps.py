@@ -45,8 +45,9 @@ def _step(
     only_experts: bool = False,
     stages: int = 1,
     stage: int = 0,
+    platform: str = "tpu",
 ) -> jax.stages.Lowered:
-    """The step that generates for ``batch`` sequences whose tables have room for ``context`` tokens.
+    """The step that generates for ``batch`` sequences whose tables have room for ``context`` tokens, on TPUs or GPUs.
 
     Weights are in ``weights_dtype``, or those of experts alone. Of several pipeline ``stages`` it is one.
     """
@@ -56,9 +57,9 @@ def _step(
         sizes=tuple((axis, size) for axis, size in axes.items() if size > 1),
         kv_split=kv_split,
         dtype="bfloat16",
-        reader=best_reader(config, "tpu", quantised=False) if whole_pages else "gather",
-        expert_matmul="grouped",
-        lanes=LANES,
+        reader=best_reader(config, platform, quantised=False) if whole_pages else "gather",
+        expert_matmul="grouped" if platform == "tpu" else "batched",
+        lanes=LANES if platform == "tpu" else 1,
         stages=stages,
         stage=stage,
     )
@@ -70,7 +71,7 @@ def _step(
         stored: Any = leaf
         if weights_dtype != "plain" and dim is not None and ("expert" in parameter.dims or not only_experts):
             with jax.set_mesh(mesh):
-                of = partial(quantise, dim=dim, name=weights_dtype, platform="tpu", compute="bfloat16")
+                of = partial(quantise, dim=dim, name=weights_dtype, platform=platform, compute="bfloat16")
                 stored = jax.eval_shape(of, leaf)
 
         def of_layer(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

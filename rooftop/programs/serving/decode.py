@@ -548,7 +548,7 @@ class PagedHeads:
         sink_spec = None if sinks is None else jax.typeof(sinks).sharding.spec
         specs_in = (by_heads, by_kv_heads, by_kv_heads, sink_spec, of_pool, of_rows)
         # The type of a Pallas kernel's outputs does not say over which axes they vary.
-        typed = self.how.reader != "ragged"
+        typed = self.how.reader not in ("ragged", "kernel")
         over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool), check_vma=typed)
         with named_scope("core"):
             result: tuple[jax.Array, Pages] = over(q, k, v, sinks, pool, self.rows)

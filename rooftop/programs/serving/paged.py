@@ -9,7 +9,7 @@ one row of kv_rank + d_rope elements for all heads: [pages + 1, 1, 1, p, W]. The
 A TPU has rows W of whole ``LANES``: it stores an array whose last dim is no multiple of them with another dim last, and
 would copy the pool in each step to read and to write rows. Elements behind a row's are zeros. Keys and values of heads
 that are no such multiple share a row: [pages + 1, 1, k, p, W], W at least 2 H.
-There are three readers:
+There are four readers:
 
 - ``gather``: gathers pages by the block table, at most ``BLOCK`` tokens of a sequence at a time, with a running softmax
   over as many blocks as the longest sequence of the step needs. It runs on any backend, for every model;
@@ -17,7 +17,9 @@ There are three readers:
   multiplied, and rows are read up to the longest one of their group;
 - ``ragged``: JAX's kernel for TPU (``jax.experimental.pallas.ops.tpu.ragged_paged_attention``), which reads only
   existing pages. It supports no sinks, no latents, no quantised cache and no ``PageParts``, and needs heads of a
-  multiple of 128. Its pools are [pages + 1, p, 2 k, H], with the key and the value of a head adjacent.
+  multiple of 128. Its pools are [pages + 1, p, 2 k, H], with the key and the value of a head adjacent;
+- ``kernel``: for GPUs, ``rooftop.programs.serving.paged_kernel`` for rows that generate, which reads only existing
+  tokens, and ``gather`` for prompts. It supports no latents, and head sizes of powers of two.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.rounding import ceil_div
 from rooftop.models import ModelConfig
 from rooftop.programs.attention.scores import Scores
+from rooftop.programs.serving.paged_kernel import HEAD_SIZES, paged_sums
 from rooftop.programs.sharding import varying_as
 
 #: The largest score so far, which is finite, and relative to it the sums of weights and of weighted values [..., d_v].
@@ -100,7 +103,7 @@ class PagePart:
         return begin[:, None] + jnp.arange(self.own_tokens, dtype=jnp.int32)
 
 
-READERS: tuple[str, ...] = ("gather", "blocked", "ragged")
+READERS: tuple[str, ...] = ("gather", "blocked", "ragged", "kernel")
 #: Tokens of a sequence whose keys and values are gathered at a time.
 BLOCK = 1024
 #: The same of ``blocked`` for a row that generates; rows per group, and the limit on the queries of a group.
@@ -129,11 +132,13 @@ class Pages:
         tokens: Float[Array, "tokens parts k H"],
         *,
         by_rows: bool = False,
+        unique: bool = False,
     ) -> Pages:
         """Write tokens at ``offset`` of ``page``, and zeros behind their elements.
 
         ``by_rows`` is for TPUs: XLA:TPU writes rows of a matrix in place, and would copy a pool of more dims to another
-        layout.
+        layout. ``unique`` is for GPUs, where XLA else writes with atomic operations, of which two for the same token
+        (``_many``) wait for each other: only tokens of padding, and equal ones, have a place in common.
         """
         page, offset, tokens = _many(page, offset, tokens)
         tokens = _widened(tokens, self.values.shape[-1])
@@ -143,12 +148,15 @@ class Pages:
                 first = (page[:, None] * (parts * heads) + jnp.arange(parts * heads, dtype=jnp.int32)) * page_tokens
                 rows = values.reshape(-1, size).at[(first + offset[:, None]).reshape(-1)]
                 return Pages(values=rows.set(tokens.reshape(-1, size).astype(values.dtype)).reshape(values.shape))
-            return Pages(values=values.at[page, :, :, offset].set(tokens.astype(values.dtype)))
+            written = values.at[page, :, :, offset].set(tokens.astype(values.dtype), unique_indices=unique)
+            return Pages(values=written)
         wide = tokens.astype(jnp.float32)
         scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1), 1e-30) / 127
         return Pages(
-            values=self.values.at[page, :, :, offset].set(jnp.round(wide / scale[..., None]).astype(jnp.int8)),
-            scales=self.scales.at[page, :, :, offset].set(scale),
+            values=self.values.at[page, :, :, offset].set(
+                jnp.round(wide / scale[..., None]).astype(jnp.int8), unique_indices=unique
+            ),
+            scales=self.scales.at[page, :, :, offset].set(scale, unique_indices=unique),
         )
 
     def read(
@@ -258,17 +266,21 @@ def require_reader(reader: str, model: ModelConfig, *, quantised: bool) -> None:
         ):
             if has:
                 raise RooftopError("paged attention", reader, f"gather: {model.name} has {feature}")
+    if reader == "kernel" and (model.mla is not None or model.d_head not in HEAD_SIZES):
+        feature = "latent attention" if model.mla is not None else f"heads of {model.d_head}, not one of {HEAD_SIZES}"
+        raise RooftopError("paged attention", reader, f"gather: {model.name} has {feature}")
 
 
 def best_reader(model: ModelConfig, platform: str, *, quantised: bool) -> str:
-    """The kernel on TPU if it supports the model, ``blocked`` on CPU, else ``gather``."""
-    if platform != "tpu":
-        return "blocked" if platform == "cpu" else "gather"
+    """The platform's kernel if it supports the model, else ``gather``; ``blocked`` on CPU."""
+    if platform == "cpu":
+        return "blocked"
+    reader = "ragged" if platform == "tpu" else "kernel"
     try:
-        require_reader("ragged", model, quantised=quantised)
+        require_reader(reader, model, quantised=quantised)
     except RooftopError:
         return "gather"
-    return "ragged"
+    return reader
 
 
 def attend_heads(
@@ -297,14 +309,20 @@ def attend_heads(
     part, size = PagePart.of(parts, pool.values.shape[3]), q.shape[-1]
     together = pool.values.shape[1] == 1
     new = jnp.concatenate([k, v], axis=-1)[:, None] if together else jnp.stack([k, v], axis=1)
-    pool = pool.write(*_places(rows, part, pages - 1), new, by_rows=reader == "gather")
+    pool = pool.write(*_places(rows, part, pages - 1), new, by_rows=reader == "gather", unique=reader == "kernel")
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
         k, *v = (pool.read(part, table, q.dtype, by_rows=reader == "blocked") for part in range(1 if together else 2))
         return k, v[0] if v else k
 
     q = _widened(q, pool.values.shape[-1])
-    o = _by_rows(lambda q, rows: _attended(reader, scores, q, sinks, rows, read, part), q, rows)
+
+    def attend(q: jax.Array, rows: Rows) -> jax.Array:
+        if reader == "kernel" and rows.width == 1:
+            return _from_kernel(scores, q, sinks, pool, rows)
+        return _attended("gather" if reader == "kernel" else reader, scores, q, sinks, rows, read, part)
+
+    o = _by_rows(attend, q, rows)
     return o[..., size : 2 * size] if together else o, pool
 
 
@@ -455,14 +473,33 @@ def _gathered(
     top, total, summed = (x.reshape(count, heads, width, *x.shape[3:]) for x in (top, total, summed))
     if part.parts.ways > 1:
         top, total, summed = part.parts.summed((top, total, summed))
+    return _divided((top, total, summed), sinks).astype(q.dtype)
+
+
+def _divided(sums: Sums, sinks: Float[Array, " n"] | None) -> Float[Array, "R C n d_v"]:
+    """Outputs from sums [R, n, C, ...] over all tokens, to which sinks add their weights."""
+    top, total, summed = sums
     if sinks is not None:
         sink = sinks.astype(jnp.float32)[None, :, None]
         raised = jnp.maximum(top, sink)
         factor = jnp.exp(top - raised)
         total, summed = factor * total + jnp.exp(sink - raised), factor[..., None] * summed
     # Padding may see no token; its output is never used, but must be finite.
-    o = summed / jnp.where(total == 0, 1.0, total)[..., None]
-    return jnp.moveaxis(o, 1, 2).astype(q.dtype)
+    return jnp.moveaxis(summed / jnp.where(total == 0, 1.0, total)[..., None], 1, 2)
+
+
+def _from_kernel(
+    scores: Scores, q: Float[Array, "R 1 n H"], sinks: Float[Array, " n"] | None, pool: Pages, rows: Rows
+) -> Float[Array, "R 1 n H"]:
+    """Attention of rows that generate, by the kernel for GPUs."""
+    (count, _, heads, size), kv_heads = q.shape, pool.values.shape[2]
+    rows = _in_window(rows, scores.window, pool.values.shape[3])
+    sums = paged_sums(
+        scores, q.reshape(count, kv_heads, heads // kv_heads, size), pool.values, pool.scales, rows.tables, rows.start,
+        least=_LEAST,
+    )  # fmt: skip
+    top, total, summed = (x.reshape(count, heads, 1, *x.shape[3:]) for x in sums)
+    return _divided((top, total, summed), sinks).astype(q.dtype)
 
 
 def _ragged(scores: Scores, q: Float[Array, "R C n H"], pool: Pages, rows: Rows) -> Float[Array, "R C n H"]:

@@ -210,9 +210,9 @@ def _decoder(model: ModelConfig, configuration: Configuration, platform: str) ->
         page_tokens=configuration.page_tokens,
         dtype=dtype,
         quantised_cache=quantised,
-        # JAX's kernel reads whole pages.
+        # The kernels read whole pages.
         reader="gather"
-        if platform == "tpu" and ways(sizes, *SEQUENCE_AXES) > 1 and configuration.kv_split == "seq"
+        if platform != "cpu" and ways(sizes, *SEQUENCE_AXES) > 1 and configuration.kv_split == "seq"
         else best_reader(model, platform, quantised=quantised),
         expert_matmul="grouped" if platform == "tpu" else "batched",
         lanes=LANES if platform == "tpu" else 1,
