@@ -102,7 +102,10 @@ _PROCESSES = ("coordinator", "processes", "process", "supervise", "max_restarts"
 @option("--field", group=WORKLOAD, default="text", metavar="NAME", help="Column of JSONL, Parquet.")
 @option("--tokenizer", group=WORKLOAD, type=PATH, metavar="PATH", help="A tokenizer.json, or a folder that has one.")
 @option("--vocab", group=WORKLOAD, type=COUNT, help="Train a BPE tokenizer of N tokens on the data.")
-@option("--hold-out", group=WORKLOAD, type=NUMBER, default=0.01, help="Share of the documents to evaluate on; 0: none.")
+@option(
+    "--hold-out", group=WORKLOAD, type=NUMBER,
+    help="Share of the documents to evaluate on; 0: none. [default: 0.01, of one document 0]",
+)  # fmt: skip
 @batch_seqs_option(help="Sequences of a step. [default: the plan's, else about 16]")
 @seq_option(help="Tokens of a sequence. [default: the plan's, else 512]")
 @option("--steps", group=RUN, type=COUNT_OR_ZERO, help="The last step of the run.")
@@ -200,7 +203,7 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
         return train_together(train, request.folder.path) if is_worker() else train()
     from rooftop.library.training import PACKAGES
 
-    prepare_environment(request.devices, packages=PACKAGES, extra="train")
+    prepare_environment(request.devices, packages=PACKAGES, extra="train", traced=request.profile is not None)
     return train_together(train, request.folder.path, coordinator=coordinator, processes=processes, process=process)
 
 
@@ -271,7 +274,7 @@ def _plain(value: object) -> object:
 def _train(request: TrainRequest, as_json: bool) -> int:
     from rooftop.library.training import PACKAGES, train
 
-    prepare_environment(request.devices, packages=PACKAGES, extra="train")
+    prepare_environment(request.devices, packages=PACKAGES, extra="train", traced=request.profile is not None)
     keep_compilations()
     import jax
 

@@ -249,7 +249,7 @@ def train(request: TrainRequest, watch: Watch | None = None) -> TrainResult:
     state does not fit, the loss diverges or a gradient is not finite; and ``rooftop.runs.signals.Stopped`` for a signal
     before the first step.
     """
-    prepare_environment(request.devices, packages=PACKAGES, extra="train")
+    prepare_environment(request.devices, packages=PACKAGES, extra="train", traced=request.profile is not None)
     with uninterrupted():
         import jax
 

@@ -67,7 +67,7 @@ class TrainRequest:
     Data
         ``data`` are files, folders and globs; ``field`` names the column of JSONL and Parquet. ``tokenizer`` is a
         tokenizer.json or its folder; ``vocab`` trains a tokenizer of that size instead. ``hold_out`` is the share of
-        documents that evaluations use.
+        documents that evaluations use (None: 1 %, or 0 with a single document).
     Batch and mesh
         ``batch_seqs`` sequences of ``seq_len`` tokens a step. ``mesh`` are axes over the devices. ``devices`` emulates
         so many on the CPU. ``schedule`` and ``chunks`` are those of pipeline stages; ``remat`` is a policy.
@@ -96,7 +96,7 @@ class TrainRequest:
     field: str = "text"
     tokenizer: Path | str | None = None
     vocab: int | None = None
-    hold_out: float = 0.01
+    hold_out: float | None = None
     batch_seqs: int | None = None
     seq_len: int | None = None
     mesh: Mapping[str, int] | str | None = None
@@ -148,7 +148,7 @@ class TrainRequest:
             value, least = getattr(self, name), 1 if name in _POSITIVE else 0
             if value is not None and not least <= value < math.inf:
                 raise RooftopError(_option(name), value, f"a number from {least}")
-        if not 0 <= self.hold_out < 1:
+        if self.hold_out is not None and not 0 <= self.hold_out < 1:
             raise RooftopError("hold-out", self.hold_out, "a share of the documents from 0 to less than 1")
         for name, known in _NAMES.items():
             value = getattr(self, name)

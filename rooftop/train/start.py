@@ -84,7 +84,7 @@ def prepare(request: TrainRequest, recorded: Mapping[str, Any] | None, progress:
         "init": None if init is None else str(init.resolve()),
         "data": data.digest,
         "tokenizer": None if data.tokenizer is None else data.tokenizer.digest,
-        "hold_out": request.hold_out,
+        "hold_out": data.held_share,
     }
     if recorded is not None:
         require_same(request.folder.path, recorded["job"], identity, ignored=_OF_DEVICES)

@@ -93,7 +93,9 @@ def test_figures_are_consistent(spec):
     assert len(spec.pod_shape) == len(spec.host_shape) == spec.ici_axes
     assert spec.cores % spec.devices == 0
     # The nominal figure is in powers of ten of a capacity in powers of two: a device may hold up to 7.4 % more.
-    assert 0.95 < spec.devices * spec.hbm_usable_bytes / spec.hbm_bytes < 1.075
+    # JAX leaves 5 % of a GPU's memory to others.
+    least = 0.94 if spec.kind == "gpu" else 0.95
+    assert least < spec.devices * spec.hbm_usable_bytes / spec.hbm_bytes < 1.075
     assert spec.hbm_bytes_per_s < spec.vmem_bytes_per_s
     assert spec.dcn_bytes_per_s < spec.ici_bytes_per_s < spec.hbm_bytes_per_s
     assert spec.vector_flops_per_s < spec.flops_per_s["bf16"]

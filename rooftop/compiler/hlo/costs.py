@@ -221,7 +221,7 @@ def work(module: Module, computation: HloComputation, instruction: Instruction) 
     if opcode in FREE or (opcode == "custom-call" and any(name in instruction.attributes for name in _FREE_CALLS)):
         return InstructionWork()
     if opcode.endswith(("-start", "-done")):
-        return InstructionWork(hbm_bytes=moved_bytes(instruction))
+        return InstructionWork(hbm_bytes=moved_bytes(module, computation, instruction))
     cycles = re.search(r'"estimated_cycles":"?(\d+)', instruction.attributes)
     reads, writes = _traffic(module, computation, instruction)
     called = kernel(module, computation, instruction)
@@ -241,11 +241,15 @@ def is_host_copy(start: Instruction) -> bool:
     return start.opcode in _COPIES and any(tensor.space == _HOST for tensor in start.shape[:2])
 
 
-def moved_bytes(start: Instruction) -> float:
+def moved_bytes(module: Module, computation: HloComputation, start: Instruction) -> float:
     """Bytes of the copy between memories that begins with this instruction, 0 if it begins none.
 
-    A copy that an earlier program has begun is complete already.
+    A copy that an earlier program has begun is complete already. XLA:GPU copies slices of a loop's stacks in fusions of
+    their own, next to its kernels: they read and write HBM.
     """
+    if start.opcode == "fusion-start":
+        reads, writes = _traffic(module, computation, start)
+        return sum(nbytes for nbytes, space in (*reads, *writes) if space == 0)
     if start.opcode not in _COPIES or "cross_program_prefetch_index" in start.attributes:
         return 0.0
     return min((tensor.nbytes for tensor in start.shape[:2]), default=0.0)
@@ -271,7 +275,7 @@ def _traffic(
     module: Module, computation: HloComputation, instruction: Instruction
 ) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
     """Bytes read and bytes written, each with its memory space."""
-    if instruction.opcode == "fusion":
+    if instruction.opcode in ("fusion", "fusion-start"):
         inner = module.computations[instruction.called[0]]
         parameters = [fused for fused in inner if fused.opcode == "parameter" and fused.shape]
         reads = [(_read(module, inner, parameter), parameter.shape[0].space) for parameter in parameters]

@@ -102,7 +102,7 @@ class Machine:
             elif place in self.network.places or instruction.opcode.startswith("collective-permute"):
                 self._communicate(computation, instruction)
             elif instruction.opcode.endswith("-start"):
-                self._prefetch(instruction, place)
+                self._prefetch(computation, instruction, place)
             elif instruction.opcode.endswith("-done") and instruction.opcode != "send-done":
                 self._wait(_started(computation, instruction), place)
             else:
@@ -207,9 +207,9 @@ class Machine:
         if instruction.opcode != "send" and not instruction.opcode.endswith("-start"):
             self._wait(place, place)
 
-    def _prefetch(self, instruction: Instruction, place: Place) -> None:
-        """A copy between HBM and VMEM, or to and from the host."""
-        moved = moved_bytes(instruction)
+    def _prefetch(self, computation: HloComputation, instruction: Instruction, place: Place) -> None:
+        """A copy between HBM and VMEM, to and from the host, or next to a GPU's kernels."""
+        moved = moved_bytes(self.module, computation, instruction)
         if is_host_copy(instruction):
             transfer = Transmission(links=("pcie",), seconds=moved / self.rates.pcie_bytes_per_s, shares={})
         else:

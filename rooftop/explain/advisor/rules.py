@@ -409,7 +409,7 @@ def _host(report: CompiledReport, module: Module) -> Iterator[ProgramFinding]:
             if not (asks or calls or copies):
                 continue
             count = module.executions[computation.name]
-            nbytes = moved_bytes(instruction) or sum(tensor.nbytes for tensor in instruction.shape)
+            nbytes = moved_bytes(module, computation, instruction) or sum(tensor.nbytes for tensor in instruction.shape)
             seconds = count * nbytes / report.rates.pcie_bytes_per_s
             if copies and seconds < _TIME * report.timeline.total_s:
                 continue

@@ -483,8 +483,12 @@ def verdict(
     if measured.trace.kind == "cpu":
         emulated = f"{measured.devices} devices that a CPU emulates: waits, and no performance"
         parts.append(emulated if measured.devices > 1 else "a CPU, of which no roofs are known")
-    elif share is None:
+    elif share is None and roof is None:
         parts.append("no roofline: no roof of these devices is known (--on CHIP names one)")
+    elif share is None:
+        graphs = any(op.name.startswith("command_buffer") for op in measured.ops)
+        why = " (XLA_FLAGS=--xla_gpu_enable_command_buffer= makes a GPU's trace name them)" if graphs else ""
+        parts.append(f"no roofline: the trace names no instructions of a program{why}")
     else:
         parts.append(f"{share:.0%} of the roofline ({bound})")
     if losses and measured.step_s:

@@ -149,10 +149,10 @@ class Bench:
         return [*calls, *hbm[:2], *some, *(case for turn in rest for case in turn if case is not None)]
 
     def _dtypes(self) -> list[str]:
-        """bf16, and an 8-bit dtype in which the chip is faster."""
+        """bf16, and the 8-bit dtypes in which the chip is faster; of a GPU both, as XLA may be slow in one of them."""
         rates = {} if self.chip is None else self.chip.flops_per_s
         faster = [name for name in ("int8", "f8_e4m3") if rates.get(name, 0.0) > rates.get("bf16", math.inf)]
-        return ["bf16", *faster[:1]]
+        return ["bf16", *(faster if self.chip is not None and self.chip.kind == "gpu" else faster[:1])]
 
     def _groups(self) -> list[int]:
         """Sizes of groups: all devices; on GPUs powers of two too, as NCCL differs by the size of a group."""
