@@ -5,8 +5,9 @@
 
 Everything is planned first, for one device of the chip that is here (a CPU: of ``--chip``, and then no measured figure
 means anything): remat and microbatches are the plan's, and so are the bound of each row, which is its time at the
-chip's peak rates, and its expected time. Matmuls are in bf16; weights and moments in ``state``. The largest model has
-LLaMA-3 8B's layers, as many as the plan has memory for, and fewer if the compiled step takes more than the device has.
+chip's peak rates, and its expected time. ``compiled_s`` is the time that rooftop reads from the schedule of the very
+executable that runs. Matmuls are in bf16; weights and moments in ``state``. The largest model has LLaMA-3 8B's layers,
+as many as the plan has memory for, and fewer if the compiled step takes more than the device has.
 
 A step's time is that of steps one after the other, waited for at the end. The times of rows come from a trace of
 further steps: what the device does in an HLO instruction belongs to the scope of that instruction. XLA's command
@@ -33,9 +34,11 @@ import jax
 import numpy as np
 from jax.profiler import ProfileData
 
+from rooftop.compiler.compiling import Compiled
 from rooftop.compiler.devices import Local, local_devices, mesh_of
 from rooftop.compiler.hlo.places import place_of
 from rooftop.compiler.hlo.text import parse
+from rooftop.compiler.ledger import TimedLedger, compiled_ledger
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
 from rooftop.core.scopes import PHASES, SCOPES, UNSCOPED
@@ -94,7 +97,7 @@ class Case:
 
 
 def compile_step(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[jax.stages.Compiled, int]:
-    """The compiled step, its state given away, and the bytes that it takes at its peak."""
+    """The compiled step, which donates its state, and the bytes that it takes at its peak."""
     with jax.set_mesh(mesh):
         step = jax.jit(train_step(program, program.specs(mesh)), donate_argnums=0)
         compiled = step.lower(abstract_state(program, mesh), abstract_batch(program, mesh)).compile()
@@ -161,11 +164,12 @@ def measure(case: Case, chip: str, here: Local, steps: int, traced: int) -> list
         "microbatches": program.microbatches,
         "attention": program.computation.attention,
     }
+    timed = read(compiled, plan, taken)
     whole = {
         **same,
         "scope": "step",
         "phase": "",
-        **times(plan.bound, max(plan.lower_s.values()), plan.expected_s, step_s),
+        **times(plan.bound, max(plan.lower_s.values()), plan.expected_s, float(timed.step.expected_s), step_s),
         "tokens_per_s": f"{tokens / step_s:.1f}",
         "mfu": "" if mfu is None else f"{mfu:.4f}",
         "planned_mfu": f"{plan.mfu:.4f}",
@@ -174,33 +178,45 @@ def measure(case: Case, chip: str, here: Local, steps: int, traced: int) -> list
         "peak_bytes_in_use": used or "",
         "loss": f"{loss:.4f}",
     }
-    return [whole] + [same | row for row in rows(plan, {key: seconds / traced for key, seconds in spent.items()})]
+    return [whole] + [same | row for row in rows(plan, timed, {key: spent[key] / traced for key in spent})]
 
 
-def rows(plan: TrainingPlan, spent: Mapping[Key, float]) -> list[dict[str, Any]]:
-    """Every row that the plan or the trace has, in the order of the scopes."""
-    planned = plan.ledger.by_key()
+def read(compiled: jax.stages.Compiled, plan: TrainingPlan, taken: int) -> TimedLedger:
+    """The executable as rows with times, as ``rooftop compile`` reads a program that was compiled without a GPU."""
+    text = compiled.as_text()
+    assert text is not None
+    program = Compiled(
+        hlo_text=text, peak_bytes=taken, memory={}, lower_s=0.0, compile_s=0.0, versions={}, mesh=plan.mesh
+    )
+    return compiled_ledger(program)
+
+
+def rows(plan: TrainingPlan, timed: TimedLedger, spent: Mapping[Key, float]) -> list[dict[str, Any]]:
+    """Every row that the plan, the executable or the trace has, in the order of the scopes."""
+    planned, compiled = plan.ledger.by_key(), timed.ledger.by_key()
     order = {name: index for index, name in enumerate((*SCOPES, UNSCOPED))}
+    keys = planned.keys() | compiled.keys() | spent.keys()
     table = []
-    for scope, phase in sorted(planned.keys() | spent.keys(), key=lambda key: (order[key[0]], PHASES.index(key[1]))):
+    for scope, phase in sorted(keys, key=lambda key: (order.get(key[0], len(order)), PHASES.index(key[1]))):
         rows, busy = planned.get((scope, phase), []), Counter[str]()
         for row in rows:
             for resource, seconds in row.time_s.items():
                 busy[resource] += float(row.count * seconds)  # type: ignore[assignment]
         bound = max(busy, key=lambda resource: busy[resource], default="")
         expected_s = sum(float(row.count * row.expected_s) for row in rows)
-        table.append(
-            {"scope": scope, "phase": phase} | times(bound, busy[bound], expected_s, spent.get((scope, phase), 0.0))
-        )
+        compiled_s = sum(float(row.count * row.expected_s) for row in compiled.get((scope, phase), []))
+        measured_s = spent.get((scope, phase), 0.0)
+        table.append({"scope": scope, "phase": phase} | times(bound, busy[bound], expected_s, compiled_s, measured_s))
     return table
 
 
-def times(bound: str, bound_s: float, expected_s: float, measured_s: float) -> dict[str, str]:
-    """The binding resource, the three times, and the share of the bound that the measured one reaches."""
+def times(bound: str, bound_s: float, expected_s: float, compiled_s: float, measured_s: float) -> dict[str, str]:
+    """The binding resource, the four times, and the share of the bound that the measured one reaches."""
     return {
         "bound": bound,
         "bound_s": f"{bound_s:.4g}",
         "expected_s": f"{expected_s:.4g}",
+        "compiled_s": f"{compiled_s:.4g}",
         "measured_s": f"{measured_s:.4g}",
         "of_roofline": f"{bound_s / measured_s:.3f}" if measured_s else "",
     }
@@ -264,6 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="toy models")
     parser.add_argument("--chip", default="h200", help="what is planned for where the catalogue has not what is here")
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="these cases")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--traced", type=int, default=3, help="steps in the trace")
     parser.add_argument("-o", "--output", type=Path)
@@ -274,6 +291,8 @@ def main() -> None:
     chip = chosen.chip if here.chip is None else here.chip.name
     lines = list[dict[str, Any]]()
     for case in cases(chosen.tiny):
+        if chosen.only and case.name not in chosen.only:
+            continue
         measured = measure(case, chip, here, chosen.steps, chosen.traced)
         print(", ".join(f"{name} {value}" for name, value in measured[0].items()), file=sys.stderr)
         lines += measured

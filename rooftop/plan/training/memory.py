@@ -255,10 +255,10 @@ def _stage_loss(step: TrainingStep) -> Number:
 def _loss(step: TrainingStep) -> Number:
     """The unembedding as gathered and its gradient, a chunk's float32 logits, the stream before and its gradient.
 
-    On GPUs the unembedding is there in float32, too, for the matmul with the gradient of the logits.
+    On GPUs the gradient of the logits is there too, rounded for its matmuls.
     """
     table = step.model.d_model * step.widths.vocab
     chunk = np.minimum(step.tokens, LOSS_CHUNK) * step.widths.vocab
     streams = (2.0 * step.tensor + 1.0) * _own(step) * step.model.d_model
-    wide = 4.0 * table if step.assumptions.own_program and step.slice.chip.kind == "gpu" else 0.0
-    return (2.0 * table + streams) * step.element_bytes + 4.0 * chunk + wide
+    rounded = chunk if step.assumptions.own_program and step.slice.chip.kind == "gpu" else 0.0
+    return (2.0 * table + streams + rounded) * step.element_bytes + 4.0 * chunk

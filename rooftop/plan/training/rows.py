@@ -501,9 +501,11 @@ def _head(step: TrainingStep) -> list[Work]:
     losses = [loss, backward(loss, 1.0, collectives=False)]
     if step.assumptions.own_program:
         unembed = _in_chunks(step, table, unembed)
-    if step.assumptions.own_program and step.slice.chip.kind == "tpu":
-        formula = "float32 logits read for the sums over the split vocabulary; gradients are fused into matmuls"
-        losses = [replace(loss, hbm_bytes=_stored_logits(step, logits), formula=formula)]
+    if step.assumptions.own_program:
+        # The derivative of the softmax belongs to the gradients of the unembedding.
+        formula = "float32 logits read for the sums over the split vocabulary"
+        passes = _stored_logits(step, logits) if step.slice.chip.kind == "tpu" else 8.0 * logits
+        losses = [replace(loss, hbm_bytes=passes, formula=formula)]
     work = [*norm(step, "final_norm", count, 0.0), *unembed]
     if model.tied_embeddings:
         turned = Transfer("all_to_all", COLUMN_AXES, step.held_parameters["vocab"] * step.element_bytes, "all_to_all")
@@ -528,21 +530,22 @@ def _stored_logits(step: TrainingStep, logits: Number) -> Number:
 def _in_chunks(step: TrainingStep, table: MatmulShape, unembed: Sequence[Work]) -> list[Work]:
     """The unembedding as our program runs it: chunk by chunk, on TPUs with the loss fused into it.
 
-    Each chunk reads the matrix, and writes its float32 logits. Both gradients read these, with the derivative of the
-    softmax computed on the way; that of the matrix reads and writes the sum of the chunks before. TPUs round these
-    float32 operands as the matrix unit reads them; cuBLAS multiplies both as float32.
+    Each chunk reads the matrix, and writes its float32 logits. Both gradients read the logits', and that of the matrix
+    reads and writes the sum of the chunks before. On TPUs the derivative of the softmax is computed as the matrix unit
+    reads the logits, and rounded there. On GPUs it is a pass of its own, which rounds.
     """
     forward, both = unembed
-    element = step.element_bytes
-    dtype = step.numerics.compute if step.slice.chip.kind == "tpu" else "f32"
+    element, dtype = step.element_bytes, step.numerics.compute
     chunks = np.maximum(np.ceil(step.tokens / LOSS_CHUNK), 1.0)
-    logits = _stored_logits(step, step.tokens * table.n)
+    count = step.tokens * table.n
+    logits = _stored_logits(step, count)
+    gradients = logits if step.slice.chip.kind == "tpu" else element * count
     rows, matrix = step.tokens * table.k * element, table.parameters * element
     halved = {name: flops / 2 for name, flops in both.flops.items()}
     of_matrix = Work(
         scope="unembed", phase="backward", count=both.count, flops=halved,
         matmul_s=step.rates.matmul_s(table.k, step.tokens, table.n, dtype),
-        hbm_bytes=rows + logits + 2.0 * chunks * matrix,
+        hbm_bytes=rows + gradients + 2.0 * chunks * matrix,
         formula="dW: 2 T k n; the sum of all chunks read and written for each",
     )  # fmt: skip
     collectives = both.collectives
@@ -558,9 +561,16 @@ def _in_chunks(step: TrainingStep, table: MatmulShape, unembed: Sequence[Work]) 
     of_rows = replace(
         both, collectives=collectives, flops=halved, matmul_s=step.rates.matmul_s(step.tokens, table.n, table.k, dtype),
         vector_flops=VECTOR_OPS["loss"] * step.tokens * table.n,
-        hbm_bytes=rows + logits + chunks * matrix, formula="dX: 2 T k n",
+        hbm_bytes=rows + gradients + chunks * matrix, formula="dX: 2 T k n",
     )  # fmt: skip
-    return [replace(forward, hbm_bytes=rows + logits + chunks * matrix), of_rows, of_matrix]
+    work = [replace(forward, hbm_bytes=rows + logits + chunks * matrix), of_rows, of_matrix]
+    if step.slice.chip.kind == "tpu":
+        return work
+    derivative = Work(
+        scope="unembed", phase="backward", count=both.count, hbm_bytes=(4.0 + element) * count,
+        formula="derivative of the softmax: float32 logits read, their gradients written in the dtype of matmuls",
+    )  # fmt: skip
+    return [*work, derivative]
 
 
 def _vector_sums(step: TrainingStep) -> list[Work]:

@@ -30,14 +30,18 @@ def logits(
     *,
     vocab: int | None = None,
     left: bool = False,
+    rounded: bool = False,
 ) -> Float32[Array, "B T V"]:
     """x @ matrix in float32, bent by ``softcap`` c to c tanh(y/c).
 
     Logits from ``vocab`` on, of columns that pad the matrix, are minus infinity. With ``left`` the matrix is the left
-    operand, as in ``project_left``.
+    operand, as in ``project_left``; ``rounded`` is that of ``project``.
     """
     with named_scope("unembed"):
-        y = (project_left if left else project)(x, matrix, dtype=jnp.float32)
+        if left:
+            y = project_left(x, matrix, dtype=jnp.float32)
+        else:
+            y = project(x, matrix, dtype=jnp.float32, rounded=rounded)
         y = y if softcap is None else softcap * jnp.tanh(y / softcap)
         return y if vocab is None or vocab == y.shape[-1] else jnp.where(_ids(y) < vocab, y, -jnp.inf)
 
@@ -73,6 +77,7 @@ def cross_entropy(
     vocab: int,
     z_loss: float = 0.0,
     counted: Float32[Array, ""] | None = None,
+    rounded: bool = False,
 ) -> tuple[Float32[Array, ""], Float32[Array, ""] | None]:
     """Mean of -log softmax(x @ unembed)[target], and optionally of (log Z)**2; unembed is at rest.
 
@@ -82,20 +87,21 @@ def cross_entropy(
     the matrix from there on are padding.
 
     T is processed in ``chunks``. The gradients of a chunk are computed with its logits, so that the backward pass does
-    not recompute these.
+    not recompute these. With ``rounded`` the gradients of the float32 logits are rounded to the dtype of x before they
+    are multiplied. A TPU's matrix unit rounds them anyway; a GPU multiplies float32 at half the rate, as TF32.
     """
     # The barrier completes the gradient of the unembedding before the layers' backward pass begins. Without it, XLA
     # keeps that gradient unreduced until the end.
     x, unembed = jax.lax.optimization_barrier((x, unembed))
     x, matrix = head(x, unembed, specs, tied=tied)
-    return _chunked(x, matrix, targets, counted, chunks, softcap, vocab, z_loss)
+    return _chunked(x, matrix, targets, counted, chunks, softcap, vocab, z_loss, rounded)
 
 
 #: The loss, and (log Z)**2 if it is a part of the loss: of each token, or their means.
 _Losses = tuple[jax.Array, jax.Array | None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
 def _chunked(
     x: Float[Array, "B T D"],
     matrix: Float[Array, "D V"],
@@ -105,9 +111,10 @@ def _chunked(
     softcap: float | None,
     vocab: int,
     z_loss: float,
+    rounded: bool,
 ) -> _Losses:
     def body(_: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, _Losses]:
-        return None, _token_losses(chunk[0], matrix, chunk[1], counted is not None, softcap, vocab, z_loss)
+        return None, _token_losses(chunk[0], matrix, chunk[1], counted is not None, softcap, vocab, z_loss, rounded)
 
     _, losses = jax.lax.scan(body, None, (in_parts(x, chunks, dim=1), in_parts(targets, chunks, dim=1)))
     with named_scope("loss"):
@@ -129,12 +136,13 @@ def _forward(
     softcap: float | None,
     vocab: int,
     z_loss: float,
+    rounded: bool,
 ) -> tuple[_Losses, tuple[jax.Array, jax.Array]]:
     def body(d_matrix: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[_Losses, jax.Array]]:
         rows, labels = chunk
 
         def of(rows: jax.Array, matrix: jax.Array) -> _Losses:
-            return _token_losses(rows, matrix, labels, counted is not None, softcap, vocab, z_loss)
+            return _token_losses(rows, matrix, labels, counted is not None, softcap, vocab, z_loss, rounded)
 
         losses, pull, squares = jax.vjp(of, rows, matrix, has_aux=True)
         with named_scope("loss"):
@@ -158,6 +166,7 @@ def _backward(
     softcap: float | None,
     vocab: int,
     z_loss: float,
+    rounded: bool,
     gradients: tuple[jax.Array, jax.Array],
     cotangents: _Losses,
 ) -> tuple[jax.Array, jax.Array, None, None]:
@@ -181,12 +190,13 @@ def _token_losses(
     softcap: float | None,
     vocab: int,
     z_loss: float,
+    rounded: bool,
 ) -> _Losses:
     """-log softmax(x @ matrix)[target] + z_loss (log Z)**2, and (log Z)**2 if there is a z_loss: [B, T] float32 each.
 
     ``masked``: zeros where the target is negative.
     """
-    y = logits(x, matrix, softcap, vocab=vocab)
+    y = logits(x, matrix, softcap, vocab=vocab, rounded=rounded)
     with named_scope("loss"):
         top = jax.lax.stop_gradient(jnp.max(y, axis=-1, keepdims=True))
         total = jnp.sum(jnp.exp(y - top), axis=-1)

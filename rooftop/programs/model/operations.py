@@ -31,14 +31,20 @@ def project(
     weight: Float[Array, "D F"] | NarrowWeight,
     out: P | None = None,
     dtype: DTypeLike | None = None,
+    *,
+    rounded: bool = False,
 ) -> Float[Array, "B T F"]:
     """x times weight, split as ``out`` (None: as the operands), in ``dtype``, or in 8 bits by a ``NarrowWeight``.
+
+    With ``rounded``, gradients are computed from dy in the dtype of x, whatever ``dtype`` is.
 
     JAX's own derivative computes the weight's gradient as dy^T x and transposes it, which takes a CPU about as long as
     the matmul; XLA:TPU chooses the layout of either. ``weight`` is as returned by ``Specs.in_use``: its gradient is
     unreduced over its ``reduced`` axes.
     """
-    return narrow_matmul(x, weight, out) if isinstance(weight, NarrowWeight) else _project(x, weight, out, dtype)
+    if isinstance(weight, NarrowWeight):
+        return narrow_matmul(x, weight, out)
+    return _project(x, weight, out, dtype, rounded)
 
 
 def project_heads(x: Float[Array, "B T D"], weight: Float[Array, "D N H"] | NarrowWeight) -> Float[Array, "B T N H"]:
@@ -74,24 +80,27 @@ def project_left(
 
 
 def _product(
-    x: Float[Array, "B T D"], weight: Float[Array, "D F"], out: P | None, dtype: DTypeLike | None
+    x: Float[Array, "B T D"], weight: Float[Array, "D F"], out: P | None, dtype: DTypeLike | None, rounded: bool = False
 ) -> Float[Array, "B T F"]:
+    del rounded
     return lax.dot_general(x, weight, (((2,), (0,)), ((), ())), preferred_element_type=dtype, out_sharding=out)
 
 
-_project = jax.custom_vjp(_product, nondiff_argnums=(2, 3))
+_project = jax.custom_vjp(_product, nondiff_argnums=(2, 3, 4))
 
 
 def _forward(
-    x: jax.Array, weight: jax.Array, out: P | None, dtype: DTypeLike | None
+    x: jax.Array, weight: jax.Array, out: P | None, dtype: DTypeLike | None, rounded: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return _product(x, weight, out, dtype), (x, weight)
 
 
 def _backward(
-    out: P | None, dtype: DTypeLike | None, saved: tuple[jax.Array, jax.Array], dy: jax.Array
+    out: P | None, dtype: DTypeLike | None, rounded: bool, saved: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
+    if rounded:
+        dtype, dy = None, dy.astype(x.dtype)
     (dx,) = jax.vjp(partial(_product, weight=weight, out=out, dtype=dtype), x)[1](dy)
     return dx, weight_gradient(x, dy, weight, dtype)
 

@@ -99,6 +99,8 @@ def head_loss(
         vocab=how.model.vocab,
         z_loss=how.z_loss,
         counted=counted,
+        # cuDNN's attention is that of GPUs.
+        rounded=how.attention == "cudnn",
     )
     return value, {} if squares is None else {"z_loss": squares}
 
