@@ -63,6 +63,10 @@ class Figure:
     date: str
 
 
+#: What JAX takes of a GPU's memory, and the bytes that CUDA takes before: "jax-gpu-memory" in the catalogue.
+JAX_SHARE, CUDA_BYTES = 0.95, 502e6
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chip:
     """One kind of accelerator. Figures are per chip, in SI units and one-way, unless said otherwise.
@@ -120,6 +124,13 @@ class Chip:
     power_w: float | None = None
     sources: Mapping[str, str] = field(hash=False)
     calibrated: Calibrated | None = field(default=None, hash=False)
+
+    @property
+    def driver_hbm_bytes(self) -> float:
+        """HBM bytes of a device that its driver reports: on a GPU JAX leaves a part of them to others."""
+        if self.kind != "gpu":
+            return self.hbm_usable_bytes
+        return self.hbm_usable_bytes / JAX_SHARE + CUDA_BYTES
 
     @property
     def figures(self) -> dict[str, Figure]:

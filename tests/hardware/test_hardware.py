@@ -87,6 +87,12 @@ def test_every_source_is_cited_and_complete():
         assert ", " not in source["date"]
 
 
+@pytest.mark.parametrize(("name", "mib"), [("a100", 81920), ("h100", 81559), ("h200", 143771), ("b200", 183359)])
+def test_drivers_of_gpus_report_more_than_jax_takes(name, mib):
+    """As nvidia-smi prints memory.total."""
+    assert chip(name).driver_hbm_bytes == pytest.approx(mib * 2**20, rel=1e-4)
+
+
 @pytest.mark.parametrize("spec", CHIPS, ids=lambda spec: spec.name)
 def test_figures_are_consistent(spec):
     assert set(spec.flops_per_s) <= set(DTYPE_BYTES)

@@ -161,8 +161,10 @@ class ServingProblem:
 
     @property
     def capacity(self) -> float:
-        """HBM bytes of a device: usable, or nominal with the book's bounds."""
+        """HBM bytes of a device: usable, or nominal with the book's bounds; for other engines the driver's."""
         chip = self.slice.chip
+        if self.assumptions.engine is not None and not self.book:
+            return chip.driver_hbm_bytes
         return chip.hbm_bytes / chip.devices if self.book else chip.hbm_usable_bytes
 
     @property
