@@ -209,17 +209,17 @@ def in_turns(groups: Sequence[Sequence[Factor]]) -> tuple[Factor, ...]:
 
 
 def few_layers(plan: TrainingPlan, layers: int | None = None) -> TrainingPlan:
-    """The plan of the same model with ``layers``, by default the fewest that have a layer of every kind.
+    """The plan of the same model with ``layers``, by default the fewest that have two of every kind that repeats.
 
-    With pipeline stages they are as many for every chunk. Raises RooftopError for more layers than the model has, and
-    where no program runs it.
+    To XLA a scan over one layer is no loop, and its schedule another. Every chunk of a pipeline stage has as many.
+    Raises RooftopError for more layers than the model has, and where no program runs it.
     """
     model = plan.problem.model
     parts = plan.mesh.size(*STAGE_AXES) * plan.choice.chunks
     runs = segments(model)
     period = max(len(segment.kinds) for segment in runs)
     lead = runs[0].repeats * len(runs[0].kinds) if len(runs) > 1 else 0
-    count = layers or lead + period * parts
+    count = layers or lead + 2 * period * parts
     if not 1 <= count <= model.layers:
         raise RooftopError("layers", count, f"1 to {model.layers}, those of {model.name}")
     short = replace(plan, problem=replace(plan.problem, model=_shortened(model, count)))

@@ -7,6 +7,7 @@ own, and their trials are kept one by one: a search that was ended goes on where
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -157,7 +158,7 @@ class Search:
         before = self._known(())
         trial, ledger = self._end((), self._submit(pool, (), cache=self._cache, timed=False).result())
         if trial.end == "refused":
-            raise RooftopError("program", self._subject.name, trial.reason)
+            raise RooftopError("program", self._subject.name, f"one that compiles ({trial.reason})")
         if before is not None:
             if (before.schedule, before.expected_s, before.end) == (trial.schedule, trial.expected_s, trial.end):
                 # A cached answer is no compilation: the seconds are those of the first.
@@ -310,7 +311,7 @@ class Search:
         )
         if outcome.compiled is None:
             if isinstance(outcome.error, RooftopError):
-                return replace(ended, reason=outcome.error.accepted), ()
+                return replace(ended, reason=_reason(outcome.error)), ()
             return replace(ended, end="too_large", reason=str(outcome.error)), ()
         report = CompiledReport(plan=None, compiled=outcome.compiled)
         schedule = fingerprint(outcome.compiled.hlo_text)
@@ -331,7 +332,7 @@ class Search:
             line = report.timeline
             own = timeline(outcome.compiled.module, outcome.compiled.mesh, report.rates, estimates="xla")
         except RooftopError as error:
-            return replace(ended, reason=f"one that rooftop reads ({error})"), ()
+            return replace(ended, reason=f"rooftop cannot read it: {error}"), ()
         priced = replace(
             ended,
             end="priced",
@@ -342,6 +343,12 @@ class Search:
             peak_bytes=report.peak_bytes,
         )
         return priced, report.ledger.to_json()
+
+
+def _reason(error: RooftopError) -> str:
+    """The reason of the compiler, or of the program: of 'one that XLA compiles (REASON)' the reason."""
+    match = re.fullmatch(r"one that [\w ]+ \((.*)\)", error.accepted, re.DOTALL)
+    return match[1] if match else error.accepted
 
 
 @dataclass(frozen=True, kw_only=True)
