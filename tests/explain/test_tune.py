@@ -248,17 +248,17 @@ def test_a_cut_line_is_compiled_again(tmp_path: Path) -> None:
 
 
 def test_trials_of_another_program_are_dropped(tmp_path: Path) -> None:
-    """By its identity; and by its baseline, where the same request compiles to something else."""
+    """Where the same request compiles to another baseline. A file of another request is refused, unless asked."""
     path = tmp_path / "t.jsonl"
     searched(FakeSubject({"a": 1}), path)
-    other = FakeSubject({"a": 1}, identity={"fake": 2})
-    searched(other, path)
-    assert other.asked == [(), ("a",)]
-    newer = FakeSubject({"a": 1}, identity={"fake": 2}, baseline=DOTS + 1)
+    newer = FakeSubject({"a": 1}, baseline=DOTS + 1)
     result, _ = searched(newer, path)
     assert newer.asked == [(), ("a",)]
     assert result.best.peak_bytes == 100 * DOTS
-    same = FakeSubject({"a": 1}, identity={"fake": 2}, baseline=DOTS + 1)
+    with pytest.raises(RooftopError, match="--fresh"):
+        TrialFile(path, {"fake": 2})
+    assert TrialFile(path, {"fake": 2}, fresh=True).trials == ()
+    same = FakeSubject({"a": 1}, baseline=DOTS + 1)
     searched(same, path)
     assert same.asked == [()]
 
@@ -365,8 +365,8 @@ def test_options_are_those_that_matter_to_a_plan() -> None:
 
 def test_changes_of_a_plan_run_and_fit() -> None:
     tensor = plan("llama:50M", "v6e:2x4", "fsdp=2,tensor=4", 32)
-    kinds = plan_factors(tensor)
-    assert set(kinds) | {"options"} == set(SEARCHED)
+    kinds = {kind: plan_factors(tensor, kind) for kind in SEARCHED if kind != "options"}
+    assert plan_factors(tensor, "options") == option_factors(tensor.problem.slice, plan_uses(tensor))
     for own in kinds.values():
         times = []
         for factor in own:

@@ -114,36 +114,49 @@ def changed_plan(plan: TrainingPlan, change: Mapping[str, Any]) -> TrainingPlan:
     return TrainingPlan(problem=problem, mesh=mesh, choice=choice)
 
 
-def plan_factors(plan: TrainingPlan) -> dict[str, tuple[Factor, ...]]:
-    """Changes of a plan by what they vary (``SEARCHED``), the best by the planner first.
+def plan_factors(plan: TrainingPlan, kind: str) -> tuple[Factor, ...]:
+    """Changes of a plan of one ``kind`` (``SEARCHED``), the best by the planner first.
 
     Left out are changes that no program runs, that do not fit by the planner's arithmetic, and that it expects to take
     15% longer than the plan. Kernels' blocks do not change what it expects.
     """
-    problem, choice = plan.problem, plan.choice
-    exchanges = problem.model.moe is not None and plan.mesh.size(*EXPERT_AXES, *COLUMN_AXES) > 1
-    remats = ({"remat": name} for name in searched_policies(exchanges=exchanges) if name != choice.remat)
-    most = max(1, problem.workload.batch_seqs)
-    counts = ({"microbatches": 2**power} for power in range(8) if 2**power <= most)
-    block = plan.spec.attention_block
-    seq = problem.workload.seq_len
-    blocks = {block_size(seq, size): size for size in _BLOCKS if size <= seq} if plan.spec.kernel == "splash" else {}
-    tensor, experts = "tensor" in plan_uses(plan), problem.model.moe is not None
-    switches = (
-        {name: not getattr(choice, name)}
-        for name, matters in (("collective_matmuls", tensor), ("experts_over_tensor", tensor and experts))
-        if matters
-    )
-    return {
-        "remat": _worth(plan, remats),
-        "microbatches": _worth(plan, (change for change in counts if change["microbatches"] != choice.microbatches)),
-        "attention": _worth(
-            plan, ({"attention_block": size} for own, size in blocks.items() if own != block_size(seq, block))
-        ),
-        "layout": _worth(plan, _layouts(plan)),
-        "mesh": _worth(plan, _meshes(plan), knob="mesh"),
-        "switches": _worth(plan, switches),
-    }
+    if kind == "options":
+        return option_factors(plan.problem.slice, plan_uses(plan))
+    changes = {
+        "remat": _remats, "microbatches": _counts, "attention": _blocks, "layout": _layouts, "mesh": _meshes,
+        "switches": _switches,
+    }  # fmt: skip
+    return _worth(plan, changes[kind](plan), knob="mesh" if kind == "mesh" else "")
+
+
+def _remats(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
+    exchanges = plan.problem.model.moe is not None and plan.mesh.size(*EXPERT_AXES, *COLUMN_AXES) > 1
+    for name in searched_policies(exchanges=exchanges):
+        if name != plan.choice.remat:
+            yield {"remat": name}
+
+
+def _counts(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
+    for count in (2**power for power in range(8)):
+        if count != plan.choice.microbatches and count <= plan.problem.workload.batch_seqs:
+            yield {"microbatches": count}
+
+
+def _blocks(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
+    """Blocks of attention kernels that differ once they divide a sequence."""
+    seq = plan.problem.workload.seq_len
+    seen = {block_size(seq, plan.spec.attention_block)}
+    for size in _BLOCKS if plan.spec.kernel == "splash" else ():
+        if (own := block_size(seq, size)) not in seen:
+            seen.add(own)
+            yield {"attention_block": size}
+
+
+def _switches(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
+    if plan.mesh.size(*COLUMN_AXES) > 1:
+        yield {"collective_matmuls": not plan.choice.collective_matmuls}
+        if plan.problem.model.moe is not None:
+            yield {"experts_over_tensor": not plan.choice.experts_over_tensor}
 
 
 def _worth(plan: TrainingPlan, changes: Iterable[Mapping[str, Any]], knob: str = "") -> tuple[Factor, ...]:

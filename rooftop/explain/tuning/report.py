@@ -92,6 +92,10 @@ def _saved(before: float | None, after: float | None) -> float | None:
     return before - after
 
 
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TuneReport:
     """A search that has ended, with the program that it was for and the file of its trials."""
@@ -200,7 +204,7 @@ class TuneReport:
     def _counts(self) -> str:
         tried = len(self.trials)
         end = "; time is over before all were tried" if self.searched.out_of_time else ""
-        return f"{tried} trials, {self.schedules} distinct schedules{end}"
+        return f"{_plural(tried, 'trial')}, {_plural(self.schedules, 'distinct schedule')}{end}"
 
     @property
     def schedules(self) -> int:

@@ -99,6 +99,8 @@ class Search:
         self._layers = limits.layers or None
         self._took = [trial.seconds for trial in file.trials]
         self._compiled, self._done, self._total = 0, 0, len(self._factors) + 1
+        #: Kept for the whole program, where proxies are searched.
+        self._reserve_s = 0.0
         self._settings: dict[str, Setting] = {}
 
     def run(self) -> Searched:
@@ -146,6 +148,7 @@ class Search:
         self._layers = fewest
         short = self._checked_baseline(pool, fewest)
         if short.fits and short.seconds <= _SHORTER * whole.seconds:
+            self._reserve_s = whole.seconds
             return short
         self._layers = None
         return whole
@@ -255,7 +258,8 @@ class Search:
     def _in_time(self, waiting: Iterator[Setting], share: float, whole: bool) -> Iterator[Setting]:
         for setting in waiting:
             expected_s = 0.0 if whole or not self._took else median(self._took)
-            if self._elapsed() + expected_s > share * self._limits.seconds:
+            time_s = self._limits.seconds - (0.0 if whole else self._reserve_s)
+            if self._elapsed() + expected_s > share * time_s:
                 return
             yield setting
 

@@ -22,7 +22,6 @@ from rooftop.explain.tuning.factors import (
     in_turns,
     option_factors,
     plan_factors,
-    plan_uses,
 )
 from rooftop.hardware import Slice
 from rooftop.plan.training.plan import TrainingPlan
@@ -107,8 +106,7 @@ class TunedPlan:
 
     def factors(self, searched: Sequence[str]) -> tuple[Factor, ...]:
         """Options and changes of the plan, in turns."""
-        kinds = {"options": option_factors(self.slice, plan_uses(self.plan)), **plan_factors(self.plan)}
-        return in_turns([kinds[name] for name in searched])
+        return in_turns([plan_factors(self.plan, name) for name in searched])
 
     def compile(self, factors: Sequence[Factor], *, layers: int | None, cache: bool, on_progress: Progress) -> Compiled:
         """The step of the changed plan."""

@@ -73,8 +73,8 @@ class TrialFile:
     """The trials of one program with one set of versions, in a file.
 
     A line is added for each trial, and is on the disk when ``add`` returns. A line that a crash has cut is dropped.
-    Trials of another program, of other versions, or whose baseline was another, are dropped too. Raises RooftopError
-    for a file that is none of these, and for one that cannot be written.
+    With ``fresh`` what is in the file is dropped. Raises RooftopError for trials of another program or of other
+    versions, for a file of something else, and for one that cannot be written.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any], *, fresh: bool = False) -> None:
@@ -150,8 +150,9 @@ class TrialFile:
         header, _, rest = text.partition("\n")
         if text and not _is_header(header):
             raise RooftopError("results", str(self.path), "a file of rooftop tune, or a new one")
-        if header + "\n" != self._header:
-            return
+        if text and header + "\n" != self._header:
+            accepted = "trials of this program with these versions of jax and the compiler; --fresh drops others"
+            raise RooftopError("results", str(self.path), accepted)
         whole = rest.rpartition("\n")[0]
         for line in whole.splitlines():
             try:

@@ -44,17 +44,9 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
         yield ShownFigure("expected_s", "expected time", after[name], "s", "expected", note=f"of {by}, {was}{waits}")
         was = "" if before["peak_bytes"] is None else f"{format_bytes(before['peak_bytes'])} before"
         yield ShownFigure("peak_bytes", "peak memory", after["peak_bytes"], "B", "expected", note=was)
-    ran = f"{data['compiled']} of them compiled in this run of {_minutes(data['seconds'])}"
-    yield ShownFigure(
-        "tried",
-        "trials",
-        data["tried"],
-        note=f"{data['schedules']} distinct schedules, {data['refused']} refused; {ran}",
-    )
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.1f} minutes"
+    ran = f"compiled in this run: {data['compiled']}, in {data['seconds'] / 60:.1f} minutes"
+    note = f"distinct schedules: {data['schedules']}; refused: {data['refused']}; {ran}"
+    yield ShownFigure("tried", "trials", data["tried"], note=note)
 
 
 def _lines(data: Mapping[str, Any]) -> Iterator[Chart]:
