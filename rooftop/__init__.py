@@ -38,6 +38,7 @@ _FUNCTIONS = {
     "target": "scripts",
     "mesh": "scripts",
     "check": "checking",
+    "tune": "checking",
     "explain": "explaining",
     "explain_module": "explaining",
     "explain_operations": "explaining",

@@ -8,6 +8,7 @@ from rooftop.library.catalogue import model as model
 from rooftop.library.catalogue import models as models
 from rooftop.library.catalogue import support as support
 from rooftop.library.checking import check as check
+from rooftop.library.checking import tune as tune
 from rooftop.library.compiling import compile as compile
 from rooftop.library.compiling import inspect as inspect
 from rooftop.library.embedding import embedding_limits as embedding_limits

@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from rooftop.target.records import Ending, ScriptError, ScriptRun
 class ScriptRequest:
     """A script for a target: a file, a ``module`` or ``code``, with its ``arguments``.
 
-    Of ``script``, ``module`` and ``code`` one is set. ``steps`` and ``min_flops`` are those of a session.
+    Of ``script``, ``module`` and ``code`` one is set. ``steps`` and ``min_flops`` are those of a session, ``options``
+    are added to those that the script gives the compiler.
     """
 
     slice: str
@@ -42,6 +44,7 @@ class ScriptRequest:
     steps: int | None
     min_flops: float
     cache: bool
+    options: Mapping[str, bool | int | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,8 @@ def _run(request: ScriptRequest, phase: Path) -> ScriptRun:
     variables = {name: os.environ.get(name) for name in _READ_ONCE}
     _write(phase, b"running")
     try:
-        _execute(request)
+        with session.compiling_with(request.options):
+            _execute(request)
     except Finished:
         ending = _STEPS
     except SystemExit as status:

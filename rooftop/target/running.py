@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,11 +83,14 @@ def run_script(
     min_flops: float,
     timeout_s: float | None = None,
     cache: bool = True,
+    options: Mapping[str, bool | int | str] | None = None,
+    quiet: bool = False,
     on_progress: Progress | None = None,
 ) -> ScriptRun:
     """Run a Python command line on a described slice until its end, or until a program was called ``steps`` times.
 
-    What the script prints goes to stderr. Raises RooftopError for a wrong command or slice, and after ``timeout_s``.
+    ``options`` are added to those that the script gives the compiler. What the script prints goes to stderr, or if
+    ``quiet`` nowhere. Raises RooftopError for a wrong command or slice, and after ``timeout_s``.
     """
     command = Command.parse(words)
     require_compiler(on.chip.kind)
@@ -100,13 +103,15 @@ def run_script(
         steps=steps,
         min_flops=min_flops,
         cache=cache,
+        options=dict(options or {}),
     )
     with scratch_folder("rooftop-target-") as folder:
         question, answer = folder / "request.json", folder / "answer.json"
         question.write_bytes(msgspec.json.encode(request))
         # A stderr without a file, such as a notebook's, gets what the script printed when it has ended.
-        log = None if _has_descriptor(sys.stderr) else (folder / "log").open("w+", encoding="utf-8", errors="replace")
-        output = sys.stderr.fileno() if log is None else log
+        keeps = not quiet and not _has_descriptor(sys.stderr)
+        log = (folder / "log").open("w+", encoding="utf-8", errors="replace") if keeps else None
+        output = subprocess.DEVNULL if quiet else sys.stderr.fileno() if log is None else log
         reading, writing = os.pipe()
         # The child reads the pipe until it is closed, which happens when this process ends.
         process = subprocess.Popen(

@@ -6,6 +6,7 @@ whatever else the function takes: Python numbers, static arguments, modules. JAX
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import traceback
@@ -237,8 +238,8 @@ def device_mesh(mesh: Mesh, *, auto: bool) -> DeviceMesh:
 def lower(mesh: DeviceMesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
     """The function lowered for ``mesh``, for ``rooftop.compiler.compiling.CompileRequest``.
 
-    ``arguments``: ``function`` ('module:function' or a callable), ``arrays`` (a pytree), ``keywords``, ``dims`` and
-    ``auto``.
+    ``arguments``: ``function`` ('module:function' or a callable), ``arrays`` (a pytree), ``keywords``, ``dims``,
+    ``auto``, and ``settings``: keywords whose values are Python's, and not traced.
     """
     with _users_errors(arguments["function"]):
         lowered: jax.stages.Lowered = _lowered(mesh, arguments, mesh)
@@ -263,7 +264,12 @@ def _lowered(
         lambda leaf: _argument(leaf, arguments["dims"], mesh, array, whole=context is not None),
         (tuple(arguments["arrays"]), dict(arguments.get("keywords") or {})),
     )
-    jitted = function if hasattr(function, "lower") else jax.jit(function)
+    settings = arguments.get("settings") or {}
+    if hasattr(function, "lower"):
+        # Its own static arguments say what is not traced.
+        jitted, named = function, {**named, **settings}
+    else:
+        jitted = jax.jit(functools.partial(function, **settings) if settings else function)
     with nullcontext() if context is None else jax.set_mesh(mesh):
         return jitted.lower(*positional, **named)
 

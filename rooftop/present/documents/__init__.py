@@ -28,6 +28,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "compiled": ("a compilation", "compiled:compilation"),
     "script": ("a script on a slice", "scripts:script"),
     "check": ("a checked program", "checked:checked"),
+    "tuned": ("a tuned program", "tuned:tuned"),
     "explained": ("an explained run", "explained:explained"),
     "difference": ("a difference of two runs", "explained:difference"),
     "calibration": ("a calibration", "calibration:calibration"),
