@@ -221,6 +221,8 @@ def default_layout(dtype: str, shape: Sequence[int]) -> TileLayout:
 _LARGEST_FACTOR = 397
 #: The same where columns are in the lanes, times the devices of the ring: every step of it holds a piece of each.
 _LARGEST_STEP = 1690
+#: The same of chips that scatter parts of tiles too, TPU7x: 3,392 is scattered, 3,424 is not (bench/scatter.py).
+_LARGEST_STEP_OF_PARTS = 3400
 #: The most permutes that move the rows of padded parts to their devices; where it takes more, the whole is summed.
 _MOST_SHIFTS = 64
 
@@ -230,14 +232,14 @@ def summed_whole(shape: Sequence[int], parts: int, *, whole_tiles: bool = True) 
 
     ``shape`` is that of the partial sums on a device, and each device keeps an equal part of dim 0; the weights of
     several experts count as [rows, experts, columns]. An AllReduce sends twice the bytes of a ReduceScatter. XLA takes
-    it where the array cannot be cut into pieces (the tiles across it have a prime factor above 397) and, on chips that
-    scatter ``whole_tiles`` only, where
+    it where the array cannot be cut into pieces (the tiles across it have a prime factor above 397), where columns are
+    in the lanes and the largest odd prime factor of the tiles across them, times ``parts``, is above 3,400, and, on
+    chips that scatter ``whole_tiles`` only, where
 
     - rows are in the lanes of registers, and a part is no multiple of 256 of them, two tiles;
     - rows are in sublanes, between other dims, and a part is no multiple of 16, the rows of a bf16 tile;
     - there is one row of columns, a head, on each device;
-    - columns are in the lanes, and the largest odd prime factor of the tiles across them, times ``parts``, is above
-      1,690;
+    - that product is above 1,690;
     - parts are padded to whole tiles, and it takes more than 64 permutes to move their rows (``shifts``).
 
     Columns are in the lanes if they fill registers, or pad them less than rows do. So found, not documented: it agrees
@@ -255,8 +257,8 @@ def summed_whole(shape: Sequence[int], parts: int, *, whole_tiles: bool = True) 
     if len(shape) > 2:
         return whole_tiles and (shape[1] == 1 or bool(part % tile))
     factor = _largest_factor(ceil_div(columns, lanes))
-    too_long = factor > 2 and factor * parts > _LARGEST_STEP
-    return factor > _LARGEST_FACTOR or (whole_tiles and (too_long or shifts(part, parts) > _MOST_SHIFTS))
+    too_long = factor > 2 and factor * parts > (_LARGEST_STEP if whole_tiles else _LARGEST_STEP_OF_PARTS)
+    return factor > _LARGEST_FACTOR or too_long or (whole_tiles and shifts(part, parts) > _MOST_SHIFTS)
 
 
 def shifts(part: Any, parts: Any) -> Any:

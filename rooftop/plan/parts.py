@@ -6,7 +6,8 @@ the same in all programs that were read (docs/compile.md):
 - A layer has two parts, attention and MLP. XLA issues the gathers of a part's weights when the part begins, one array
   after the other. Nothing but the part's own transfers over ``tensor`` hides the first one; matmuls hide the rest.
 - Gradients of weights are computed last, and each is scattered when it is there: the matmuls of the others hide that,
-  and nothing hides the last one.
+  and nothing hides the last one. The loop over layers does a period of them in one trip, of which this is the end:
+  where a model alternates kinds of layers, the last sum over ``tensor`` of a trip hides behind the gradients of all.
 - Inputs that are gathered over ``tensor`` again only for gradients of weights are not waited for. Where a part repeats
   its first matmul, the matmul of the gradient before it can hide them.
 
@@ -94,6 +95,10 @@ class LayerParts:
     """Of the gathers that part which is between slices."""
     arrays: dict[str, Number] = field(default_factory=dict)
     """Gathers in all executions, by scope."""
+    periods: dict[str, int] = field(default_factory=dict)
+    """Layers in one trip of the loop over layers, by part."""
+    repeated: dict[str, Number] = field(default_factory=dict)
+    """Seconds of matmuls that are repeated for the backward pass, by scope."""
     counts: dict[str, dict[StagePart, Number]] = field(default_factory=dict)
     """Layers in all executions, by part, and by the pipeline stage's part: not all layers are shared by stages."""
 
@@ -103,6 +108,9 @@ class LayerParts:
         if not scope.startswith("layers/"):
             return
         _add(self.compute, (scope, phase), compute_s)
+        self.periods[_part(scope)] = item.period
+        if phase == "recompute":
+            _add(self.repeated, scope, item.count * item.matmul_s)
         for transfer, seconds, between in transfers:
             if transfer.hides == "weight_gather":
                 _add(self.gathers, (scope, phase), seconds)
@@ -277,20 +285,44 @@ class LayerParts:
         ]
         longest: Number = 0.0
         computed: Number = 0.0
+        steps, period = steps * self._period, self._period
         left = sum((scatter for _, scatter, _ in steps), 0.0)
         for gradient, scatter, arrays in steps:
             first = computed + gradient / arrays + left
             last = computed + gradient + scatter / arrays + left - scatter
             longest = np.maximum(longest, np.maximum(first, last))
             computed, left = computed + gradient, left - scatter
-        return np.maximum(longest - computed, 0.0)
+        return np.where(self._early, self._early_scatters_s, np.maximum(longest - computed, 0.0) / period)
+
+    @property
+    def _early(self) -> npt.NDArray[np.bool_]:
+        """True where gradients of a dense MLP's weights are computed next to attention: nothing is computed again."""
+        nothing_again = np.asarray(self._of("layers/attn/norm", "recompute")) == 0
+        plain = self._period == 1 and "moe" not in self.counts
+        early: npt.NDArray[np.bool_] = nothing_again & ~np.asarray(self._alone) & plain
+        return early
+
+    @property
+    def _early_scatters_s(self) -> Number:
+        """Seconds of scatters that begin with attention's backward pass, behind the gathers of its weights."""
+        scatters = [scope for scope in self.scatters if _part(scope) != "attn"]
+        first = sum((self._gradient_s(scope) for scope in scatters[-1:]), 0.0)
+        gathers = sum((self.gathers.get((scope, "recompute"), 0.0) for scope in (_QKV, _OUT)), 0.0)
+        room = self._of(_CORE, "backward") + sum((self._gradient_s(scope) for scope in scatters), 0.0) - first
+        room = room + sum((self._of(scope, "backward") for scope in (_OUT, _QKV)), 0.0)
+        return np.maximum(sum(self.scatters.values(), 0.0) + np.maximum(gathers - first, 0.0) - room, 0.0)
+
+    @property
+    def _period(self) -> int:
+        """Layers in one trip of the loop over layers; the gradients of their weights are computed at its end."""
+        return max(self.periods.values(), default=1)
 
     def _inputs(self) -> Iterator[tuple[str, Number, Number]]:
         """Each part's inputs that are gathered again, and 1 where they are needed at once: a matmul is repeated."""
         for part in self.counts:
             scopes = self._matmuls(part)
             seconds = self._over_tensor_s(scopes, "recompute", "all_gather")
-            again = sum((self._of(scope, "recompute") for scope in scopes[:1]), 0.0)
+            again = sum((self.repeated.get(scope, 0.0) for scope in scopes[:1]), 0.0)
             yield part, seconds, np.where(np.asarray(again) > 0, 1.0, 0.0)
 
     @cached_property
@@ -315,11 +347,16 @@ class LayerParts:
 
     @property
     def _stream_scatter_s(self) -> Number:
-        """Seconds of the scatter that ends a layer's backward pass; gradients of weights that stay whole hide it."""
+        """Seconds of the scatter that ends a layer's backward pass; gradients of weights that stay whole hide it.
+
+        Where a trip has several layers, the gradients of all of them hide that of the last one.
+        """
         seconds = self._over_tensor_s([_QKV], "backward", "reduce_scatter")
         room = self._gradients_s - np.maximum(self._free_inputs_s - self._of(_CORE, "backward"), 0.0)
         scattered = sum(self.scatters.values(), 0.0)
-        return seconds - np.where(scattered > 0, 0.0, np.clip(room, 0.0, seconds))
+        last = 0.0 if self._period == 1 else np.minimum(seconds / self._period, self._gradients_s)
+        last = np.where(self._early, np.minimum(seconds, self._last_scatters_s), last)
+        return seconds - np.where(scattered > 0, last, np.clip(room, 0.0, seconds))
 
     @property
     def _gradient_gather_s(self) -> Number:

@@ -141,7 +141,7 @@ class Work:
 
     ``hbm_bytes`` move while the matmuls run, ``elementwise_bytes`` in passes of their own. ``count`` is that of the
     busiest device; ``skipped``, the share of it that a device skips in the mean, waits for that one. ``part`` is the
-    pipeline stage's part that it belongs to.
+    pipeline stage's part that it belongs to. One trip of the loop over layers does ``period`` of them.
     """
 
     scope: str
@@ -158,6 +158,7 @@ class Work:
     host_bytes: Number = 0.0
     skipped: Number = 0.0
     part: StagePart = "layers"
+    period: int = 1
 
     @property
     def moved_bytes(self) -> Number:

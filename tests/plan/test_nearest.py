@@ -6,10 +6,13 @@ from math import log
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooftop.arrays import parse_axes
+from rooftop.arrays.mesh import Floats, Ints
+from rooftop.arrays.rules import AXES
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import load_model
@@ -17,7 +20,7 @@ from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.nearest import nearest_executable, smallest_chips
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.search import sweep
+from rooftop.plan.training.search import Sweep, sweep
 from rooftop.plan.training.workload import Numerics, Workload
 from tests.support.examples import examples
 
@@ -77,6 +80,25 @@ def test_nothing_is_priced_that_is_not_worth_it() -> None:
     assert not sweep(job, worth=never).fits.any()
     everything = sweep(job, worth=lambda devices, seconds: True)
     assert bounds[0] <= everything.expected_s[everything.best]
+
+
+def test_a_search_by_score_finds_the_least_score_of_all() -> None:
+    asked = problem("llama3-8b", "v5p:4x4x4", 256)
+
+    def score(devices: Ints, seconds: Floats) -> Floats:
+        # Far from what is fastest here, fsdp alone.
+        return seconds * (1.0 + devices[:, AXES.index("fsdp"), None])
+
+    def least(searched: Sweep) -> float:
+        scores = score(searched.strategies.layouts.devices, searched.expected_s)
+        return float(np.where(searched.fits, scores, np.inf).min())
+
+    every, by_score, fastest = (
+        sweep(asked, **more) for more in ({"exhaustive": True}, {"ranked": 1, "score": score}, {"ranked": 1})
+    )
+    assert least(by_score) == pytest.approx(least(every))
+    assert len(by_score.expected_s) < len(every.expected_s)
+    assert least(fastest) > least(every)
 
 
 def test_another_batch_uses_the_whole_pod() -> None:

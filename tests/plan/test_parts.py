@@ -51,14 +51,22 @@ _TENSOR: list[_Line] = [
     for phase, kind in (("forward", inside), ("backward", ends), *([("recompute", inside)] * (inside == "all_gather")))
 ]  # type: ignore[misc]
 
+#: A norm that is computed again, as with all remat policies but one that keeps everything.
+_AGAIN: list[_Line] = [("layers/attn/norm", "recompute", 1.0, [])]
+
 
 def _exposed(
-    lines: list[_Line], asynchronous: Asynchronous = "all", *, crosses: bool = False, ahead: bool = False
+    lines: list[_Line],
+    asynchronous: Asynchronous = "all",
+    *,
+    crosses: bool = False,
+    ahead: bool = False,
+    period: int = 1,
 ) -> dict[tuple[tuple[str, str], str], float]:
     """Seconds that nothing hides; gathers that cross slices are between them alone."""
     parts = LayerParts(asynchronous, crosses=np.asarray(crosses), ahead=np.asarray(ahead))
     for scope, phase, compute_s, transfers in lines:
-        item = Work(scope=scope, phase=phase, count=1.0, formula="")
+        item = Work(scope=scope, phase=phase, count=1.0, formula="", matmul_s=compute_s, period=period)
         priced = [
             (Transfer(kind, ("fsdp",), 0.0, hides, pieces=n), s, s if crosses else 0.0)
             for kind, hides, n, s in transfers
@@ -68,7 +76,7 @@ def _exposed(
 
 
 def test_a_part_waits_for_its_first_gathers_and_a_layer_for_its_last_scatters() -> None:
-    exposed = _exposed(_LAYER + _TENSOR)
+    exposed = _exposed(_LAYER + _TENSOR + _AGAIN)
     # The gather of activations takes as long as that of the first of three arrays; matmuls of a second hide the others.
     assert exposed[("forward", "attn"), "weight_gather"] == 0.0
     # 12 s are gathered from the sum of attention's outputs on, and the last matmul needs the last of them. Before that
@@ -85,6 +93,26 @@ def test_a_part_waits_for_its_first_gathers_and_a_layer_for_its_last_scatters() 
 def test_without_scatters_gradients_hide_the_layers_last_sum() -> None:
     lines = [(*line[:3], []) if line[1] == "backward" else line for line in _LAYER]
     assert _exposed(lines + _TENSOR)[("backward", "attn"), "stream_scatter"] == 0.0
+
+
+def test_gradients_of_a_trip_of_two_layers_hide_its_last_sum() -> None:
+    exposed = _exposed(_LAYER + _TENSOR + _AGAIN, period=2)
+    # The first gradient takes 2 s; 32 s of scatters follow, next to 20 - 2 s of matmuls: in a trip, of two layers.
+    assert exposed[("backward", "layers"), "gradient_scatter"] == (2.0 + 32.0 - 20.0) / 2
+    assert exposed[("backward", "attn"), "stream_scatter"] == 0.5
+
+
+def test_where_nothing_is_repeated_gradients_are_scattered_next_to_attention() -> None:
+    exposed = _exposed(_LAYER + _TENSOR)
+    # 16 s of scatters have room next to 10 s of the kernel, 8 s of attention's matmuls and 4 s of up's gradient, less
+    # 2 s in which attention's weights are still gathered.
+    assert exposed[("backward", "layers"), "gradient_scatter"] == 0.0
+    assert exposed[("backward", "attn"), "stream_scatter"] == 1.0
+    short = [(*line[:2], 1.0, line[3]) if line[:2] == ("layers/attn/core", "backward") else line for line in _LAYER]
+    exposed = _exposed(short + _TENSOR)
+    assert exposed[("backward", "layers"), "gradient_scatter"] == 16.0 + 2.0 - (1.0 + 8.0 + 4.0)
+    # The layer's last sum is over other links.
+    assert exposed[("backward", "attn"), "stream_scatter"] == 0.0
 
 
 def test_a_repeated_matmul_waits_for_its_input() -> None:

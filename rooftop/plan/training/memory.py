@@ -13,6 +13,7 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
 from rooftop.models.activations import LOSS_CHUNK, MLP_CHECKPOINTS
 from rooftop.models.attention import attention_kind
+from rooftop.models.segments import segments
 from rooftop.plan.training.step import TrainingStep
 
 #: Share of a TPU's usable HBM that a search leaves free. Where the peak that XLA:TPU estimates before it schedules
@@ -45,7 +46,8 @@ def training_memory(step: TrainingStep) -> Memory:
 
     State is split over fsdp, tensor, expert and stage, and saved activations of every layer are alive at the start of
     the backward pass. The peak is one of two moments: the loss, when no layer has a gradient yet, or the backward pass
-    of the last layer, when the layers' gradients have their place and the table's copies in the compute dtype are gone.
+    of a loop's last layer, when the loop's gradients have their place and the table's copies in the compute dtype are
+    gone. Layers that are alike are one loop (``_at_worst_loop``).
 
     A pipeline's stage runs both in a loop: all weights, copies and float32 sums of gradients stay. Its backward pass
     takes one microbatch's activations out of the buffer of all, and makes a chunk's gradients before they are added.
@@ -67,17 +69,49 @@ def training_memory(step: TrainingStep) -> Memory:
     state = (elements - vocab) * numerics.optimizer_bytes + vocab * numerics.table_optimizer_bytes
     optimizer = state + _table_copies(step)
     loss, layer = _loss(step) + staged * _stage_loss(step), _layer_backward(step)
+    saved = saved_bytes(step, "save")
+    in_layers = numerics.gradient_bytes * (elements - vocab)
+    ended, unmade = _at_worst_loop(step, saved, in_layers)
     # XLA:GPU makes the zeros of the layers' gradients before the loss.
     early = step.assumptions.own_program and step.slice.chip.kind == "gpu"
-    zeros = (1 - staged) * numerics.gradient_bytes * (elements - vocab) if early else 0.0
-    at_loss = weights + sums + zeros + loss > weights - copies + gradients + layer + taken
+    zeros = (1 - staged) * in_layers if early else 0.0
+    at_loss = weights + sums + zeros + loss + ended > weights - copies + gradients - unmade + layer + taken
     return Memory(
         weights=np.where(at_loss, weights, weights - copies),
         optimizer=optimizer,
-        gradients=np.where(at_loss, sums + zeros, gradients),
-        activations=saved_bytes(step, "save") + under_way + np.where(at_loss, 0.0, taken),
+        gradients=np.where(at_loss, sums + zeros, gradients - unmade),
+        activations=saved + under_way + np.where(at_loss, 0.0, taken - ended),
         workspace=np.where(at_loss, loss, layer),
     )
+
+
+def _at_worst_loop(step: TrainingStep, saved: Number, gradients: Number) -> tuple[Number, Number]:
+    """Bytes of ``saved`` activations gone, and of layers' ``gradients`` not there yet, where both need most, [C, K].
+
+    Layers that are alike are one loop. The backward pass begins with the last loop, and gradients get their place when
+    their loop begins: then what later layers saved is gone, and earlier layers have no gradients yet.
+    """
+    loops = segments(step.model)
+    if len(loops) == 1 or not step.assumptions.own_program or np.all(step.staged):
+        return 0.0, 0.0
+    sizes, saved_of = step.layer_parameters, _kept(step, "save")
+    parameters = sizes["attn"] + sizes["mlp"], sizes["attn"] + sizes["experts"] + sizes.get("shared", 0.0)
+    shares = [
+        [run.repeats * sum((by_kind[kind.moe] for kind in run.kinds), 0.0) for run in loops]
+        for by_kind in (saved_of, parameters)
+    ]
+    all_saved, unmade = (np.maximum(sum(of_loops, 0.0), 1.0) for of_loops in shares)
+    all_parameters, gone = unmade, np.float64(0.0)
+    most: Number = np.float64(-1.0)
+    worst: tuple[Number, Number] = (0.0, 0.0)
+    for of_saved, of_parameters in zip(*(reversed(of_loops) for of_loops in shares), strict=True):
+        unmade = unmade - of_parameters
+        less = saved * gone / all_saved, gradients * unmade / all_parameters
+        needed = saved - less[0] + gradients - less[1]
+        worst = np.where(needed > most, less[0], worst[0]), np.where(needed > most, less[1], worst[1])
+        most, gone = np.maximum(most, needed), gone + of_saved
+    unstaged = 1.0 - step.staged
+    return unstaged * worst[0], unstaged * worst[1]
 
 
 def book_memory(step: TrainingStep) -> Memory:

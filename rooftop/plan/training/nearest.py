@@ -38,8 +38,6 @@ MOST_BATCH_RATIO, MOST_CHIPS_RATIO = 16, 256
 _MOVED = 1 / 16
 #: Slices on which meshes with stages are sought, where none without stages runs.
 _STAGED = 6
-#: Meshes of a search, fastest first, of which the one nearest to a mesh that was asked for is chosen.
-_MESHES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +189,12 @@ class _Search:
             bounds = zip(devices[np.isfinite(seconds)], seconds[np.isfinite(seconds)].tolist(), strict=True)
             return any(self._distance(problem, shape, least_s) < self.distance for shape, least_s in bounds)
 
+        def farther(devices: Ints, seconds: Floats) -> Floats:
+            """Seconds times the factor by which a mesh is farther from the one asked for, as in ``_distance``."""
+            moved = np.exp([_MOVED * _moved(self.plan.mesh.shape, shape) for shape in devices])
+            least_s = self._asked_s * self._eased(problem)
+            return np.maximum(seconds, least_s) * moved[:, None]
+
         try:
             # Of meshes that nobody asked for the fastest is the nearest.
             searched = sweep(
@@ -198,15 +202,16 @@ class _Search:
                 executable=True,
                 axes=axes,
                 within=within,
-                ranked=_MESHES if self.pinned else 1,
+                ranked=1,
                 worth=worth if hopeful else None,
+                score=farther if self.pinned else None,
             )
         except RooftopError:
             # More pinned microbatches than this batch has sequences, or more chunks than layers.
             return False
         if not searched.fits.any():
             return False
-        for candidate in (searched.best, *searched.alternatives(_MESHES if self.pinned else 0)):
+        for candidate in (searched.best, *searched.alternatives(len(searched.fits) if self.pinned else 0)):
             devices, seconds = searched.strategies.layouts.devices[candidate[0]], searched.expected_s[candidate]
             if (distance := self._distance(problem, devices, float(seconds))) < self.distance:
                 plan = searched.plan(candidate)
@@ -221,7 +226,13 @@ class _Search:
         chips = own.slice.chips / asked.slice.chips
         seconds = step_s / self._asked_s
         moved = _moved(self.plan.mesh.shape, devices) if self.pinned else 0.0
-        return abs(log(batches)) + abs(log(chips)) + _MOVED * moved + max(0.0, log(seconds * chips / batches))
+        return abs(log(batches)) + abs(log(chips)) + _MOVED * moved + max(0.0, log(seconds / self._eased(own)))
+
+    def _eased(self, own: Problem) -> float:
+        """The ratio of steps' seconds at which a plan of ``own`` has as many tokens/s a chip as the one asked for."""
+        asked = self.plan.problem
+        batches = own.workload.batch_tokens / asked.workload.batch_tokens
+        return batches * asked.slice.chips / own.slice.chips
 
 
 def _batches(layouts: Layouts, own: int, *, smaller: bool) -> dict[int, npt.NDArray[np.intp]]:

@@ -78,6 +78,8 @@ def training_work(step: TrainingStep) -> list[Work]:
     microbatches, alone = step.strategies.microbatches, step.layers_alone
     layers, dense = step.layers - alone.every, step.dense_layers - alone.every_dense
     shared = _layers(step, dense * microbatches, (layers - dense) * microbatches)
+    if (period := len(segments(step.model)[shared_segment(step.model)].kinds)) > 1:
+        shared = [replace(item, period=period) for item in shared]
     if np.any(step.padding_layers):
         shared = [replace(item, skipped=step.padding_layers / layers) for item in shared]
     first, last = _embed(step), _head(step)
@@ -155,6 +157,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     keys_values = tokens * kv_heads * (d_qk + d_v) * step.element_bytes
 
     unstacked = _unstacked_bytes(step, _ATTENTION_CHECKPOINTS, moe_layer=False)
+    stacked = _stacked_bytes(step, _ATTENTION_CHECKPOINTS, moe_layer=False)
 
     # The reference stores its scores: written in float32, read and written by softmax, read by the second matmul.
     per_score = 12.0 if reference else 0.0
@@ -169,7 +172,9 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     def merged(passes: _RingPasses) -> Number:
         """HBM bytes of a ring beyond those of its kernels."""
         moved = (passes.once + passes.hop * hops) * queries + passes.keys_hop * hops * keys_values
-        return np.where(ring > 1, ringed * (1 - step.staged) * moved, 0.0)
+        # What small queries leave in VMEM was not read for latent attention.
+        in_hbm = step.in_hbm(queries) if model.mla is None else 1.0
+        return np.where(ring > 1, ringed * (1 - step.staged) * in_hbm * moved, 0.0)
 
     def core(phase: Phase, per_pair: Number, exchanged: Number, factor: Number = 1.0) -> Work:
         """``per_pair`` FLOPs per (query, key, head); keys and values go round ``exchanged`` times, or are gathered."""
@@ -189,7 +194,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             flops={step.numerics.compute: per_pair * scores if reference else 0.0},
             kernel_flops=0.0 if reference else per_pair * scores,
             hbm_bytes=(executed / 2) * (queries_keys + values + per_score * scores),
-            elementwise_bytes=merging + (unstacked if phase == "backward" else 0.0),
+            elementwise_bytes=merging + {"forward": stacked, "backward": unstacked}.get(phase, 0.0),
             matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward", queries=tokens * heads)
             / step.framework.attention_speed,
             collectives=(moves if np.any(step.staged) else moves[:1]) + (() if phase == "recompute" else window),
@@ -313,6 +318,7 @@ def _mlp(step: TrainingStep, count: Number) -> list[Work]:
             again=recomputed("mlp_up"),
             rings=step.rings,
             arrays=step.model.mlp_matrices - 1,
+            stacked=_stacked_bytes(step, _DENSE_CHECKPOINTS, moe_layer=False),
         ),
         *activation(step, "layers/mlp/act", count, step.tokens * columns, dense=True),
         *matmuls(
@@ -411,6 +417,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
             experts=local,
             arrays=model.mlp_matrices - 1,
             whole=whole,
+            stacked=_stacked_bytes(step, _EXPERT_CHECKPOINTS, moe_layer=True) / local,
         ),
         shares,
         copies,
@@ -631,6 +638,13 @@ def _update(step: TrainingStep) -> list[Work]:
     # lookup and of its matmul are made by different stages, and added one by one.
     more = np.maximum(step.strategies.microbatches - 1, 0)
     added = total * more * (not step.framework.adds_in_matmuls)
+    read = total * gradient
+    if step.assumptions.own_program and step.slice.chip.kind == "tpu":
+        # The loop over microbatches adds the first one's to zeros. Each microbatch's stacks of layers' gradients begin
+        # as zeros, too. Only clipping, and the norm as a metric, read sums once more.
+        stacks = step.strategies.microbatches * (shards["dense"] + shards["experts"]) * step.element_bytes
+        read = np.where(step.staged, read, stacks)
+        added = total * step.strategies.microbatches * (more > 0)
     if step.assumptions.own_program and np.any(step.staged):
         outside = shards["vocab"] * (1 + step.model.tied_embeddings)
         of_a_trip = (shards["dense"] + shards["experts"]) / step.strategies.chunks + outside
@@ -638,7 +652,7 @@ def _update(step: TrainingStep) -> list[Work]:
     return [
         Work(
             scope="gradients", phase="update", count=1, collectives=reduce,
-            hbm_bytes=total * gradient + added * (8 + gradient), vector_flops=2 * total,
+            hbm_bytes=read + added * (8 + gradient), vector_flops=2 * total,
             formula="gradient shards summed over the axes that hold copies; float32 sums over microbatches; norm",
         ),
         Work(
@@ -813,6 +827,8 @@ def _post_norms(step: TrainingStep) -> bool:
     return step.model.post_norms
 
 
+#: Checkpoints that no matmul makes; those that the scan over layers keeps in any case are counted with the norms.
+_APART = ("attn_normed", "rope", "attn_core", "mlp_normed")
 #: Passes over the rows of experts on their way there or back, as counted in compiled programs: rows gathered by index,
 #: zeros in empty slots, and copies into the layouts of the AllToAll and of the matmuls.
 _EXCHANGE_PASSES = 4.0
@@ -919,6 +935,7 @@ def matmuls(
     arrays: int = 1,
     heads: Sequence[int] = (),
     unstacked: Number = 0.0,
+    stacked: Number = 0.0,
     rings: Number = 0.0,
     whole: Number = 0.0,
 ) -> list[Work]:
@@ -930,9 +947,10 @@ def matmuls(
     gradients are summed at once in pipeline stages, elsewhere once a step. ``keys``: key and value heads are among the
     columns, which are gathered over tensor too where devices have heads in common. Weights are in ``arrays`` arrays,
     each with collectives of its own, of as many ``experts`` at once; ``shapes`` are of one. The columns of each may be
-    ``heads`` of so many elements. ``unstacked`` are bytes of checkpoints that the backward pass moves before it. Where
-    ``rings`` is 1, shards of the input or the output travel next to the matmul, which is done in pieces. Where
-    ``whole`` is 1, tensor splits nothing here, and nothing is gathered or scattered over it.
+    ``heads`` of so many elements. ``stacked`` are bytes of checkpoints that the forward pass moves, ``unstacked`` those
+    that the backward pass moves before it. Where ``rings`` is 1, shards of the input or the output travel next to the
+    matmul, which is done in pieces. Where ``whole`` is 1, tensor splits nothing here, and nothing is gathered or
+    scattered over it.
     """
     if not shapes:
         return []
@@ -961,6 +979,13 @@ def matmuls(
     of_weight = weights / step.strategies.devices(*GATHER_AXES) * (2.0 * element + operand) if narrow else 0.0
     if step.framework.quantises_once:
         of_weight = of_weight / step.strategies.microbatches
+    # A device's part of a weight is copied out of the stack of layers before it is gathered, forward into VMEM. What is
+    # not gathered is copied for the backward pass only.
+    out_of_stack: tuple[Number, Number] = (0.0, 0.0)
+    if scope.startswith("layers") and step.assumptions.own_program and step.slice.chip.kind == "tpu":
+        ways = step.strategies.devices(*GATHER_AXES)
+        part = weights / ways * element
+        out_of_stack = np.where(ways > 1, part, 0.0), 2.0 * part
     # Sums of gradients are read by the matmuls that add to them.
     summed_bytes = element * weights if step.framework.adds_in_matmuls else 0.0
     quantised = step.framework.quantising_reads * element + step.framework.quantised_copies * operand
@@ -1087,7 +1112,8 @@ def matmuls(
     once = scope == "unembed"  # Outside the layers nothing is recomputed and the gathered weight is still there.
     forward = Work(
         scope=scope, phase="forward", count=count, flops={dtype: flops}, matmul_s=forward_s,
-        hbm_bytes=forward_bytes, elementwise_bytes=of_inputs + of_weight + forward_passes + cut,
+        hbm_bytes=forward_bytes,
+        elementwise_bytes=of_inputs + of_weight + forward_passes + cut + out_of_stack[0] + stacked,
         vector_flops=VECTOR_OPS["add"] * stream / element if residual else 0.0,
         collectives=gather_weight + gather_input + input_maxima + scatter_output, formula=terms,
     )  # fmt: skip
@@ -1104,7 +1130,8 @@ def matmuls(
     regather = Work(
         scope=scope, phase="recompute", count=0 if once else count,
         flops={dtype: flops * again}, matmul_s=forward_s * again,
-        hbm_bytes=forward_bytes * again, elementwise_bytes=of_inputs * again + of_weight + again_passes + cut,
+        hbm_bytes=forward_bytes * again,
+        elementwise_bytes=of_inputs * again + of_weight + again_passes + cut + out_of_stack[1],
         collectives=gather_weight
         + input_again
         + tuple(replace(t, payload=t.payload * again) for t in (*input_maxima, *scatter_output)),
@@ -1198,6 +1225,20 @@ def _unstacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bo
         elements = elements - step.staged * step.strategies.kept("save", step.model, moe_layer=True, names=inside)
     passes = _STACK_PASSES if step.slice.chip.kind == "gpu" else 2.0
     return passes * (1.0 + step.staged) * elements * step.tokens / step.tensor * step.element_bytes
+
+
+def _stacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bool) -> Number:
+    """Bytes that a layer's forward pass moves to keep the named checkpoints, as counted in compiled programs.
+
+    XLA:TPU fuses the results of matmuls with their stacks. The results of norms, of the rotation and of attention's
+    kernel are read once more and written; what is small is read from VMEM.
+    """
+    if not step.assumptions.own_program or step.slice.chip.kind != "tpu":
+        return 0.0
+    names = [name for name in scopes if name in _APART]
+    elements = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)
+    copied = elements * (1.0 - step.staged) * step.tokens / step.tensor * step.element_bytes
+    return copied * (1.0 + step.in_hbm(copied / len(names)))
 
 
 def _unless(condition: Number) -> Number:

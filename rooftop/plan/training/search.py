@@ -128,6 +128,7 @@ def sweep(
     ranked: int = RANKED,
     roomy: bool = True,
     worth: Callable[[Ints, Floats], bool] | None = None,
+    score: Callable[[Ints, Floats], Floats] | None = None,
     on_progress: OnProgress | None = None,
 ) -> Sweep:
     """Price candidates, best bound first, until the ``ranked`` best mesh shapes are known; all if ``exhaustive``.
@@ -135,7 +136,8 @@ def sweep(
     ``executable``: of each shape only what programs run is allowed; ``axes``: the mesh axes of a search; ``within``:
     the layouts to price, in place of all; ``roomy``: leave the compiler room if a candidate does. ``worth``: called
     with the devices of several shapes, [S, A], and lower bounds of their seconds, [S]; if it returns False, no
-    candidate is priced.
+    candidate is priced. ``score``: the best shapes are those of the least score, which rises with seconds; called with
+    devices, [S, A], and seconds, [S, K]. Without it they are the fastest.
 
     Raises RooftopError if a given mesh or number of microbatches cannot be.
     """
@@ -185,7 +187,8 @@ def sweep(
             limit_bytes=limit,
             searched=searched,
         )
-    left = _LayoutGroups(shape=np.arange(len(starts)), starts=starts, ends=ends, bounds=bounds).in_order
+    scored = score or _fastest
+    left = _LayoutGroups(shape=np.arange(len(starts)), starts=starts, ends=ends, bounds=scored(shapes, bounds)).in_order
     best: dict[int, float] = {}
     priced: list[tuple[Floats, Ints, Ints]] = []
     count = len(starts) if exhaustive else TOGETHER
@@ -213,17 +216,28 @@ def sweep(
                 allowed[shape] &= ~refused
                 feasible[shape] &= ~refused
                 by_choice = np.where(refused, np.inf, by_choice)
-            best[shape] = min(best.get(shape, np.inf), float(by_choice.min()))
+            least = scored(shapes[shape][None], by_choice.min().reshape(1, 1))
+            best[shape] = min(best.get(shape, np.inf), float(least[0, 0]))
         priced.append((seconds, members, of_shape))
         slowest = _slowest(best, ranked)
         left = left.within(slowest)
         if len(priced) == 1 and len(finer) > len(starts) and len(left):
             # Bounds are loose where one layout of a shape has cheap sums between slices, and another cheap gathers.
             could = feasible[left.shape] & (left.bounds <= slowest)
-            left = _finer(problem, whole, could, left, finer).within(slowest)
+            left = _finer(problem, whole, could, left, finer)
+            left = replace(left, bounds=scored(shapes[left.shape], left.bounds)).in_order.within(slowest)
     if executable and limit < problem.capacity and not np.isfinite(list(best.values())).any():
         # What leaves the compiler room is not run; what is run may still fit.
-        return sweep(problem, executable=True, axes=axes, within=within, ranked=ranked, roomy=False, worth=worth)
+        return sweep(
+            problem,
+            executable=True,
+            axes=axes,
+            within=within,
+            ranked=ranked,
+            roomy=False,
+            worth=worth,
+            score=score,
+        )
     seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*priced, strict=True))
     return Sweep(
         problem=problem,
@@ -238,7 +252,7 @@ def sweep(
 
 @dataclass(frozen=True, kw_only=True)
 class _LayoutGroups:
-    """G groups of layouts of one mesh shape each, from ``starts`` to ``ends``, with lower bounds of seconds, [G, K]."""
+    """G groups of layouts of one mesh shape each, from ``starts`` to ``ends``, with lower bounds of scores, [G, K]."""
 
     shape: Ints
     starts: Ints
@@ -256,9 +270,9 @@ class _LayoutGroups:
         """The groups in order of their bounds."""
         return self[np.argsort(self.bounds.min(axis=1), kind="stable")]
 
-    def within(self, seconds: float) -> _LayoutGroups:
-        """The groups whose bounds do not exceed ``seconds``."""
-        return self[self.bounds.min(axis=1) <= seconds]
+    def within(self, most: float) -> _LayoutGroups:
+        """The groups whose bounds do not exceed ``most``."""
+        return self[self.bounds.min(axis=1) <= most]
 
     @property
     def members(self) -> Ints:
@@ -266,8 +280,13 @@ class _LayoutGroups:
         return np.concatenate([np.arange(start, end) for start, end in zip(self.starts, self.ends, strict=True)])
 
 
+def _fastest(devices: Ints, seconds: Floats) -> Floats:
+    """The score of shapes where the fastest are the best."""
+    return seconds
+
+
 def _slowest(best: Mapping[int, float], ranked: int) -> float:
-    """Seconds that none of the ``ranked`` best shapes exceeds; finite, and the largest if fewer are known."""
+    """The score that none of the ``ranked`` best shapes exceeds; finite, and the largest if fewer are known."""
     # A bound and the price that it is reached by may differ in the last digit.
     known = sorted(best.values())[ranked - 1 : ranked]
     return min(*(seconds * (1 + 1e-9) for seconds in known), float_info.max, float_info.max)
@@ -279,7 +298,7 @@ def _bounds_s(problem: Problem, cheapest: Strategies, feasible: Mask) -> Floats:
 
 
 def _finer(problem: Problem, whole: Strategies, could: Mask, left: _LayoutGroups, starts: Ints) -> _LayoutGroups:
-    """The groups cut at ``starts``, with bounds of their own; ``could``: choices that may be among the best, [G, K]."""
+    """The groups cut at ``starts``, with lower bounds of seconds; ``could``: choices that may be the best, [G, K]."""
     begin = [
         starts[np.searchsorted(starts, at) : np.searchsorted(starts, end)]
         for at, end in zip(left.starts, left.ends, strict=True)
@@ -290,7 +309,7 @@ def _finer(problem: Problem, whole: Strategies, could: Mask, left: _LayoutGroups
     sizes = ends - cut
     cheapest = whole[left.members].cheapest(np.cumsum(sizes) - sizes)
     bounds = _bounds_s(problem, cheapest, could[whose])
-    return _LayoutGroups(shape=left.shape[whose], starts=cut, ends=ends, bounds=bounds).in_order
+    return _LayoutGroups(shape=left.shape[whose], starts=cut, ends=ends, bounds=bounds)
 
 
 def _worth_pricing(allowed: Mask, memory: Floats, limit: float) -> Mask:
