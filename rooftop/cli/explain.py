@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from rooftop.cli.compile import ARGS, AUTO, DIMS, NO_CACHE, SCRIPT, ScriptCommand, progress_line
+from rooftop.cli.compile import ARGS, AUTO, DIMS, NO_CACHE, SCRIPT, WITH, ScriptCommand, progress_line
 from rooftop.cli.options import (
     COUNT,
     COUNT_OR_ZERO,
@@ -192,6 +192,7 @@ def _trace(
 @AUTO
 @timeout_option(help="Give up after this time: 90s, 10m.")
 @NO_CACHE
+@WITH
 @option("--against", group=RUN, type=FILE, help="An earlier ledger to compare with, of --save or compile -o.")
 @option("--max-time", group=RUN, metavar="SHARE", help="Share by which a step may take longer than before: +2%.")
 @option("--max-memory", group=RUN, metavar="SHARE", help="Share by which the peak of memory may grow: +1%.")
