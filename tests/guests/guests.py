@@ -78,10 +78,10 @@ def transformer(
 
 
 def haiku() -> float:
-    tokens, seq, width, hidden = 64 // 16 * 256, 256, 1024, 4096
+    tokens, seq, width, hidden = 64 // 16 * 256, 256, 512, 2048
     # hk.remat repeats a layer but for its last matmul, whose result nothing needs.
     again = 2 * tokens * (4 * width**2 + width * hidden) + 4 * tokens * seq * width
-    return transformer(tokens=tokens, seq=seq, width=width, hidden=hidden, layers=2, vocab=8192, recomputed=again)
+    return transformer(tokens=tokens, seq=seq, width=width, hidden=hidden, layers=4, vocab=4096, recomputed=again)
 
 
 def keras() -> float:
@@ -94,7 +94,7 @@ def keras() -> float:
 
 def flax() -> float:
     # 8 sequences on each of 4 parts of the batch; heads, F and V over 4. Keys and values are one head: whole on each.
-    tokens, seq, width, hidden, heads, size, vocab = 8 * 512, 512, 1024, 4096, 4, 256, 16384
+    tokens, seq, width, hidden, heads, size, vocab = 8 * 256, 256, 1024, 4096, 4, 256, 8192
     weights = (2 * width * heads * size + 3 * width * hidden + vocab * width) / 4 + 2 * width * size
     return 3 * (2 * tokens * weights + 4 * tokens * seq * heads * size / 4)
 
@@ -114,7 +114,7 @@ GUESTS: tuple[Guest, ...] = (
         title="Equinox GPT, `filter_jit`",
         slice="v5e:4x4",
         words=script("equinox_gpt"),
-        flops=transformer(tokens=64 // 16 * 512, seq=512, width=1024, hidden=4096, layers=2, vocab=16384),
+        flops=transformer(tokens=64 // 16 * 256, seq=256, width=1024, hidden=4096, layers=1, vocab=8192),
         environment="equinox",
         packages=("equinox", "optax"),
     ),

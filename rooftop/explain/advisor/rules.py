@@ -20,8 +20,9 @@ from rooftop.explain.advisor.layouts import LayoutCost, made_whole, relaid
 from rooftop.explain.compiled.report import CompiledReport
 from rooftop.explain.measured.modules import origin
 
-#: Smallest shares of the time and of the usable HBM for which the rules find something.
-_TIME, _MEMORY = 0.01, 0.01
+#: Smallest share of the time, and of the usable HBM, for which the rules find something.
+SMALLEST_SHARE = 0.01
+_TIME = _MEMORY = SMALLEST_SHARE
 #: A matmul with a smaller useful share is padded.
 _USEFUL = 0.80
 
@@ -174,7 +175,7 @@ def _collectives(report: CompiledReport, module: Module) -> Iterator[ProgramFind
             _finding(
                 report, _named(module, largest), (moved.scope, moved.phase),
                 rule=rule,
-                what=_WHAT[rule] + (_OPTIONS if rule == "exposed_collective" and moved.kind == "all_gather" else ""),
+                what=WHAT[rule] + (_OPTIONS if rule == "exposed_collective" and moved.kind == "all_gather" else ""),
                 evidence=f"{name}{times}{others}: {more}",
                 seconds=seconds,
                 bytes=sum(member[2] for member in members),
@@ -188,7 +189,8 @@ _OPTIONS = (
     "; XLA:TPU gathers asynchronously with all of xla_tpu_prefer_async_allgather_to_allreduce, "
     "xla_enable_async_all_gather and xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 )
-_WHAT = {
+#: The advice of each rule on collectives.
+WHAT = {
     "repeated_all_reduce": "leave one of the two out: the value is already the sum on every device",
     "all_reduce_of_a_shard": "keep the sum split (jax.lax.psum_scatter, or an out_sharding over the axis): a "
     "ReduceScatter sends half of it",

@@ -8,7 +8,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-V, D, N, F, LAYERS, B, T = 16384, 1024, 8, 4096, 2, 64, 512
+V, D, N, F, LAYERS, B, T = 8192, 1024, 8, 4096, 1, 64, 256
 mesh = jax.make_mesh((16,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
 split, whole = NamedSharding(mesh, P("batch")), NamedSharding(mesh, P())
 

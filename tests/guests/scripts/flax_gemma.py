@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-V, D, F, N, H, LAYERS, B, T = 16384, 1024, 4096, 4, 256, 1, 32, 512
+V, D, F, N, H, LAYERS, B, T = 8192, 1024, 4096, 4, 256, 1, 32, 256
 mesh = jax.make_mesh((4, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
 

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-V, D, N, F, LAYERS, B, T = 8192, 1024, 8, 4096, 2, 64, 256
+V, D, N, F, LAYERS, B, T = 4096, 512, 4, 2048, 4, 64, 256
 mesh = Mesh(np.array(jax.devices()), ("data",))
 split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
 
