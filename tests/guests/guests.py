@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "build" / "guests"
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -38,6 +40,7 @@ class Guest:
     slice: str
     words: tuple[str, ...]
     flops: float
+    tolerance: float = 1e-9
     environment: str = ""
     path: str = ""
     packages: tuple[str, ...] = ()
@@ -218,3 +221,53 @@ def _versions(guest: Guest) -> dict[str, str]:
         if own is not None:
             versions[name] = own.version
     return versions
+
+
+_BEGIN, _END = "<!-- measured: python -m tests.guests.guests --table -->", "<!-- end -->"
+
+
+def table(answers: list[dict[str, Any]]) -> str:
+    """The measured guests in Markdown."""
+    lines = [
+        "| guest | on | lines | FLOPs, own count | reported | a step | MFU | findings, the largest | XLA | beyond it |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    titles = {guest.name: guest for guest in GUESTS}
+    for answer in answers:
+        guest = titles[answer["name"]]
+        findings = answer["findings"]
+        largest = ", ".join(_priced(finding) for finding in findings[:2])
+        own = [f"{name} {version}" for name, version in answer["versions"].items() if name in guest.packages]
+        lines.append(
+            f"| {guest.title} ({', '.join(own)}) | {guest.slice} | 0 | {format_count(answer['own_flops'])} | "
+            f"{format_count(answer['flops'])} | {format_seconds(answer['expected_s'])} | {answer['mfu']:.1%} | "
+            f"{len(findings)}{': ' if findings else ''}{largest} | {answer['xla_s']:.0f} s | "
+            f"{answer['seconds'] - answer['xla_s']:.1f} s |"
+        )
+    return "\n".join(lines)
+
+
+def _priced(finding: dict[str, Any]) -> str:
+    price = format_seconds(finding["seconds"]) if finding["seconds"] else format_bytes(finding["bytes"])
+    return f"`{finding['rule']}` {price} ({finding['source'].rpartition('/')[2]})"
+
+
+def main(words: list[str]) -> None:
+    if words == ["--table"]:
+        paths = [ENVIRONMENTS / f"{guest.name}.json" for guest in GUESTS]
+        answers = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+        versions = answers[0]["versions"]
+        dates = sorted({answer["date"] for answer in answers})
+        stamp = f"jax {versions['jax']}, libtpu {versions['libtpu']}, {' and '.join(dates)}."
+        head, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+        tail = rest.partition(_END)[2]
+        PAGE.write_text(f"{head}{_BEGIN}\n{table(answers)}\n\n{stamp}\n{_END}{tail}", encoding="utf-8")
+        return
+    for guest in GUESTS:
+        if guest.name in words or not words:
+            answer = guest.missing or measure(guest)["verdict"]
+            print(f"{guest.name}: {answer}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
