@@ -81,7 +81,7 @@ class ScriptCommand(SeveralArrays):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command here, or with other releases."""
-        releases = ctx.params.pop("releases", None)
+        releases = ctx.params["releases"]
         if releases is None:
             return super().invoke(ctx)
         from rooftop.target.environments import Releases, python_with, run_rooftop
@@ -182,6 +182,7 @@ def command(
     check: str | None,
     timeout: float | None,
     no_cache: bool,
+    releases: str | None,
     top: int | str,
     out: Path | None,
     frames: str,

@@ -215,6 +215,7 @@ def check(
     auto: bool,
     timeout: float | None,
     no_cache: bool,
+    releases: str | None,
     against: Path | None,
     max_time: str | None,
     max_memory: str | None,

@@ -59,7 +59,7 @@ def rematerializations(log: str, folder: Path) -> tuple[FullRematerialization, .
 
 @dataclass(kw_only=True)
 class DriverLog:
-    """What libtpu adds to the log of this process from now on."""
+    """Lines that libtpu adds to the log of this process from now on."""
 
     _sizes: dict[Path, int] = field(init=False)
 

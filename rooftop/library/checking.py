@@ -16,7 +16,7 @@ from rooftop.library.results import Result, flat
 from rooftop.library.scripts import ScriptResult
 
 if TYPE_CHECKING:
-    from rooftop.explain.advisor.report import CheckedProgram
+    from rooftop.explain.advisor.report import ProgramCheck
     from rooftop.explain.advisor.rules import ProgramFinding
     from rooftop.present.document import Document
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class CheckResult(Result):
     """A checked program: its findings, what is worth most first, and whether the limits hold."""
 
-    report: CheckedProgram
+    report: ProgramCheck
 
     def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Findings, limits, the difference from an earlier ledger, and the compilation."""
@@ -119,11 +119,11 @@ def check(
     result = program
     if isinstance(result, ScriptResult):
         name, result = name or result.report.command, result.costliest
-    report: CheckedProgram
+    report: ProgramCheck
     if not isinstance(result, CompileResult) and Path(result).suffix == ".json":
-        for field, given in (("on", on), ("mesh", mesh)):
-            if given is not None:
-                raise RooftopError(field, given, "nothing with a saved report, which says it")
+        for field, value in (("on", on), ("mesh", mesh)):
+            if value is not None:
+                raise RooftopError(field, value, "nothing with a saved report, which says it")
         data = read_json_object(Path(result), field="report", accepted=_SAVED)
         report = SavedCheck.read(data, program=name or Path(result).name, **common)
     else:
@@ -160,7 +160,7 @@ def _growth(value: float | str | None, field: str) -> float | None:
     return share
 
 
-def junit(report: CheckedProgram) -> str:
+def junit(report: ProgramCheck) -> str:
     """The limits and findings of a check as JUnit's XML; findings fail if they are over their limit."""
     broken = {gate.name for gate in report.gates if not gate.holds}
     cases: list[tuple[str, str, str]] = [

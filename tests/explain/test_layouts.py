@@ -154,12 +154,12 @@ def test_an_array_that_is_made_whole_and_the_detour() -> None:
     assert "16,777,216 elements" in finding.evidence
     assert "go through P('y', 'x', None)" in finding.what
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    made, used = (
+    first, second = (
         next(at for at, line in enumerate(lines, start=1) if line.endswith(mark))
         for mark in ("# splits", "# splits again")
     )
-    assert finding.source.endswith(f"test_layouts.py:{made}")
-    assert finding.evidence.endswith(f"for test_layouts.py:{used}")
+    assert finding.source.endswith(f"test_layouts.py:{first}")
+    assert finding.evidence.endswith(f"for test_layouts.py:{second}")
     assert finding.seconds > 0
     better = check(detour=True)
     assert not [item for item in better.findings if item.rule == "involuntary_rematerialization"]

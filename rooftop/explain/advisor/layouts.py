@@ -219,8 +219,8 @@ def _changes(computation: HloComputation, copy: Instruction, orders: Mapping[str
 
 def _orders(text: str) -> dict[str, tuple[int, ...]]:
     """Minor-to-major dims of every array of a module, by instruction."""
-    found = re.findall(r"^\s*(?:ROOT )?%([\w.-]+) = \w+\[[\d,]*\]\{([\d,]+)", text, flags=re.MULTILINE)
-    return {name: tuple(map(int, dims.split(","))) for name, dims in found}
+    arrays = re.findall(r"^\s*(?:ROOT )?%([\w.-]+) = \w+\[[\d,]*\]\{([\d,]+)", text, flags=re.MULTILINE)
+    return {name: tuple(map(int, dims.split(","))) for name, dims in arrays}
 
 
 def _only_matmul(

@@ -57,7 +57,7 @@ class CheckRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedProgram:
+class ProgramCheck:
     """A compiled ``program`` with its findings and limits; ``tokens`` are those of a step on all devices.
 
     ``before`` is the JSON of an earlier check or compilation, and ``limits`` are those of time and memory.
@@ -171,7 +171,7 @@ class CheckedProgram:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckReport(CheckedProgram):
+class CheckReport(ProgramCheck):
     """A program that was compiled, with its module: ``report``."""
 
     report: CompiledReport
@@ -212,7 +212,7 @@ class CheckReport(CheckedProgram):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedCheck(CheckedProgram):
+class SavedCheck(ProgramCheck):
     """A program of a saved report: what a check has written, or what ``rooftop compile -o`` has.
 
     ``checked`` has the findings of the check; a report of ``compile`` alone has no module, and its findings are the
