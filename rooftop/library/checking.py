@@ -121,9 +121,9 @@ def check(
         name, result = name or result.report.command, result.costliest
     report: ProgramCheck
     if not isinstance(result, CompileResult) and Path(result).suffix == ".json":
-        for field, value in (("on", on), ("mesh", mesh)):
-            if value is not None:
-                raise RooftopError(field, value, "nothing with a saved report, which says it")
+        for field, stated in (("on", on), ("mesh", mesh)):
+            if stated is not None:
+                raise RooftopError(field, stated, "nothing with a saved report, which says it")
         data = read_json_object(Path(result), field="report", accepted=_SAVED)
         report = SavedCheck.read(data, program=name or Path(result).name, **common)
     else:

@@ -17,6 +17,7 @@ from rooftop.explain.advisor.gates import Gate, GateLimits, gates
 from rooftop.explain.advisor.rules import SMALLEST_SHARE, WHAT, ProgramFinding, find_all
 from rooftop.explain.compiled.report import CompiledRecord, CompiledReport
 from rooftop.explain.measured.difference import Difference, difference, side_of
+from rooftop.explain.scripts import ScriptRecord
 from rooftop.roofline.rates import Rates
 
 SCHEMA: Literal[1] = 1
@@ -228,18 +229,22 @@ class SavedCheck(ProgramCheck):
 
         Raises RooftopError for other JSON, and for a program that does not fit.
         """
-        checked: CheckRecord | None = None
-        kind = data.get("kind")
+        checked, compiled, kind = None, None, data.get("kind")
         if kind == "check":
             checked = read_record(CheckRecord, data, "report")
+            compiled = checked.compiled
             fields.setdefault("tokens", checked.tokens)
-            data = data["compiled"]
-        elif kind == "script" and isinstance(data.get("costliest"), int):
-            data = data["programs"][data["costliest"]].get("compiled") or {}
-        if data.get("kind") != "compiled" or not data.get("fits"):
-            accepted = "what rooftop check --save or rooftop compile -o wrote, of a program that fits"
-            raise RooftopError("report", kind, accepted)
-        return cls(compiled=read_record(CompiledRecord, data, "report"), checked=checked, **fields)
+        elif kind == "script":
+            script = read_record(ScriptRecord, data, "report")
+            at = script.costliest
+            compiled = script.programs[at].compiled if at is not None and 0 <= at < len(script.programs) else None
+        elif kind == "compiled" and data.get("fits"):
+            compiled = read_record(CompiledRecord, data, "report")
+        if compiled is None:
+            raise RooftopError(
+                "report", kind, "what rooftop check --save or rooftop compile -o wrote, of a program that fits"
+            )
+        return cls(compiled=compiled, checked=checked, **fields)
 
     @property
     def findings(self) -> tuple[ProgramFinding, ...]:
