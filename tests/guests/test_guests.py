@@ -21,6 +21,9 @@ def test_a_guest(guest: Guest) -> None:
     if guest.missing:
         pytest.skip(guest.missing)
     answer = measure(guest)
-    assert answer["flops"] == pytest.approx(guest.flops, rel=guest.tolerance)
+    if guest.repeated:
+        assert guest.flops <= answer["flops"] <= guest.flops + guest.repeated
+    else:
+        assert answer["flops"] == pytest.approx(guest.flops, rel=1e-9)
     assert not [program for program in answer["programs"] if program["differs"]]
     assert 0 < answer["mfu"] < 1
