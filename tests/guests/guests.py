@@ -299,7 +299,7 @@ def table(answers: list[dict[str, Any]]) -> str:
 
 def _priced(finding: dict[str, Any]) -> str:
     price = format_seconds(finding["seconds"]) if finding["seconds"] else format_bytes(finding["bytes"])
-    return f"`{finding['rule']}` {price} ({finding['source'].rpartition('/')[2]})"
+    return f"`{finding['rule']}` {price}"
 
 
 def main(words: list[str]) -> None:
