@@ -97,8 +97,9 @@ def between(before: Spec, after: Spec) -> list[Spec]:
             if old.get(axis) == dim:
                 continue
             moved = [tuple(other for other in members if other != axis) for members in now]
-            rank = [name for name in axes if name in moved[dim] or name == axis]
-            moved[dim] = tuple(rank)
+            # Axes that leave this dim later stay in front until then.
+            leaving = [name for name in moved[dim] if name not in axes]
+            moved[dim] = (*leaving, *(name for name in axes if name in moved[dim] or name == axis))
             now = tuple(moved)
             steps.append(now)
     gathered = tuple(tuple(axis for axis in axes if axis in new) for axes in now)
