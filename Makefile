@@ -18,7 +18,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 # Tests start hundreds of processes: each would compile rooftop's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-durations test-all test-gpu test-newest lint bench docs site lock clean
+.PHONY: help demo test test-durations test-all test-gpu test-guests test-newest lint bench docs site lock clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo 'make test-durations  the same, and the 50 slowest'
 	@echo 'make test-all        all tests'
 	@echo 'make test-gpu        the tests of programs for GPUs, with the compiler for GPUs; no GPU is needed'
+	@echo 'make test-guests     programs of other libraries, compiled as they are, each in an environment of its own'
 	@echo 'make test-newest     make test, on the newest Python found here, with the newest JAX'
 	@echo 'make lint            ruff, mypy, import-linter'
 	@echo 'make bench           how long a plan, and an hour of serving simulated, take on this machine'
@@ -62,6 +63,22 @@ test-gpu:
 	@[ "$$(uname -s)" = Linux ] || { echo 'make test-gpu: SKIPPED: the compiler for GPUs exists for Linux only'; exit 0; } && \
 	    $(MAKE) --no-print-directory VENV=.venv-gpu INSTALL_FLAGS=--no-deps .venv-gpu/gpu.installed && \
 	    .venv-gpu/bin/python -m pytest tests/compiler/test_targets.py
+
+# An environment sees the packages of $(VENV), and has those of its library in front of them. Guests without one are
+# skipped, and the closing lines say why.
+GUESTS := $(basename $(notdir $(wildcard tests/guests/requirements/*.txt)))
+
+test-guests: $(VENV)/dev.installed
+	@for name in $(GUESTS); do $(MAKE) --no-print-directory "build/guests/$$name/installed"; done; true
+	$(BIN)/python -m pytest -n 1 -rs tests/guests
+
+build/guests/%/installed: tests/guests/requirements/%.txt $(VENV)/dev.installed
+	@mkdir -p build/guests
+	$(BIN)/python -m venv build/guests/$*
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > "$$(build/guests/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rooftop.pth"
+	build/guests/$*/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --require-hashes -r $<
+	@touch $@
 
 test-newest:
 	@for version in $(NEWER_PYTHONS); do \

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -43,6 +44,8 @@ from rooftop.core.files import write_json, write_text
 
 #: Where a command line after ``--`` stands in click's context.
 SCRIPT = "rooftop.script"
+#: Where the words of the command line stand there.
+WORDS = "rooftop.words"
 
 if TYPE_CHECKING:
     from rooftop.library.compiling import CompileResult, EmbedCompileResult
@@ -65,14 +68,37 @@ class SeveralArrays(VerbCommand):
 
 
 class ScriptCommand(SeveralArrays):
-    """The same, where words after ``--`` are the command line of a script."""
+    """The same, where words after ``--`` are the command line of a script.
+
+    With ``--with``, the command runs in an environment with other releases.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Set the script's words aside: its options are its own."""
+        ctx.meta[WORDS] = list(args)
         if "--" in args:
             at = args.index("--")
             ctx.meta[SCRIPT], args = args[at + 1 :], args[:at]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command here, or with other releases."""
+        releases = ctx.params["releases"]
+        if releases is None:
+            return super().invoke(ctx)
+        from rooftop.target.environments import Releases, python_with, run_rooftop
+
+        words, script = list(ctx.meta[WORDS]), list[str]()
+        if "--" in words:
+            at = words.index("--")
+            words, script = words[:at], words[at:]
+            if len(script) > 1 and os.sep in script[1] and not script[1].endswith(".py"):
+                raise RooftopError("with", releases, f"a bare python: {script[1]} has its own jax")
+        at = next(at for at, word in enumerate(words) if word == "--with" or word.startswith("--with="))
+        del words[at : at + (2 if words[at] == "--with" else 1)]
+        with progress_line(shown=not ctx.params.get("as_json")) as on_progress:
+            python = python_with(Releases.parse(releases), on_progress)
+        return run_rooftop(python, [str(ctx.info_name), *words, *script])
 
 
 #: Options of verbs that compile a function.
@@ -86,6 +112,13 @@ ARGS = option(
 )
 DIMS = option("--dims", group=WORKLOAD, metavar="SIZES", help="Sizes of the dims that arrays name: D=4096,F=16Ki.")
 AUTO = option("--auto", is_flag=True, group=PARALLELISM, help="Leave axes to the partitioner: not JAX's explicit mode.")
+WITH = option(
+    "--with",
+    "releases",
+    group=RUN,
+    metavar="jax==X,libtpu==Y",
+    help="Run the same with other releases, in an environment of their own.",
+)
 NO_CACHE = option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
 
 
@@ -125,6 +158,7 @@ NO_CACHE = option("--no-cache", is_flag=True, group=RUN, help="Compile again, ev
 @check_option(help="Build checks into a plan of embeddings: nan, bounds, buffers.")
 @timeout_option(help="Give up after this time: 90s, 10m.")
 @NO_CACHE
+@WITH
 @top_option(default="10", help="Operations and buffers to list, or all.")
 @option("--out", group=OUTPUT, type=FOLDER, help="Write report and optimised HLO of all programs of a script here.")
 @frames_option()
@@ -150,6 +184,7 @@ def command(
     check: str | None,
     timeout: float | None,
     no_cache: bool,
+    releases: str | None,
     top: int | str,
     out: Path | None,
     frames: str,

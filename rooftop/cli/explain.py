@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from rooftop.cli.compile import ARGS, AUTO, DIMS, NO_CACHE, SCRIPT, ScriptCommand, progress_line
+from rooftop.cli.compile import ARGS, AUTO, DIMS, NO_CACHE, SCRIPT, WITH, ScriptCommand, progress_line
 from rooftop.cli.options import (
     COUNT,
     COUNT_OR_ZERO,
@@ -182,7 +182,7 @@ def _trace(
         "rooftop check module.hlo --on v5p:2x2x4 --mesh X=16 --against ledger.json --max-time +2% --max-memory +1%",
     ),
 )
-@click.argument("program", metavar="MODULE:FUNCTION|MODULE.hlo|FOLDER|-- python SCRIPT", required=False)
+@click.argument("program", metavar="MODULE:FUNCTION|MODULE.hlo|FOLDER|REPORT.json|-- python SCRIPT", required=False)
 @on_option(help="The slice, or for a module the kind of chip, that the program is compiled for.")
 @ARGS
 @DIMS
@@ -192,6 +192,7 @@ def _trace(
 @AUTO
 @timeout_option(help="Give up after this time: 90s, 10m.")
 @NO_CACHE
+@WITH
 @option("--against", group=RUN, type=FILE, help="An earlier ledger to compare with, of --save or compile -o.")
 @option("--max-time", group=RUN, metavar="SHARE", help="Share by which a step may take longer than before: +2%.")
 @option("--max-memory", group=RUN, metavar="SHARE", help="Share by which the peak of memory may grow: +1%.")
@@ -214,6 +215,7 @@ def check(
     auto: bool,
     timeout: float | None,
     no_cache: bool,
+    releases: str | None,
     against: Path | None,
     max_time: str | None,
     max_memory: str | None,
@@ -228,13 +230,15 @@ def check(
     """Check a compiled program without a plan: what it wastes, at which line, and what that is worth.
 
     Reads a function or your own script (compiled as in 'rooftop compile'; of a script the program whose calls take
-    longest), a module of HLO or a folder of --xla_dump_to. Finds replicated
-    arguments, missing donation, repeated and oversized collectives, float32 traffic, padding and host transfers. With
-    --against, compares with an earlier ledger; the status is 1 if a limit does not hold.
+    longest), a module of HLO or a folder of --xla_dump_to, or a saved report. Finds replicated arguments, missing
+    donation, repeated and oversized collectives, arrays that the partitioner makes whole, copies into another layout,
+    float32 traffic, padding and host transfers. With --against, compares with an earlier ledger; the status is 1 if a
+    limit does not hold.
     """
     from rooftop.library import checking
 
-    if on is None:
+    saved = program is not None and program.endswith(".json")
+    if on is None and not saved:
         raise RooftopError("on", None, "the slice that the program is compiled for, such as v5e:4x4")
     script: list[str] | None = click.get_current_context().meta.get(SCRIPT)
     subject: object = program
@@ -243,13 +247,15 @@ def check(
             raise RooftopError("program", program, "nothing with a script, which has its own arrays and meshes")
         from rooftop.library.scripts import compile_script
 
+        assert on is not None
         with progress_line(shown=not as_json) as on_progress:
             subject = compile_script(script, on=on, timeout=timeout, cache=not no_cache, on_progress=on_progress)
     elif program is None:
-        raise RooftopError("program", None, "module:function, a module of HLO, or -- python SCRIPT")
-    elif ":" in program and not Path(program).exists():
+        raise RooftopError("program", None, "module:function, a module of HLO, a saved report, or -- python SCRIPT")
+    elif ":" in program and not saved and not Path(program).exists():
         from rooftop.library.compiling import inspect
 
+        assert on is not None
         with progress_line(shown=not as_json) as on_progress:
             subject = inspect(
                 program,

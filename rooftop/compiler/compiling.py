@@ -24,6 +24,7 @@ from rooftop.arrays import Mesh
 from rooftop.compiler.cache import Cache
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.memory import MemoryShortage, OutOfMemory, PeakMemory
+from rooftop.compiler.partitioner import FullRematerialization
 from rooftop.compiler.targets import PLUGIN
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.scratch import scratch_folder
@@ -86,7 +87,7 @@ class CompiledProgram:
     ``peak_bytes`` is XLA's own figure, and ``memory`` has its parts; ``at_peak`` lists the buffers that are alive at
     the peak (None if the compiler left no report). ``versions`` are those of jax, jaxlib and the compiler, ``options``
     those that the program asked for. ``executable`` is set if the request asked for it: see
-    ``rooftop.compiler.worker``.
+    ``rooftop.compiler.worker``. ``rematerialized`` are arrays that the partitioner warns of.
     """
 
     hlo_text: str
@@ -97,6 +98,7 @@ class CompiledProgram:
     versions: Mapping[str, str]
     options: Mapping[str, bool | int | str] = field(default_factory=dict)
     at_peak: PeakMemory | None = None
+    rematerialized: tuple[FullRematerialization, ...] = ()
     executable: bytes | None = None
 
 

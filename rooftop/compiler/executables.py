@@ -13,6 +13,7 @@ from typing import Protocol
 from rooftop.compiler.compiling import CompiledProgram
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.memory import PeakMemory, read_memory
+from rooftop.compiler.partitioner import rematerializations
 from rooftop.compiler.targets import OPTIONS, XLA_GPU
 
 #: Parts of a program's memory that XLA counts.
@@ -39,8 +40,9 @@ def compiled_program(
     compile_s: float,
     for_gpus: bool,
     options: Mapping[str, bool | int | str],
+    log: str = "",
 ) -> CompiledProgram:
-    """The compiler's result, from the optimised program, XLA's memory statistics and its reports in ``folder``."""
+    """The compiler's result, from the optimised program, XLA's memory statistics, its reports and its ``log``."""
     compiler = XLA_GPU if for_gpus else "libtpu"
     return CompiledProgram(
         hlo_text=text,
@@ -51,6 +53,7 @@ def compiled_program(
         versions={name: importlib.metadata.version(name) for name in ("jax", "jaxlib", compiler)},
         options=options,
         at_peak=read_reports(folder),
+        rematerialized=rematerializations(log, folder),
     )
 
 

@@ -32,6 +32,7 @@ from rooftop.compiler.devices import topology_mesh
 from rooftop.compiler.executables import compiled_program, read_reports, reporting_options
 from rooftop.compiler.hlo.printing import compiled_text
 from rooftop.compiler.memory import OutOfMemory, PeakMemory, read_exceeded
+from rooftop.compiler.partitioner import DriverLog
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.scratch import scratch_folder
 
@@ -71,6 +72,7 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
         raise RooftopError("program", request.program, f"one that lowers for this mesh ({_line(error)})") from None
     lower_s = time.perf_counter() - start
     on_phase("compiling")
+    log = DriverLog()
     with scratch_folder("rooftop-dump-") as folder:
         try:
             compiled = lowered.compile({**reporting_options(folder, for_gpus=for_gpus), **request.options})
@@ -87,6 +89,7 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
             compile_s=compile_s,
             for_gpus=for_gpus,
             options=request.options,
+            log=log.read(),
         )
     if for_gpus and program.peak_bytes > (usable := request.mesh.slice.device_hbm_usable_bytes):
         # XLA:GPU compiles programs of any size; they end when they run.

@@ -30,7 +30,7 @@ from rooftop.target.running import STEPS
 
 if TYPE_CHECKING:
     from rooftop.arrays import Mesh
-    from rooftop.explain.advisor.report import CheckReport
+    from rooftop.explain.advisor.report import ProgramCheck
     from rooftop.explain.advisor.rules import ProgramFinding
     from rooftop.explain.tuning.report import TuneReport
     from rooftop.explain.tuning.subjects import Subject
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class CheckResult(Result):
     """A checked program: its findings, what is worth most first, and whether the limits hold."""
 
-    report: CheckReport
+    report: ProgramCheck
 
     def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Findings, limits, the difference from an earlier ledger, and the compilation."""
@@ -99,7 +99,7 @@ def check(
 
     Args:
         program: What ``compile``, ``inspect`` or ``compile_script`` returned (of a script its costliest program), or a
-            module of HLO (see ``explain_module``).
+            module of HLO (see ``explain_module``), or a saved report: JSON of ``check``, ``compile`` or a script.
         on: The slice or chip that a module is compiled for.
         mesh: Mesh axes of a module.
         tokens: Tokens of a step on all devices, for tokens a second.
@@ -113,37 +113,49 @@ def check(
     ledger, and for files that are none.
     """
     from rooftop.explain.advisor.gates import GateLimits
-    from rooftop.explain.advisor.report import CheckReport
+    from rooftop.explain.advisor.report import CheckReport, SavedCheck
     from rooftop.explain.compiled.report import CompiledReport
 
     for field, value in (("max-time", max_time), ("max-memory", max_memory)):
         if value is not None and against is None:
             raise RooftopError(field, value, "a ledger to compare with: --against FILE")
+    before = None
+    if against is not None:
+        before = read_json_object(Path(against), field="against", accepted=_SAVED)
+    common: dict[str, Any] = {
+        "before": before,
+        "limits": GateLimits(
+            time=_growth(max_time, "max-time"),
+            memory=_growth(max_memory, "max-memory"),
+            finding_s=None if fail_on is None else _seconds(fail_on),
+        ),
+    }
+    if tokens is not None:
+        common["tokens"] = parse_quantity(tokens, "tokens") if isinstance(tokens, str) else tokens
     result = program
     if isinstance(result, ScriptResult):
         name, result = name or result.report.command, result.costliest
-    if not isinstance(result, CompileResult):
-        if on is None:
-            raise RooftopError("on", None, "the chip or slice that the module is compiled for, such as v5e:4x4")
-        from rooftop.library.explaining import explain_module
+    report: ProgramCheck
+    if not isinstance(result, CompileResult) and Path(result).suffix == ".json":
+        for field, stated in (("on", on), ("mesh", mesh)):
+            if stated is not None:
+                raise RooftopError(field, stated, "nothing with a saved report, which says it")
+        data = read_json_object(Path(result), field="report", accepted=_SAVED)
+        report = SavedCheck.read(data, program=name or Path(result).name, **common)
+    else:
+        if not isinstance(result, CompileResult):
+            if on is None:
+                raise RooftopError("on", None, "the chip or slice that the module is compiled for, such as v5e:4x4")
+            from rooftop.library.explaining import explain_module
 
-        name, result = name or Path(result).name, explain_module(result, on=on, mesh=mesh)
-    result.raise_if_infeasible()
-    report = result.report
-    assert isinstance(report, CompiledReport)
-    before = None
-    if against is not None:
-        accepted = "what rooftop check --save or rooftop compile -o wrote"
-        before = read_json_object(Path(against), field="against", accepted=accepted)
-    limits = GateLimits(
-        time=_growth(max_time, "max-time"),
-        memory=_growth(max_memory, "max-memory"),
-        finding_s=None if fail_on is None else _seconds(fail_on),
-    )
-    counted = parse_quantity(tokens, "tokens") if isinstance(tokens, str) else tokens
-    return CheckResult(
-        report=CheckReport(program=name or "program", report=report, tokens=counted, before=before, limits=limits),
-    )
+            name, result = name or Path(result).name, explain_module(result, on=on, mesh=mesh)
+        result.raise_if_infeasible()
+        assert isinstance(result.report, CompiledReport)
+        report = CheckReport(program=name or "program", report=result.report, **common)
+    return CheckResult(report=report)
+
+
+_SAVED = "what rooftop check --save or rooftop compile -o wrote"
 
 
 def _seconds(value: float | str) -> float:
@@ -164,7 +176,7 @@ def _growth(value: float | str | None, field: str) -> float | None:
     return share
 
 
-def junit(report: CheckReport) -> str:
+def junit(report: ProgramCheck) -> str:
     """The limits and findings of a check as JUnit's XML; findings fail if they are over their limit."""
     broken = {gate.name for gate in report.gates if not gate.holds}
     cases: list[tuple[str, str, str]] = [

@@ -27,6 +27,7 @@ from rooftop.compiler.compiling import CompiledProgram, WorkerResult
 from rooftop.compiler.executables import MEMORY, compiled_program, read_reports, reporting_options
 from rooftop.compiler.hlo.printing import written
 from rooftop.compiler.memory import OutOfMemory, read_exceeded
+from rooftop.compiler.partitioner import DriverLog
 from rooftop.core.scratch import scratch_folder
 from rooftop.hardware import Slice
 
@@ -89,7 +90,7 @@ def compile_module(
         remembered = RememberedExecutable.from_json(entry)
         if remembered is not None:
             return CompiledModule(result=remembered.result, executable=remembered, cached=True)
-    start = time.perf_counter()
+    start, log = time.perf_counter(), DriverLog()
     with scratch_folder("rooftop-dump-") as folder:
         options.env_option_overrides = [*asked.items(), *reporting_options(folder, for_gpus=for_gpus).items()]
         try:
@@ -108,6 +109,7 @@ def compile_module(
             compile_s=time.perf_counter() - start,
             for_gpus=for_gpus,
             options=asked,
+            log=log.read(),
         )
     if for_gpus and program.peak_bytes > (usable := slice_.device_hbm_usable_bytes):
         # XLA:GPU compiles programs of any size; they end when they run.

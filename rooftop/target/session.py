@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -226,8 +226,21 @@ class Session:
                     pgle_profiler=None,
                     **rest,
                 )
-                shardings = list(computation.compile()._out_shardings)
+                executable = computation.compile()
+                shardings = list(executable._out_shardings)
             program = call.program
+            known_executable = self._by_executable.get(id(executable.xla_executable))
+            if compiled and program is None and known_executable is not None:
+                # The script has compiled it by hand before it calls it.
+                program = known_executable[1]
+                self._programs[program] = replace(
+                    self._programs[program],
+                    source=call.source,
+                    matmul_flops=work.matmul_flops,
+                    kernels=work.kernels,
+                    called_from=calling_place(),
+                )
+                self._count(program)
         else:
             self._not_compiled[name] += 1
         fill = replicated(arguments, shardings)

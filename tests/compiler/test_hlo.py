@@ -30,6 +30,7 @@ from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.hlo.costs import is_matmul, matmul_batch, matmul_flops
 from rooftop.compiler.hlo.groups import replica_groups, varying_axes
 from rooftop.compiler.hlo.kernels import Kernel, kernel
+from rooftop.compiler.hlo.scopes import StackFrame, source_of
 from rooftop.compiler.ledger import read_ledger
 from rooftop.compiler.targets import PLUGIN
 from rooftop.compiler.worker import compile_here
@@ -707,3 +708,18 @@ def test_a_loop_that_data_ends_has_the_trips_that_its_program_says(scope: str, t
     assert len(module.uncounted_loops) == (trips == 1)
     (row,) = read_ledger(module, {"data": 1})
     assert row.count * row.flops["f32"] == 4 * trips * 2 * size**3
+
+
+def test_the_line_of_an_operation() -> None:
+    """The user's own; of a program that is an installed package, its own: not those of JAX, nor of this package."""
+    site = "/v/lib/python3.12/site-packages"
+    start = (StackFrame("/src/rooftop/target/child.py", 124, "_execute"), StackFrame("<frozen runpy>", 198, "_run"))
+    jax, flax = StackFrame(f"{site}/jax/_src/lax.py", 1, "dot"), StackFrame(f"{site}/flax/nnx/linear.py", 2, "call")
+    layer = StackFrame(f"{site}/maxtext/layers.py", 3, "layer")
+    train = StackFrame(f"{site}/maxtext/train.py", 4, "main")
+    user = StackFrame("/home/me/train.py", 5, "step")
+    call = StackFrame("/src/rooftop/target/session.py", 217, "call")
+    assert source_of((jax, flax, user, call, *start)) == "/home/me/train.py:5"
+    assert source_of((jax, flax, layer, call, train, *start)) == f"{site}/maxtext/layers.py:3"
+    assert source_of((jax, *start)) == f"{site}/jax/_src/lax.py:1"
+    assert source_of(()) == ""

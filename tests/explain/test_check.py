@@ -217,6 +217,32 @@ def test_limits_of_a_finding(module: Callable[[str], Path], tmp_path: Path) -> N
     assert checked(module("trap"), fail_on="1s").holds
 
 
+def test_a_saved_report(module: Callable[[str], Path], tmp_path: Path) -> None:
+    """A saved check has its findings; a saved compilation has only what the device waits for."""
+    before = checked(module("trap"), tokens=1024)
+    before.save(tmp_path / "ledger.json")
+    again = check(tmp_path / "ledger.json")
+    assert again.findings == before.findings
+    ignored = {"program", "gates"}
+    old, new = before.to_json(), again.to_json()
+    assert {name: new[name] for name in new if name not in ignored} == {
+        name: old[name] for name in old if name not in ignored
+    }
+    compiled = tmp_path / "compiled.json"
+    compiled.write_text(json.dumps(old["compiled"]))
+    waits = check(compiled, against=tmp_path / "ledger.json", max_time="+1%")
+    assert waits.holds and waits.to_json()["mfu"] == old["mfu"]
+    exposed = [item for item in before.findings if item.rule == "exposed_collective"]
+    assert sum(item.seconds for item in exposed) <= sum(item.seconds for item in waits.findings)
+    checked(module("plain")).save(tmp_path / "plain.json")
+    assert not check(compiled, against=tmp_path / "plain.json", max_time="+1%").holds
+    with pytest.raises(RooftopError, match="nothing with a saved report"):
+        check(compiled, on="v5e:2x2")
+    compiled.write_text(json.dumps(old["compiled"] | {"kind": "plan"}))
+    with pytest.raises(RooftopError, match="report: got 'plan'; accepted: what rooftop check --save"):
+        check(compiled)
+
+
 def test_differences_between_checks(module: Callable[[str], Path], tmp_path: Path) -> None:
     for name in ("plain", "trap"):
         checked(module(name)).save(tmp_path / f"{name}.json")

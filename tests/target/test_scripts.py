@@ -115,6 +115,26 @@ def test_a_training_loop_as_it_is(rooftop: Run, folder: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_program_that_is_compiled_by_hand_and_then_called_as_a_jit(rooftop: Run) -> None:
+    """As MaxText does, for statistics: JAX compiles it once, and its calls count."""
+    script = write(
+        "train.py",
+        """
+import jax, jax.numpy as jnp
+step = jax.jit(lambda x: x @ x)
+x = jnp.zeros((256, 256))
+print(step.lower(x).compile().memory_analysis())
+for _ in range(10):
+    y = step(x)
+""",
+    )
+    answer = rooftop("compile", "--on", "v5e:2x2", "--json", "--min-flops", "1M", "--", "python", script)
+    (program,) = answer.json["programs"]
+    assert answer.json["ending"] == "steps"
+    assert (program["calls"], program["matmul_flops"]) == (3, 2 * 256**3)
+    assert (program["source"], program["called_from"]) == ("train.py:2", "train.py:6")
+
+
 def test_a_page_and_tables_of_a_script(rooftop: Run) -> None:
     script = write("train.py", MLP)
     command = ("--on", "v5e:2x2", "--steps", "1", "--min-flops", "1M", "--report", "page.html", "--", "python", script)

@@ -17,8 +17,9 @@ from rooftop.core.scopes import UNSCOPED, FoldedScopes, folded, is_own, open_pla
 #: among them: their lines are those of the program.
 _LIBRARY = re.compile(
     r"[/\\](?:site|dist)-packages[/\\](?!rooftop[/\\]programs[/\\])"
-    r"|[/\\]lib[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)|^<frozen "
+    r"|[/\\]lib[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)|^<frozen |[/\\]rooftop[/\\]target[/\\]"
 )
+_PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\](?!rooftop[/\\])([^/\\]+)")
 #: The frames below which a function is lowered to be compiled.
 _LOWERING = re.compile(r"[/\\]rooftop[/\\](?:compiler|explain|library|target|cli|train|serve|embed)[/\\]")
 _OWN_PROGRAMS = re.compile(r"[/\\]rooftop[/\\]programs[/\\]")
@@ -43,14 +44,27 @@ class StackFrame(NamedTuple):
         """True for a file of an installed package or of Python."""
         return _LIBRARY.search(self.file) is not None
 
+    @property
+    def package(self) -> str:
+        """The installed package of its file; '' for other files."""
+        match = _PACKAGE.search(self.file)
+        return match.group(1) if match else ""
+
 
 #: The frames of an operation, innermost first.
 Stack = Sequence[StackFrame]
 
 
 def source_of(stack: Stack) -> str:
-    """'file:line' of the innermost frame outside of libraries; of the outermost one if all are of libraries."""
-    own = next((frame for frame in stack if not frame.is_library), stack[-1] if stack else None)
+    """'file:line' of the innermost frame outside of libraries.
+
+    If all frames are of libraries, as of ``python -m PACKAGE``, it is the innermost one of the package that is nearest
+    to the start of the program.
+    """
+    own = next((frame for frame in stack if not frame.is_library), None)
+    if own is None:
+        program = next((frame.package for frame in reversed(stack) if frame.package), "")
+        own = next((frame for frame in stack if frame.package == program), None)
     return "" if own is None else own.place
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from rooftop import __version__
 from rooftop.core.amounts import Amount
+from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_seconds
-from rooftop.core.records import Record
+from rooftop.core.records import Record, read_record
 from rooftop.explain.advisor.arguments import arguments
 from rooftop.explain.advisor.gates import Gate, GateLimits, gates
-from rooftop.explain.advisor.rules import ProgramFinding, find_all
+from rooftop.explain.advisor.rules import SMALLEST_SHARE, WHAT, ProgramFinding, find_all
 from rooftop.explain.compiled.report import CompiledRecord, CompiledReport
 from rooftop.explain.measured.difference import Difference, difference, side_of
+from rooftop.explain.scripts import ScriptRecord
+from rooftop.roofline.rates import Rates
 
 SCHEMA: Literal[1] = 1
 
@@ -55,56 +58,72 @@ class CheckRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckReport:
-    """A compiled ``program`` with its findings; ``tokens`` are those of a step on all devices.
+class ProgramCheck:
+    """A compiled ``program`` with its findings and limits; ``tokens`` are those of a step on all devices.
 
     ``before`` is the JSON of an earlier check or compilation, and ``limits`` are those of time and memory.
     """
 
     program: str
-    report: CompiledReport
     tokens: float | None = None
     before: Mapping[str, Any] | None = None
     limits: GateLimits = GateLimits()
 
-    @cached_property
+    @property
     def findings(self) -> tuple[ProgramFinding, ...]:
         """The findings, what is worth most first."""
-        return find_all(self.report)
-
-    @property
-    def expected_s(self) -> float:
-        """Expected seconds of a step."""
-        return self.report.timeline.total_s
-
-    @property
-    def mfu(self) -> float:
-        """FLOPs of the program over those of the bf16 peak in the expected time."""
-        peak = self.report.rates.flops_per_s["bf16"]
-        flops = self.report.flops + self.report.kernel_flops
-        return flops / (peak * self.expected_s) if self.expected_s else 0.0
+        raise NotImplementedError
 
     @property
     def sums(self) -> ProgramSums:
         """Bytes by class."""
-        by_class: dict[str, float] = {}
-        for argument in arguments(self.report.compiled.module):
-            name = argument.argument_class
-            by_class[name] = by_class.get(name, 0.0) + argument.tensor.nbytes
-        at_peak = self.report.compiled.at_peak
-        return ProgramSums(arguments=by_class, at_peak=None if at_peak is None else at_peak.by_class)
+        raise NotImplementedError
+
+    @property
+    def rates(self) -> Rates:
+        """The rates of the chip."""
+        raise NotImplementedError
+
+    @property
+    def compilation(self) -> str:
+        """The verdict on the compilation."""
+        raise NotImplementedError
+
+    def compiled_record(self, top: int) -> CompiledRecord:
+        """The report of the compilation, with ``top`` operations and buffers."""
+        raise NotImplementedError
+
+    @cached_property
+    def _figures(self) -> CompiledRecord:
+        return self.compiled_record(1)
+
+    @property
+    def expected_s(self) -> float:
+        """Expected seconds of a step."""
+        return float(self._figures.step.expected_s)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes of a device at the peak."""
+        return float(self._figures.peak_bytes)
+
+    @property
+    def mfu(self) -> float:
+        """FLOPs of the program over those of the bf16 peak in the expected time."""
+        flops = float(self._figures.flops) + float(self._figures.kernel_flops)
+        return flops / (self.rates.flops_per_s["bf16"] * self.expected_s) if self.expected_s else 0.0
 
     @cached_property
     def gates(self) -> tuple[Gate, ...]:
         """The limits that were set, and whether each holds."""
-        return gates(self.limits, self.before, self.expected_s, self.report.peak_bytes, self.findings)
+        return gates(self.limits, self.before, self.expected_s, self.peak_bytes, self.findings)
 
     @cached_property
     def difference(self) -> Difference | None:
         """Rows that differ from the earlier ledger, the largest change first."""
         if self.before is None:
             return None
-        return difference(side_of("before", self.before), side_of(self.program, self.report.to_json(top=1)))
+        return difference(side_of("before", self.before), side_of(self.program, self._figures.to_json()))
 
     @property
     def holds(self) -> bool:
@@ -120,12 +139,12 @@ class CheckReport:
             return f"over the limit: {'; '.join(broken)}{changed}"
         count = len(self.findings)
         if not count:
-            return f"nothing found; {self.report.verdict}"
+            return f"nothing found; {self.compilation}"
         seconds = sum(finding.seconds for finding in self.findings if finding.rule != "exposed_collective")
         nbytes = sum(finding.bytes for finding in self.findings if not finding.seconds)
         worth = [text for value, text in ((seconds, format_seconds(seconds)), (nbytes, format_bytes(nbytes))) if value]
         price = f", worth up to {' and '.join(worth)}" if worth else ""
-        return f"{count} finding{'s' if count > 1 else ''}{price}; {self.report.verdict}"
+        return f"{count} finding{'s' if count > 1 else ''}{price}; {self.compilation}"
 
     def record(self, *, top: int = 20) -> CheckRecord:
         """The answer as it is written; ``top`` operations and buffers of the compilation."""
@@ -137,16 +156,137 @@ class CheckReport:
             verdict=self.verdict,
             findings=self.findings,
             expected_s=self.expected_s,
-            peak_bytes=self.report.peak_bytes,
+            peak_bytes=self.peak_bytes,
             mfu=self.mfu,
             tokens=self.tokens,
             tokens_per_s=None if self.tokens is None else self.tokens / self.expected_s,
             sums=self.sums,
             gates=self.gates,
             difference=self.difference,
-            compiled=self.report.record(top=top),
+            compiled=self.compiled_record(top),
         )
 
     def to_json(self, *, top: int = 20) -> dict[str, Any]:
         """The answer as plain JSON values."""
         return self.record(top=top).to_json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport(ProgramCheck):
+    """A program that was compiled, with its module: ``report``."""
+
+    report: CompiledReport
+
+    @cached_property
+    def findings(self) -> tuple[ProgramFinding, ...]:
+        """The findings, what is worth most first."""
+        return find_all(self.report)
+
+    @property
+    def expected_s(self) -> float:
+        """Expected seconds of a step."""
+        return float(self.report.timeline.total_s)
+
+    @property
+    def sums(self) -> ProgramSums:
+        """Bytes by class."""
+        by_class: dict[str, float] = {}
+        for argument in arguments(self.report.compiled.module):
+            name = argument.argument_class
+            by_class[name] = by_class.get(name, 0.0) + argument.tensor.nbytes
+        at_peak = self.report.compiled.at_peak
+        return ProgramSums(arguments=by_class, at_peak=None if at_peak is None else at_peak.by_class)
+
+    @property
+    def rates(self) -> Rates:
+        """The rates of the chip."""
+        return self.report.rates
+
+    @property
+    def compilation(self) -> str:
+        """The verdict on the compilation."""
+        return self.report.verdict
+
+    def compiled_record(self, top: int) -> CompiledRecord:
+        """The report of the compilation, with ``top`` operations and buffers."""
+        return self.report.record(top=top)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCheck(ProgramCheck):
+    """A program of a saved report: what a check has written, or what ``rooftop compile -o`` has.
+
+    ``checked`` has the findings of the check; a report of ``compile`` alone has no module, and its findings are the
+    collectives that the device waits for.
+    """
+
+    compiled: CompiledRecord
+    checked: CheckRecord | None = None
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any], **fields: Any) -> SavedCheck:
+        """The saved report in JSON: of a check, of a compilation, or of a script's costliest program.
+
+        Raises RooftopError for other JSON, and for a program that does not fit.
+        """
+        checked, compiled, kind = None, None, data.get("kind")
+        if kind == "check":
+            checked = read_record(CheckRecord, data, "report")
+            compiled = checked.compiled
+            fields.setdefault("tokens", checked.tokens)
+        elif kind == "script":
+            script = read_record(ScriptRecord, data, "report")
+            at = script.costliest
+            compiled = script.programs[at].compiled if at is not None and 0 <= at < len(script.programs) else None
+        elif kind == "compiled" and data.get("fits"):
+            compiled = read_record(CompiledRecord, data, "report")
+        if compiled is None:
+            raise RooftopError(
+                "report", kind, "what rooftop check --save or rooftop compile -o wrote, of a program that fits"
+            )
+        return cls(compiled=compiled, checked=checked, **fields)
+
+    @property
+    def findings(self) -> tuple[ProgramFinding, ...]:
+        """The findings, what is worth most first."""
+        return self._waits if self.checked is None else self.checked.findings
+
+    @cached_property
+    def _waits(self) -> tuple[ProgramFinding, ...]:
+        waits = [
+            ProgramFinding(
+                rule="exposed_collective",
+                what=WHAT["exposed_collective"],
+                evidence=f"{moved.kind} of {format_bytes(moved.bytes)} over {','.join(moved.axes)}"
+                + (f" x {moved.count:g}" if moved.count > 1 else ""),
+                scope=moved.scope,
+                phase=moved.phase,
+                source=moved.source,
+                frames=moved.frames,
+                seconds=moved.count * moved.exposed_s,
+                bytes=0.0,
+            )
+            for moved in self.compiled.collectives
+        ]
+        long = [wait for wait in waits if wait.seconds >= SMALLEST_SHARE * self.expected_s and wait.seconds]
+        return tuple(sorted(long, key=lambda wait: -wait.seconds))
+
+    @property
+    def sums(self) -> ProgramSums:
+        """Bytes by class."""
+        return ProgramSums(arguments={}, at_peak=self.compiled.memory) if self.checked is None else self.checked.sums
+
+    @cached_property
+    def rates(self) -> Rates:
+        """The rates of the chip."""
+        return Rates.of(self.compiled.slice.hardware.chip)
+
+    @property
+    def compilation(self) -> str:
+        """The verdict on the compilation."""
+        return self.compiled.verdict
+
+    def compiled_record(self, top: int) -> CompiledRecord:
+        """The report as it was saved, with ``top`` operations and buffers at most."""
+        saved = self.compiled
+        return replace(saved, operations=saved.operations[:top], buffers=saved.buffers[:top])

@@ -16,11 +16,13 @@ from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.core.records import Record
 from rooftop.core.rounding import next_multiple
 from rooftop.explain.advisor.arguments import EntryArgument, arguments, undonated
+from rooftop.explain.advisor.layouts import LayoutCost, made_whole, relaid
 from rooftop.explain.compiled.report import CompiledReport
 from rooftop.explain.measured.modules import origin
 
-#: Smallest shares of the time and of the usable HBM for which the rules find something.
-_TIME, _MEMORY = 0.01, 0.01
+#: Smallest share of the time, and of the usable HBM, for which the rules find something.
+SMALLEST_SHARE = 0.01
+_TIME = _MEMORY = SMALLEST_SHARE
 #: A matmul with a smaller useful share is padded.
 _USEFUL = 0.80
 
@@ -52,6 +54,7 @@ def find_all(report: CompiledReport) -> tuple[ProgramFinding, ...]:
         *_not_donated(report, module),
         *_collectives(report, module),
         *_matmuls(report, module),
+        *_layouts(report, module),
         *_host(report, module),
     )
     return tuple(sorted(rules, key=lambda finding: (-finding.seconds, -finding.bytes, finding.rule)))
@@ -172,7 +175,7 @@ def _collectives(report: CompiledReport, module: Module) -> Iterator[ProgramFind
             _finding(
                 report, _named(module, largest), (moved.scope, moved.phase),
                 rule=rule,
-                what=_WHAT[rule] + (_OPTIONS if rule == "exposed_collective" and moved.kind == "all_gather" else ""),
+                what=WHAT[rule] + (_OPTIONS if rule == "exposed_collective" and moved.kind == "all_gather" else ""),
                 evidence=f"{name}{times}{others}: {more}",
                 seconds=seconds,
                 bytes=sum(member[2] for member in members),
@@ -186,7 +189,8 @@ _OPTIONS = (
     "; XLA:TPU gathers asynchronously with all of xla_tpu_prefer_async_allgather_to_allreduce, "
     "xla_enable_async_all_gather and xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 )
-_WHAT = {
+#: The advice of each rule on collectives.
+WHAT = {
     "repeated_all_reduce": "leave one of the two out: the value is already the sum on every device",
     "all_reduce_of_a_shard": "keep the sum split (jax.lax.psum_scatter, or an out_sharding over the axis): a "
     "ReduceScatter sends half of it",
@@ -388,6 +392,35 @@ def _f32_bytes(module: Module, computation: HloComputation, instruction: Instruc
         tensor.nbytes
         for tensor in arrays
         if tensor.dtype == "f32" and not tensor.space and tensor.elements * 8 > largest
+    )
+
+
+def _layouts(report: CompiledReport, module: Module) -> Iterator[ProgramFinding]:
+    """Arrays that the partitioner makes whole, and copies into the order of dims that a matmul reads."""
+    for cost in made_whole(report, module):
+        yield _of_layout("involuntary_rematerialization", cost)
+    drafts: dict[tuple[str, str], list[LayoutCost]] = {}
+    for cost in relaid(report, module):
+        drafts.setdefault((cost.place[0], cost.source), []).append(cost)
+    for members in drafts.values():
+        seconds = sum(member.seconds for member in members)
+        if seconds >= _TIME * report.timeline.total_s:
+            largest = max(members, key=lambda member: member.seconds)
+            more = f" (and {len(members) - 1} like it)" if len(members) > 1 else ""
+            yield _of_layout("relaid_operand", replace(largest, seconds=seconds, evidence=largest.evidence + more))
+
+
+def _of_layout(rule: str, cost: LayoutCost) -> ProgramFinding:
+    return ProgramFinding(
+        rule=rule,
+        what=cost.what,
+        evidence=cost.evidence,
+        scope=cost.place[0],
+        phase=cost.place[1],
+        source=cost.source,
+        frames=cost.frames,
+        seconds=cost.seconds,
+        bytes=cost.bytes,
     )
 
 
