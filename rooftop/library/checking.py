@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import read_json_object, write_json, write_text
-from rooftop.core.quantities import parse_quantity, parse_seconds
+from rooftop.core.quantities import parse_growth, parse_quantity, parse_seconds
 from rooftop.library.compiling import CompileResult
 from rooftop.library.results import Result, flat
 from rooftop.library.scripts import ScriptResult
@@ -103,6 +103,10 @@ def check(
     for field, value in (("max-time", max_time), ("max-memory", max_memory)):
         if value is not None and against is None:
             raise RooftopError(field, value, "a ledger to compare with: --against FILE")
+    before = None
+    if against is not None:
+        accepted = "what rooftop check --save or rooftop compile -o wrote"
+        before = read_json_object(Path(against), field="against", accepted=accepted)
     result = program
     if isinstance(result, ScriptResult):
         name, result = name or result.report.command, result.costliest
@@ -115,13 +119,9 @@ def check(
     result.raise_if_infeasible()
     report = result.report
     assert isinstance(report, CompiledReport)
-    before = None
-    if against is not None:
-        accepted = "what rooftop check --save or rooftop compile -o wrote"
-        before = read_json_object(Path(against), field="against", accepted=accepted)
     limits = GateLimits(
-        time=_growth(max_time, "max-time"),
-        memory=_growth(max_memory, "max-memory"),
+        time=None if max_time is None else parse_growth(max_time, "max-time"),
+        memory=None if max_memory is None else parse_growth(max_memory, "max-memory"),
         finding_s=None if fail_on is None else _seconds(fail_on),
     )
     counted = parse_quantity(tokens, "tokens") if isinstance(tokens, str) else tokens
@@ -132,20 +132,6 @@ def check(
 
 def _seconds(value: float | str) -> float:
     return parse_seconds(value, "fail-on") if isinstance(value, str) else float(value)
-
-
-def _growth(value: float | str | None, field: str) -> float | None:
-    """A share, of '+2%' or 0.02."""
-    if value is None:
-        return None
-    text = str(value).strip().removeprefix("+")
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 10:
-        raise RooftopError(field, value, "a share such as +2% or 0.02")
-    return share
 
 
 def junit(report: CheckReport) -> str:
