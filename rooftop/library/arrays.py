@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rooftop.algebra.einsums import Case, Strategy
+from rooftop.algebra.einsums import Case, Einsum, Strategy
 from rooftop.algebra.expression import dims_of, parse
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh, ShardedArray
@@ -160,6 +160,10 @@ def matmul(
         ),
         backward={name: record(strategy) for name, strategy in answer.backward.items()},
     )
+    elsewhere = isinstance(asked, Einsum) and any(array.at for array in asked.arrays)
+    for name, wanted in (("compile", compile), ("measure", measure)):
+        if wanted and elsewhere:
+            raise RooftopError(name, str(expression), "a product of arrays in the HBM of the mesh")
     if compile:
         result = replace(result, compiled=check(asked, prices))
     if measure:
