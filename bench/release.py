@@ -188,12 +188,12 @@ def build(uv: str, output: Path) -> Path:
 
 def interpreter(uv: str, version: str) -> str | None:
     """A Python of this version that is installed here."""
-    found = subprocess.run(
+    located = subprocess.run(
         [uv, "python", "find", "--no-python-downloads", "--no-project", version], capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-    if found.returncode == 0:
-        return found.stdout.strip()
+    if located.returncode == 0:
+        return located.stdout.strip()
     installed = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     return str(installed[-1]) if installed else None
 
@@ -219,18 +219,18 @@ def main() -> int:
     parser.add_argument("--python", action="append", choices=PYTHONS, help="this version only; may be repeated")
     parser.add_argument("--extra", action="append", choices=[name or "none" for name in EXTRAS])
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder of the distributions")
-    given = parser.parse_args()
+    options = parser.parse_args()
     uv = str(Path(sys.executable).with_name("uv"))
-    shutil.rmtree(given.output, ignore_errors=True)
-    wheel = build(uv, given.output)
+    shutil.rmtree(options.output, ignore_errors=True)
+    wheel = build(uv, options.output)
     failed = False
     print(f"{'python':7} {'extra':12} {'install s':>9} {'size MB':>8}")
-    for version in given.python or PYTHONS:
+    for version in options.python or PYTHONS:
         python = interpreter(uv, version)
         if python is None:
             print(f"{version:7} SKIPPED: no Python {version} here")
             continue
-        for extra in [name for name in EXTRAS if given.extra is None or (name or "none") in given.extra]:
+        for extra in [name for name in EXTRAS if options.extra is None or (name or "none") in options.extra]:
             with tempfile.TemporaryDirectory(prefix="rooftop-release-") as folder:
                 try:
                     seconds, size = check(uv, python, wheel, extra, Path(folder))

@@ -161,8 +161,8 @@ def matmul(
         backward={name: record(strategy) for name, strategy in answer.backward.items()},
     )
     elsewhere = isinstance(asked, Einsum) and any(array.at for array in asked.arrays)
-    for name, wanted in (("compile", compile), ("measure", measure)):
-        if wanted and elsewhere:
+    for name, is_set in (("compile", compile), ("measure", measure)):
+        if is_set and elsewhere:
             raise RooftopError(name, str(expression), "a product of arrays in the HBM of the mesh")
     if compile:
         result = replace(result, compiled=check(asked, prices))
