@@ -18,7 +18,8 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 # Tests start hundreds of processes: each would compile rooftop's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-durations test-all test-gpu test-guests test-newest lint bench docs site lock clean
+.PHONY: help demo test test-durations test-all test-gpu test-guests test-newest lint bench docs site lock release-check \
+    clean
 .DELETE_ON_ERROR:
 
 help:
@@ -33,6 +34,7 @@ help:
 	@echo 'make bench           how long a plan, and an hour of serving simulated, take on this machine'
 	@echo 'make docs            run the transcripts in the documentation again, and write its reference pages'
 	@echo 'make site            the documentation as a site with search, in build/site; it needs no network'
+	@echo 'make release-check   build wheel and sdist into dist, install them bare on each Python here, and use every extra'
 	@echo 'make lock            write the lock files again, pins kept (LOCK_FLAGS=--upgrade: newest releases)'
 	@echo 'make clean           remove what the other targets made'
 
@@ -112,6 +114,10 @@ site:
 	.venv-site/bin/python -m pip --disable-pip-version-check --quiet install --require-hashes -r requirements/site.txt
 	.venv-site/bin/mkdocs build --strict --quiet
 	@echo 'build/site/index.html'
+
+# Of the Pythons 3.11 to 3.14 those that are here; dependencies come from the index that uv is configured for.
+release-check: $(VENV)/dev.installed
+	$(BIN)/python bench/release.py
 
 # One lock file serves every Python from 3.11 on: where releases differ, each pin says for which Python it is. Nothing
 # in it names a package index: pip asks the one that it is configured for, and the hashes decide.

@@ -44,6 +44,11 @@ class Einsum:
         return f"{self.left} @ {self.right} -> {self.output}"
 
     @property
+    def arrays(self) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
+        """Both operands and the output."""
+        return self.left, self.right, self.output
+
+    @property
     def contracted(self) -> tuple[str, ...]:
         """Dims that are summed over."""
         return tuple(dim for dim in self.left.dims if dim in self.right.dims and dim not in self.output.dims)
@@ -167,7 +172,7 @@ class Strategy:
                 case "einsum_all_reduce":
                     parts.append(f"multiply in chunks while summing over {over}{ways}")
                 case op:
-                    parts.append(f"{op} {_short(step.inputs[0])} over {over}")
+                    parts.append(f"{op} {_short(step.inputs[0])}" + (f" over {over}" if over else ""))
         return ", then ".join(parts)
 
 

@@ -69,6 +69,20 @@ def parse(text: str, dtype: str | None = None) -> Einsum | Reshard | Step | Shar
     raise RooftopError("expression", text, _FORMS)
 
 
+def dims_of(asked: Einsum | Reshard | Step | ShardedArray) -> tuple[str, ...]:
+    """The names of the dims of all arrays of an expression."""
+    match asked:
+        case Einsum():
+            arrays: tuple[ShardedArray, ...] = (asked.left, asked.right, asked.output)
+        case Reshard():
+            arrays = (asked.source,)
+        case Step():
+            arrays = asked.inputs
+        case _:
+            arrays = (asked,)
+    return tuple(dict.fromkeys(dim for array in arrays for dim in array.dims))
+
+
 def _array(text: str, dtype: str | None) -> ShardedArray:
     """An array whose dims can be told apart: in an expression a number is the name of its dim."""
     array = ShardedArray.parse(text, dtype)

@@ -301,6 +301,9 @@ def _compile_script(
     as_json: bool,
 ) -> int:
     """Run a script on a slice, and show its programs."""
+    from rooftop.target.running import Command
+
+    Command.parse(words)
     from rooftop.library.scripts import compile_script
 
     with progress_line(shown=not as_json) as on_progress:
@@ -346,7 +349,8 @@ def _refuse(options: Mapping[str, object], accepted: str) -> None:
     """Raise RooftopError if one of the options is given."""
     for name, value in options.items():
         if value:
-            raise RooftopError(name, str(value), accepted)
+            shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+            raise RooftopError(name, shown, accepted)
 
 
 @contextmanager

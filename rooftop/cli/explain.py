@@ -13,6 +13,7 @@ from rooftop.cli.options import (
     COUNT,
     COUNT_OR_ZERO,
     FILE,
+    GROWTH,
     HARDWARE,
     OUTPUT,
     PATH,
@@ -103,6 +104,9 @@ def command(
     if path is not None and _is_module(path):
         _module(path, {"plan": plan, "hlo": hlo, "figure": figures}, mesh, on, report, count, frames == "all", as_json)
     elif path is not None:
+        if not path.exists():
+            accepted = "a run, a trace of JAX's profiler (*.xplane.pb) or a folder with one; there is no such path"
+            raise RooftopError("trace", str(path), accepted)
         _trace(path, plan, hlo, mesh, on, figures, report, count, as_json)
     elif diff is not None:
         _difference(diff, count, as_json)
@@ -172,6 +176,10 @@ def _trace(
     show(result.to_json(top=count), as_json=as_json, top=count)
 
 
+#: Programs that ``rooftop check`` takes.
+_PROGRAM = "module:function, a module of HLO, a folder of --xla_dump_to, a saved report, or -- python SCRIPT"
+
+
 @click.command(
     "check",
     cls=ScriptCommand,
@@ -194,8 +202,8 @@ def _trace(
 @NO_CACHE
 @WITH
 @option("--against", group=RUN, type=FILE, help="An earlier ledger to compare with, of --save or compile -o.")
-@option("--max-time", group=RUN, metavar="SHARE", help="Share by which a step may take longer than before: +2%.")
-@option("--max-memory", group=RUN, metavar="SHARE", help="Share by which the peak of memory may grow: +1%.")
+@option("--max-time", group=RUN, type=GROWTH, help="Share by which a step may take longer than before: +2%.")
+@option("--max-memory", group=RUN, type=GROWTH, help="Share by which the peak of memory may grow: +1%.")
 @option("--fail-on", group=RUN, type=TIME, help="Fail if one finding is worth more than this time: 5ms.")
 @top_option(default="10", help="Operations and buffers to list, or all.")
 @frames_option()
@@ -217,8 +225,8 @@ def check(
     no_cache: bool,
     releases: str | None,
     against: Path | None,
-    max_time: str | None,
-    max_memory: str | None,
+    max_time: float | None,
+    max_memory: float | None,
     fail_on: float | None,
     top: int | str,
     frames: str,
@@ -235,12 +243,21 @@ def check(
     float32 traffic, padding and host transfers. With --against, compares with an earlier ledger; the status is 1 if a
     limit does not hold.
     """
-    from rooftop.library import checking
-
+    script: list[str] | None = click.get_current_context().meta.get(SCRIPT)
+    if program is None and script is None:
+        raise RooftopError("program", None, _PROGRAM)
+    if program is not None and ":" not in program and not Path(program).exists():
+        raise RooftopError("program", program, f"{_PROGRAM}; there is no such path")
     saved = program is not None and program.endswith(".json")
     if on is None and not saved:
         raise RooftopError("on", None, "the slice that the program is compiled for, such as v5e:4x4")
-    script: list[str] | None = click.get_current_context().meta.get(SCRIPT)
+    for field, value in (("max-time", max_time), ("max-memory", max_memory)):
+        if value is not None and against is None:
+            raise RooftopError(field, value, "a ledger to compare with: --against FILE")
+    if against is not None and not against.is_file():
+        raise RooftopError("against", str(against), "the file of a ledger; there is none")
+    from rooftop.library import checking
+
     subject: object = program
     if script is not None:
         if program is not None or arrays or dims or mesh or layout or auto:
@@ -251,7 +268,7 @@ def check(
         with progress_line(shown=not as_json) as on_progress:
             subject = compile_script(script, on=on, timeout=timeout, cache=not no_cache, on_progress=on_progress)
     elif program is None:
-        raise RooftopError("program", None, "module:function, a module of HLO, a saved report, or -- python SCRIPT")
+        raise RooftopError("program", None, _PROGRAM)
     elif ":" in program and not saved and not Path(program).exists():
         from rooftop.library.compiling import inspect
 

@@ -88,18 +88,23 @@ class _Verbs(VerbGroup):
 def cli() -> None:
     """Plan, compile, run and explain large-model training, serving and embedding on TPU and GPU meshes.
 
-    Every verb takes --json. Exit status: 0 the answer, 1 the answer is no, 2 the input is wrong.
+    Every verb takes --json. Exit status: 0 the answer, 1 the answer is no, 2 the input is wrong. Words of answers:
+    rooftop help glossary [WORD].
     """
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point: every failure that a user can cause is one line on stderr and its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    about_words = words[:2] == ["help", "glossary"]
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     elif words == ["version"]:
         words = ["--version"]
     try:
+        if about_words:
+            _print_glossary(words[1:-1])
+            sys.exit(0)
         status = cli.main(args=words, prog_name="rooftop", standalone_mode=False)
     except (RooftopError, Infeasible) as error:
         _fail(str(error), error.exit_status)
@@ -122,6 +127,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         _fail(f"output: got {error.filename or 'stdout'}; accepted: a place that can be written ({error.strerror})", 2)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _print_glossary(words: Sequence[str]) -> None:
+    """Print the entry of a word, or all entries. Raises RooftopError for a word that has none."""
+    from rooftop.present.glossary import entries, entry
+
+    formatter = click.HelpFormatter()
+    chosen = [entry(" ".join(words))] if words else entries()
+    formatter.write_dl([(item.words, item.meaning) for item in chosen])
+    with _reader_may_go():
+        say(formatter.getvalue().rstrip("\n"))
 
 
 def _fail(message: str, status: int) -> None:

@@ -23,6 +23,7 @@ from rooftop.cli.options import (
     top_option,
 )
 from rooftop.cli.output import progress_bar, show
+from rooftop.core.errors import RooftopError
 
 
 class _MatmulOptions(TypedDict):
@@ -77,6 +78,8 @@ def command(
     alone. An array is written bf16[B_X, D_YZ]{U_W}: B split over X, D over Y then Z, unreduced over W; @host and
     @(0,0) say where it lies.
     """
+    if unidirectional and not options["simulate"]:
+        raise RooftopError("unidirectional", "no --simulate", "this with --simulate, whose rings it changes")
     from rooftop.library.arrays import matmul
 
     with progress_bar(shown=not as_json) as on_progress:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from rooftop.cli.output import write_examples
+from rooftop.cli.output import named_context, write_examples
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import (
     DTYPE_BYTES,
@@ -23,6 +23,7 @@ from rooftop.core.quantities import (
     parse_bytes,
     parse_count,
     parse_dtype,
+    parse_growth,
     parse_quantity,
     parse_seconds,
     parse_share,
@@ -73,6 +74,11 @@ class VerbCommand(click.Command):
     def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.examples = tuple(examples)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the options. Raises click's usage errors, each with its context."""
+        with named_context(ctx):
+            return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a section for each group of options."""
@@ -252,13 +258,25 @@ def _price(text: str, field: str) -> float:
     return parse_quantity(text, field, largest=1e6)
 
 
+def _devices(text: str, field: str) -> int:
+    count = parse_count(text, field)
+    if count > _MOST_EMULATED:
+        raise RooftopError(field, text, f"from 1 to {_MOST_EMULATED:,} emulated devices")
+    return count
+
+
+#: XLA starts threads for each device that it emulates: thousands of them take minutes to start, or the memory.
+_MOST_EMULATED = 1024
 COUNT = Parsed("n", parse_count)
+DEVICES = Parsed("n", _devices)
 COUNT_OR_ZERO = Parsed("n", _count_or_zero)
 #: A number of rows, or "all".
 TOP = Parsed("n", _top)
 QUANTITY = Parsed("x", _quantity)
 BYTES = Parsed("bytes", parse_bytes)
 SHARE = Parsed("share", parse_share)
+#: A share of '+2%'.
+GROWTH = Parsed("share", parse_growth)
 #: Seconds, as a float, of a time with its unit.
 TIME = Parsed("time", parse_seconds)
 #: Dollars per chip-hour.
@@ -383,7 +401,7 @@ check_option = _shared("--check", group=RUN, metavar="NAMES", help="Build checks
 timeout_option = _shared("--timeout", group=RUN, type=TIME, help="Give up after this time: 10m.")
 steps_option = _shared("--steps", group=RUN, type=COUNT_OR_ZERO, help="The last step of the run.")
 seed_option = _shared("--seed", group=RUN, type=COUNT_OR_ZERO, help="Seed of everything that is drawn.")
-devices_option = _shared("--devices", group=PROCESSES, type=COUNT, help="Emulate N devices on the CPU.")
+devices_option = _shared("--devices", group=PROCESSES, type=DEVICES, help="Emulate N devices on the CPU.")
 coordinator_option = _shared(
     "--coordinator", group=PROCESSES, metavar="HOST:PORT", help="Address of the first process; 'auto' asks JAX."
 )

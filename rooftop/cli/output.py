@@ -134,6 +134,16 @@ def write_examples(formatter: click.HelpFormatter, examples: Sequence[str]) -> N
                 formatter.write(f"{'':{formatter.current_indent}}{line}\n")
 
 
+@contextmanager
+def named_context(ctx: click.Context) -> Iterator[None]:
+    """Give the context to click's errors about an option's value, some of which have none."""
+    try:
+        yield
+    except click.BadOptionUsage as error:
+        error.ctx = error.ctx or ctx
+        raise
+
+
 class VerbGroup(click.Group):
     """A group of commands that lists them for a word that names none. Its help ends with ``examples``."""
 
@@ -144,6 +154,14 @@ class VerbGroup(click.Group):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples."""
         write_examples(formatter, self.examples)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the words of the group. Raises RooftopError if none names a command of a group within rooftop."""
+        if not args and ctx.parent is not None and not ctx.resilient_parsing:
+            names = self.list_commands(ctx)
+            raise RooftopError(f"{ctx.info_name}", None, f"one of {', '.join(names)}; {ctx.command_path} --help")
+        with named_context(ctx):
+            return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -163,7 +181,13 @@ def usage_line(error: click.UsageError) -> str:
     params = error.ctx.command.get_params(error.ctx)
     if isinstance(error, click.NoSuchOption):
         options = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
-        return str(unknown("option", error.option_name, options))
+        return str(unknown("option", error.option_name, options, listed_by=f"{error.ctx.command_path} --help"))
+    if isinstance(error, click.BadOptionUsage):
+        named = next((param for param in params if error.option_name in (*param.opts, *param.secondary_opts)), None)
+        if named is not None:
+            if isinstance(named, click.Option) and named.is_flag:
+                return str(RooftopError(_field(named), "a value", f"{error.option_name}, without one"))
+            return str(RooftopError(_field(named), None, _accepted(named, error.ctx)))
     if not isinstance(error, click.BadParameter) or error.param is None:
         return f"{message.rstrip('.')}; accepted: {_usage(error.ctx)}"
     field, accepted = _field(error.param), _accepted(error.param, error.ctx)

@@ -307,6 +307,10 @@ def serve(
     """Plan serving MODEL (a preset or a path to a Hugging Face config.json): chapter 8's LLaMA-3 70B by default."""
     from rooftop.library.serving import ServingFrontResult, plan_serving, serving_front
 
+    context = click.get_current_context()
+    for name in ("draft_length", "acceptance"):
+        if options["draft"] is None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise RooftopError(name.replace("_", "-"), context.params[name], "this with --draft MODEL, which guesses")
     result: ServingPlanResult | ServingFrontResult
     with no_answer(as_json=as_json), progress_bar(shown=not as_json, after_s=1.0) as on_progress:
         if objective == "pareto":

@@ -104,7 +104,7 @@ _PROCESSES = ("coordinator", "processes", "process", "supervise", "max_restarts"
 @option("--vocab", group=WORKLOAD, type=COUNT, help="Train a BPE tokenizer of N tokens on the data.")
 @option(
     "--hold-out", group=WORKLOAD, type=NUMBER,
-    help="Share of the documents to evaluate on; 0: none. [default: 0.01, of one document 0]",
+    help="Share of the documents to evaluate on; 0: none. [default: 0.01, of one document nothing]",
 )  # fmt: skip
 @batch_seqs_option(help="Sequences of a step. [default: the plan's, else about 16]")
 @seq_option(help="Tokens of a sequence. [default: the plan's, else 512]")
@@ -199,6 +199,7 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
     processes, process = ctx.params["processes"], ctx.params["process"]
     if ctx.params["supervise"] and not is_worker():
         return keep_running(_supervision(request, ctx.params, as_json))
+    _require_processes(coordinator, processes, process)
     if coordinator is None:
         return train_together(train, request.folder.path) if is_worker() else train()
     from rooftop.library.training import PACKAGES
@@ -231,6 +232,18 @@ def _require_mesh(request: TrainRequest, processes: int | None) -> None:
         raise RooftopError(
             "mesh", f"{axes}: {mesh} devices", f"axes whose sizes multiply to the {emulates} of --devices"
         )
+
+
+def _require_processes(coordinator: str | None, processes: int | None, process: int | None) -> None:
+    """Raise RooftopError unless the options of one of several processes go together."""
+    if coordinator is None:
+        for name, value in (("processes", processes), ("process", process)):
+            if value is not None and not is_worker():
+                raise RooftopError(name, value, "this with --coordinator HOST:PORT or --supervise")
+    elif coordinator != "auto":
+        host, _, port = coordinator.rpartition(":")
+        if not host or not port.isdecimal():
+            raise RooftopError("coordinator", coordinator, "HOST:PORT of the first process, or 'auto'")
 
 
 def _supervision(request: TrainRequest, params: Mapping[str, Any], as_json: bool) -> Supervision:
@@ -274,6 +287,7 @@ def _plain(value: object) -> object:
 def _train(request: TrainRequest, as_json: bool) -> int:
     from rooftop.library.training import PACKAGES, train
 
+    request.require_inputs()
     prepare_environment(request.devices, packages=PACKAGES, extra="train", traced=request.profile is not None)
     keep_compilations()
     import jax

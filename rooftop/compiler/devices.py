@@ -18,7 +18,7 @@ from rooftop.arrays import AXES, Mesh
 from rooftop.capabilities import AttentionKernel
 from rooftop.compiler.targets import gpus_by_coordinates, target_text, topology_text
 from rooftop.core.errors import RooftopError
-from rooftop.hardware import Chip, Slice, catalogue
+from rooftop.hardware import Chip, Slice, chip_of_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,6 @@ def local_devices() -> Local:
     """The devices of all processes. Starts JAX."""
     devices = tuple(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
     return Local(devices=devices, chip=chip_of_kind(devices[0].device_kind))
-
-
-def chip_of_kind(kind: str) -> Chip | None:
-    """The chip by JAX's ``device_kind``: an alias of a TPU in the catalogue, or text with a GPU's name."""
-    kind, chips = kind.lower(), catalogue().values()
-    named = (chip for chip in chips if kind in (chip.name, *chip.aliases) or (chip.kind == "gpu" and chip.name in kind))
-    return next(named, None)
 
 
 def write_axes(sizes: Mapping[str, int]) -> str:

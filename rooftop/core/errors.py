@@ -11,6 +11,8 @@ Name = TypeVar("Name", bound=str)
 
 #: Characters of a part of an error that comes from a file, which may be as long as the file.
 _LONGEST = 1000
+#: Names that an error lists where a command lists them too.
+_LONG_LIST = 12
 
 
 def one_line(text: str) -> str:
@@ -54,12 +56,13 @@ class Infeasible(Exception):
 def unknown(field: str, given: str, known: Iterable[str], *, listed_by: str | None = None) -> RooftopError:
     """A RooftopError for a name that is not in a list, with the close matches suggested.
 
-    ``listed_by`` is the command that lists the names of a long list; next to a suggestion it stands for the list.
+    ``listed_by`` is the command that lists the names; it stands for a list of more than a dozen.
     """
     names = sorted(known)
     close = difflib.get_close_matches(given.lower(), names, n=3, cutoff=0.55)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    rest = f"`{listed_by}` lists all {len(names)}" if close and listed_by else f"one of {', '.join(names)}"
+    is_long = listed_by is not None and len(names) > _LONG_LIST
+    rest = f"`{listed_by}` lists all {len(names)}" if is_long else f"one of {', '.join(names)}"
     return RooftopError(field, given, hint + rest)
 
 

@@ -128,6 +128,18 @@ def parse_share(text: str | float, field: str) -> float:
     return share
 
 
+def parse_growth(text: str | float, field: str) -> float:
+    """The share by which a figure may grow, of '+2%' or 0.02. Raises RooftopError, naming ``field``."""
+    number = str(text).strip().removeprefix("+")
+    try:
+        share = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 10:
+        raise RooftopError(field, text, "a share such as +2% or 0.02")
+    return share
+
+
 def _parse(text: str | float | int, field: str) -> Decimal:
     # Decimal: 2.01k is 2010, and in binary floating point it is not.
     match = _QUANTITY.fullmatch(str(text))

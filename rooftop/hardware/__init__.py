@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rooftop.hardware.calibrated import AttentionCurve, Calibrated, CollectiveFit, MatmulFit
-from rooftop.hardware.chips import Chip, Figure, catalogue, chip
+from rooftop.hardware.chips import Chip, Figure, catalogue, chip, chip_of_kind
 from rooftop.hardware.slices import PhysicalAxis, Slice, slice_sizes
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "Slice",
     "catalogue",
     "chip",
+    "chip_of_kind",
     "slice_sizes",
 ]

@@ -207,6 +207,13 @@ def chip(name: str) -> Chip:
         raise unknown("chip", name, names, listed_by="rooftop chips") from None
 
 
+def chip_of_kind(kind: str) -> Chip | None:
+    """The chip by JAX's ``device_kind``: an alias of a TPU in the catalogue, or text with a GPU's name."""
+    kind, chips = kind.lower(), catalogue().values()
+    named = (chip for chip in chips if kind in (chip.name, *chip.aliases) or (chip.kind == "gpu" and chip.name in kind))
+    return next(named, None)
+
+
 def _whole(entry: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
     """An entry with the figures of the chip that it is like, its own in their place."""
     own = dict(entry)

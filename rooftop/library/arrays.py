@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rooftop.algebra.einsums import Case, Strategy
-from rooftop.algebra.expression import parse
+from rooftop.algebra.einsums import Case, Einsum, Strategy
+from rooftop.algebra.expression import dims_of, parse
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh, ShardedArray
 from rooftop.arrays.mesh import MeshLayout
 from rooftop.core.amounts import Count
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype
 from rooftop.core.records import Record
 from rooftop.explain.compiled.checks import EinsumCheck
@@ -118,6 +118,10 @@ def matmul(
     """
     asked = parse(expression, parse_dtype(dtype)) if isinstance(expression, str) else expression
     sizes = parse_sizes(dims) if dims is None or isinstance(dims, str) else dict(dims)
+    known = dims_of(asked)
+    for name in sizes:
+        if name not in known:
+            raise unknown("dim", name, known)
     if on is None:
         if not isinstance(asked, ShardedArray):
             raise RooftopError("on", None, "a slice, such as v5e:4x4: without one there are no times")
@@ -156,6 +160,10 @@ def matmul(
         ),
         backward={name: record(strategy) for name, strategy in answer.backward.items()},
     )
+    elsewhere = isinstance(asked, Einsum) and any(array.at for array in asked.arrays)
+    for name, is_set in (("compile", compile), ("measure", measure)):
+        if is_set and elsewhere:
+            raise RooftopError(name, str(expression), "a product of arrays in the HBM of the mesh")
     if compile:
         result = replace(result, compiled=check(asked, prices))
     if measure:

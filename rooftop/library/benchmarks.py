@@ -450,7 +450,7 @@ def calibrate(
 
 def _slice(local: Any, where: Slice | None) -> Slice | None:
     """The slice of the local devices. Raises RooftopError for one of another chip, or of another size."""
-    from rooftop.compiler.devices import chip_of_kind
+    from rooftop.hardware import chip_of_kind
 
     chip = chip_of_kind(local[0].device_kind)
     if where is None:

@@ -19,7 +19,7 @@ from rooftop.compiler.compiling import require_compiler
 from rooftop.compiler.targets import XLA_GPU
 from rooftop.core.errors import RooftopError, one_of, unknown
 from rooftop.core.files import cache_folder, read_json_object, write_json, write_text
-from rooftop.core.quantities import LARGEST_QUANTITY, parse_count, parse_quantity, parse_seconds
+from rooftop.core.quantities import LARGEST_QUANTITY, parse_count, parse_growth, parse_quantity, parse_seconds
 from rooftop.library.compiling import CompileResult
 from rooftop.library.inputs import AxesLike, CountLike, PlanLike, SliceLike, mesh_on, slice_of, training_plan_of
 from rooftop.library.results import Result, flat
@@ -125,8 +125,8 @@ def check(
     common: dict[str, Any] = {
         "before": before,
         "limits": GateLimits(
-            time=_growth(max_time, "max-time"),
-            memory=_growth(max_memory, "max-memory"),
+            time=None if max_time is None else parse_growth(max_time, "max-time"),
+            memory=None if max_memory is None else parse_growth(max_memory, "max-memory"),
             finding_s=None if fail_on is None else _seconds(fail_on),
         ),
     }
@@ -160,20 +160,6 @@ _SAVED = "what rooftop check --save or rooftop compile -o wrote"
 
 def _seconds(value: float | str) -> float:
     return parse_seconds(value, "fail-on") if isinstance(value, str) else float(value)
-
-
-def _growth(value: float | str | None, field: str) -> float | None:
-    """A share, of '+2%' or 0.02."""
-    if value is None:
-        return None
-    text = str(value).strip().removeprefix("+")
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 10:
-        raise RooftopError(field, value, "a share such as +2% or 0.02")
-    return share
 
 
 def junit(report: ProgramCheck) -> str:

@@ -318,6 +318,7 @@ def validate(
     from rooftop.validation.runs import PublishedRuns
     from rooftop.validation.serving import ServingReport, serving_report
 
+    own = calibration_of(calibration)
     assumptions = Assumptions() if assume is None else Assumptions().with_hidden(assume)
     path = None if runs is None else Path(runs)
     engines = EngineReport(comparisons=(), unusable=())
@@ -334,7 +335,6 @@ def validate(
         published = replace(published, runs=tuple(run for run in published.runs if only in run.id))
         if not published.runs:
             raise RooftopError("only", only, "a part of the name of a run of training in the table (--json lists them)")
-    own = calibration_of(calibration)
     runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, own)
     predicted, notes, unpredicted = [], {}, {}
     plans = []

@@ -358,11 +358,13 @@ def export_embedding(
     ``tables`` is the tables.toml of the run, whose ranges of quantisation are used. Raises RooftopError if there is no
     whole checkpoint, or it is of other tables.
     """
+    config = tables if isinstance(tables, Tables) else load_tables(Path(tables))
+    if not RunFolder(path=Path(run)).checkpoints.is_dir():
+        raise RooftopError("run", str(run), "a folder with a whole checkpoint, of rooftop embed train")
     prepare_environment(None, packages=EMBEDDING_PACKAGES, extra="embed")
     with uninterrupted():
         from rooftop.embed.train.checkpoint import newest_tables
 
-    config = tables if isinstance(tables, Tables) else load_tables(Path(tables))
     saved = newest_tables(Path(run))
     report = export(Path(output), config, saved.tables, dtype=parse_dtype(dtype))
     return EmbeddingExportResult(batches=saved.step, report=report)

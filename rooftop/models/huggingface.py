@@ -113,5 +113,7 @@ def _read(path: Path) -> Any:
         raise RooftopError(str(path), "no such file", accepted) from None
     except OSError as error:
         raise RooftopError(str(path), error.strerror or "unreadable", accepted) from None
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise RooftopError(str(path), "malformed JSON", f"{accepted} (nested too deeply)") from None
+    except ValueError as error:
         raise RooftopError(str(path), "malformed JSON", f"{accepted} ({error})") from None

@@ -15,6 +15,7 @@ SMALL_VOCAB = 4096
 SMALL_SEQ_LEN = 2048
 _HEAD = 32
 _LARGEST = 10**9
+_LARGEST_VOCAB = 2**20
 
 
 def is_small(name: str) -> bool:
@@ -34,7 +35,12 @@ def small_model(name: str, vocab: int = SMALL_VOCAB, max_seq_len: int = SMALL_SE
     family, _, size = name.partition(":")
     if family not in SMALL_FAMILIES:
         raise RooftopError("model", name, " or ".join(f"{known}:N" for known in SMALL_FAMILIES))
-    parameters = parse_count(size, "model")
+    try:
+        parameters = parse_count(size, "model")
+    except RooftopError as error:
+        raise RooftopError("model", name, f"{family}:N, and N {error.accepted}") from None
+    if not 1 <= vocab <= _LARGEST_VOCAB:
+        raise RooftopError("vocab", vocab, f"from 1 to {_LARGEST_VOCAB:,} tokens of a small model")
 
     def of(columns: int, layers: int) -> ModelConfig:
         d_model = 128 * columns

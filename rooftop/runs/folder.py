@@ -70,7 +70,8 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
-            raise RooftopError("run", str(file), f"a run.json of rooftop train ({error})") from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise RooftopError("run", str(file), f"a run.json of rooftop train ({reason})") from None
         if not isinstance(content, dict) or (content.get("kind"), content.get("schema")) != ("run", SCHEMA):
             raise RooftopError("run", str(file), f"a run.json of rooftop train, of schema {SCHEMA}")
         return content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,10 @@ def read_source(checkpoint: Path, weights_of: Path | None) -> ServeSource:
         if weights_of is not None:
             raise RooftopError("weights-of", str(weights_of), "this with a plan only")
         return ServeSource(folder=checkpoint, model=from_huggingface(checkpoint / "config.json"), plan=None)
+    if not checkpoint.exists():
+        raise RooftopError(
+            "checkpoint", str(checkpoint), f"{_CHECKPOINT}; there is no such path{_download(checkpoint)}"
+        )
     data = read_json_object(checkpoint, field="checkpoint", accepted=_CHECKPOINT)
     plan = ServingPlan.from_json(data)
     if weights_of is None:
@@ -64,6 +69,13 @@ def read_source(checkpoint: Path, weights_of: Path | None) -> ServeSource:
         accepted = f"a checkpoint of the plan's model, {plan.problem.model.name}"
         raise RooftopError("weights-of", str(weights_of), accepted)
     return ServeSource(folder=weights_of, model=model, plan=data)
+
+
+def _download(checkpoint: Path) -> str:
+    """Command that downloads ``checkpoint``, if it looks like a repository of Hugging Face: OWNER/NAME."""
+    if len(checkpoint.parts) != 2 or not all(re.fullmatch(r"[A-Za-z0-9][\w.-]*", part) for part in checkpoint.parts):
+        return ""
+    return f": hf download {checkpoint} --local-dir {checkpoint.name}"
 
 
 def example_model(checkpoint: Path, vocab: int = _VOCAB) -> ModelConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -186,6 +186,16 @@ def price_expression(
     def facts(*arrays: ShardedArray) -> tuple[ArrayFacts, ...]:
         return tuple(ArrayFacts.of(array, prices.dims, prices.mesh.shape) for array in arrays)
 
+    if isinstance(expression, Einsum) and any(array.at for array in expression.arrays):
+        if backward:
+            accepted = "operands and an output in HBM: gradients of arrays elsewhere have no program"
+            raise RooftopError("backward", str(expression), accepted)
+        return PricedExpression(
+            kind="einsum",
+            arrays=facts(*expression.arrays),
+            cases=cases(expression),
+            strategies=tuple(_moved(expression, prices, overlapped=overlapped)),
+        )
     if isinstance(expression, Einsum):
         ways = strategies(expression, prices, overlapped=overlapped)
         return PricedExpression(
@@ -214,6 +224,24 @@ def price_expression(
             backward=gradients,
         )
     return PricedExpression(kind="array", arrays=facts(expression))
+
+
+def _moved(einsum: Einsum, prices: Prices, *, overlapped: bool) -> Iterator[Strategy]:
+    """Strategies of a product whose operands or output lie elsewhere, fastest first.
+
+    Operands are copied to the HBM of the mesh, in the sharding that they have, before the first step, and the output is
+    copied to its place after the last.
+    """
+    left, right, output = (replace(array, at="") for array in einsum.arrays)
+    copies = [move(array, near, prices) for array, near in ((einsum.left, left), (einsum.right, right)) if array.at]
+    stored = [move(output, einsum.output, prices)] if einsum.output.at else []
+    for way in strategies(replace(einsum, left=left, right=right, output=output), prices, overlapped=overlapped):
+        parts = (*copies, way, *stored)
+        yield Strategy(
+            steps=tuple(step for part in parts for step in part.steps),
+            costs=tuple(cost for part in parts for cost in part.costs),
+            memory_bytes=max(part.memory_bytes for part in parts),
+        )
 
 
 def simulate_strategies(ways: Sequence[Strategy], prices: Prices, *, bidirectional: bool) -> tuple[PricedStrategy, ...]:

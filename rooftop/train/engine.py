@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.checkpoints.huggingface import load_weights
-from rooftop.compiler.devices import chip_of_kind
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
+from rooftop.hardware import chip_of_kind
 from rooftop.profile.microbench.timing import usable_bytes
 from rooftop.programs.parameters import (
     Batch,

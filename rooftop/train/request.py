@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,11 +12,17 @@ from typing import Any, Protocol
 from rooftop.arrays import parse_axes
 from rooftop.core.errors import RooftopError, misread, unknown
 from rooftop.core.files import read_json_object
-from rooftop.models import ModelConfig
+from rooftop.models import ModelConfig, load_model
+from rooftop.models.activations import parse_policy
+from rooftop.models.sizing import SMALL_VOCAB, is_small, small_model
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.runs.folder import RunFolder
 from rooftop.runs.schedule import Schedule
 from rooftop.runs.trace import check_steps
+from rooftop.train.data.corpus import find_files
+
+#: Tokens of a sequence where neither a plan nor an option says.
+SEQ_LEN = 512
 
 #: Accepted texts for fields that a request must have.
 _REQUIRED = {
@@ -67,7 +73,7 @@ class TrainRequest:
     Data
         ``data`` are files, folders and globs; ``field`` names the column of JSONL and Parquet. ``tokenizer`` is a
         tokenizer.json or its folder; ``vocab`` trains a tokenizer of that size instead. ``hold_out`` is the share of
-        documents that evaluations use (None: 1 %, or 0 with a single document).
+        documents that evaluations use (None: 0.01, or nothing of a single document).
     Batch and mesh
         ``batch_seqs`` sequences of ``seq_len`` tokens a step. ``mesh`` are axes over the devices. ``devices`` emulates
         so many on the CPU. ``schedule`` and ``chunks`` are those of pipeline stages; ``remat`` is a policy.
@@ -221,6 +227,36 @@ class TrainRequest:
             return (self.plan if isinstance(self.plan, TrainingPlan) else self.plan.plan).to_json()
         TrainingPlan.from_json(content)
         return content
+
+    @cached_property
+    def model_without_plan(self) -> ModelConfig:
+        """The model of ``model`` or ``init``. Raises RooftopError if there is none of this name."""
+        source = self.init if self.model is None else self.model
+        if source is None:
+            raise RooftopError("model", None, "PLAN.json, --model (a preset, a config.json or llama:4M) or --init")
+        if isinstance(source, ModelConfig):
+            return source
+        name = str(source)
+        if is_small(name):
+            return small_model(name, self.vocab or SMALL_VOCAB, max(self.seq_len or SEQ_LEN, SEQ_LEN))
+        model = load_model(name)
+        if self.vocab is not None and self.init is None and self.tokenizer is None:
+            model = replace(model, vocab=self.vocab)
+        return model
+
+    def require_inputs(self) -> None:
+        """Raise RooftopError if model, remat policy, data or tokenizer are not there. Needs no JAX."""
+        if self.planned is None:
+            _ = self.model_without_plan
+        elif self.model is not None and not isinstance(self.model, ModelConfig):
+            raise RooftopError("model", str(self.model), "nothing with a plan, which names its model")
+        if self.remat is not None:
+            parse_policy(self.remat)
+        for name in self.sources:
+            find_files(name)
+        if self.tokenizer is not None and not Path(self.tokenizer).exists():
+            accepted = "a tokenizer.json, or a folder that has one (No such file or directory)"
+            raise RooftopError("tokenizer", str(self.tokenizer), accepted)
 
     @cached_property
     def learning_rates(self) -> Schedule:

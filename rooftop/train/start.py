@@ -20,8 +20,7 @@ from rooftop.capabilities import MATMUL_DTYPES, TrainingSpec
 from rooftop.compiler.devices import Local, local_devices, mesh_of, write_axes
 from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import next_multiple
-from rooftop.models import ModelConfig, load_model
-from rooftop.models.sizing import SMALL_VOCAB, is_small, small_model
+from rooftop.models import ModelConfig
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.programs.attention.scores import BLOCK
 from rooftop.programs.model.layer import Computation
@@ -31,7 +30,7 @@ from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE
 from rooftop.train.data.dataset import Dataset, DataSource, Progress, open_dataset
 from rooftop.train.engine import TrainJob, require_room
 from rooftop.train.metrics import TrainRates
-from rooftop.train.request import TrainRequest
+from rooftop.train.request import SEQ_LEN, TrainRequest
 from rooftop.train.schedule import ScheduledOptimizer
 
 #: Fields of a program that depend on the devices: a resumed run may have others.
@@ -39,7 +38,6 @@ _OF_DEVICES = ("program.computation.attention", "program.computation.attention_b
 #: Fastest block of queries and keys on a CPU (bench/train_cpu.py).
 _CPU_BLOCK = 128
 _SEQUENCES = 16
-_SEQ_LEN = 512
 _BALANCE = 0.01
 
 
@@ -142,14 +140,14 @@ def _of_model(request: TrainRequest, here: Local) -> tuple[TrainProgram, Any, st
         raise RooftopError("as-is or shrink", "no plan", "a PLAN.json of rooftop plan train")
     axes = dict(request.axes) if request.axes is not None else {GATHER_AXES[0]: len(here.devices)}
     mesh = mesh_of(axes, here)
-    model = _model(request)
+    model = request.model_without_plan
     stages = ways(axes, *STAGE_AXES)
     microbatches = request.microbatches or (1 if stages == 1 else 2 * stages)
     is_cpu = here.devices[0].platform == "cpu"
     compute = request.compute_dtype or ("f32" if is_cpu else "bf16")
     parts = ways(axes, *BATCH_AXES) * microbatches
     batch = request.batch_seqs or next_multiple(_SEQUENCES, parts)
-    seq_len = request.seq_len or min(_SEQ_LEN, model.max_seq_len)
+    seq_len = request.seq_len or min(SEQ_LEN, model.max_seq_len)
     computation = Computation(
         model=model,
         # A pipeline stage has no ring.
@@ -170,21 +168,6 @@ def _of_model(request: TrainRequest, here: Local) -> tuple[TrainProgram, Any, st
     sequences, positions = program.padded(mesh)
     chunks = loss_chunks(sequences // parts, positions // ways(axes, *SEQUENCE_AXES))
     return replace(program, loss_chunks=chunks), mesh, f"on {here.name}: mesh {write_axes(axes)}"
-
-
-def _model(request: TrainRequest) -> ModelConfig:
-    source = request.init if request.model is None else request.model
-    if source is None:
-        raise RooftopError("model", None, "PLAN.json, --model (a preset, a config.json or llama:4M) or --init")
-    if isinstance(source, ModelConfig):
-        return source
-    name = str(source)
-    if is_small(name):
-        return small_model(name, request.vocab or SMALL_VOCAB, max(request.seq_len or _SEQ_LEN, _SEQ_LEN))
-    model = load_model(name)
-    if request.vocab is not None and request.init is None and request.tokenizer is None:
-        model = replace(model, vocab=request.vocab)
-    return model
 
 
 def _completed(request: TrainRequest, program: TrainProgram) -> TrainProgram:

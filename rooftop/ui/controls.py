@@ -23,7 +23,8 @@ LONGEST = 20_000
 class Control(Record):
     """One control. A slider has the ``stops`` that it stops at, a select ``options``, a text ``suggestions``.
 
-    ``fields`` are the fields of errors that are shown next to it, its own name among them.
+    ``fields`` are the fields of errors that are shown next to it, its own name among them. ``only`` (name, value) is
+    the value of another control without which this one does nothing.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Control(Record):
     unit: str = ""
     help: str = ""
     fields: tuple[str, ...] = ()
+    only: tuple[str, str] | None = None
 
     def check(self, text: str) -> str:
         """The text, if the control takes it. Raises RooftopError naming the control."""
@@ -75,7 +77,12 @@ def read_state(controls: Sequence[Control], query: Iterable[tuple[str, str]]) ->
         if name in raw:
             raise RooftopError(name, f"{raw[name]} and {text}", "one value")
         raw[name] = known[name].check(text)
-    return State({name: raw.get(name, control.default) for name, control in known.items()})
+    values = {name: raw.get(name, control.default) for name, control in known.items()}
+    for name, text in raw.items():
+        only = known[name].only
+        if only is not None and values[only[0]] != only[1] and text != known[name].default:
+            raise RooftopError(name, text, f"this with {known[only[0]].label.lower()} {only[1]}")
+    return State(values)
 
 
 def slider(
@@ -90,6 +97,7 @@ def slider(
     unit: str = "",
     help: str = "",
     fields: tuple[str, ...] = (),
+    only: tuple[str, str] | None = None,
 ) -> Control:
     """A slider over whole numbers: by ones if ``linear``, else by powers of two.
 
@@ -103,7 +111,7 @@ def slider(
         stops = {low, high, *(stop for stop in (*powers, *between) if low <= stop <= high)}
     return Control(
         name=name, label=label, kind="slider", default=default, stops=tuple(sorted(stops)), unit=unit, help=help,
-        fields=(name, *fields),
+        fields=(name, *fields), only=only,
     )  # fmt: skip
 
 
@@ -119,12 +127,12 @@ def select(
 
 def text(
     name: str, label: str, default: str, *, suggestions: Iterable[str] = (), help: str = "",
-    fields: tuple[str, ...] = (), area: bool = False,
+    fields: tuple[str, ...] = (), area: bool = False, only: tuple[str, str] | None = None,
 ) -> Control:  # fmt: skip
     """A line of text (or an ``area`` of several)."""
     return Control(
         name=name, label=label, kind="area" if area else "text", default=default, suggestions=tuple(suggestions),
-        help=help, fields=(name, *fields),
+        help=help, fields=(name, *fields), only=only,
     )  # fmt: skip
 
 

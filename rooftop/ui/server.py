@@ -29,6 +29,7 @@ from rooftop import __version__
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.present.browser import Widths, to_data
 from rooftop.present.document import Document, ShownVerdict
+from rooftop.present.glossary import entries
 from rooftop.ui.controls import read_state
 from rooftop.ui.explorers import EXPLORERS, explorer
 from rooftop.ui.opened import Shelf, opened_text
@@ -36,6 +37,8 @@ from rooftop.ui.opened import Shelf, opened_text
 _STATIC = Path(__file__).with_name("static")
 #: Style and script of charts, which pages that are files have too.
 _SHARED = Path(__file__).parents[1] / "present" / "static"
+#: Pages that are no explorers.
+_PAGES = ("open", "glossary")
 #: The largest file that can be dropped on the page, in bytes.
 LARGEST = 32 << 20
 _HEADERS = {
@@ -63,12 +66,16 @@ def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starl
     shelf = Shelf(files)
 
     async def page(request: Request) -> Response:
-        if (name := request.path_params.get("name", "")) and name not in (*EXPLORERS, "open"):
-            return PlainTextResponse("There is no such page.", status_code=404)
-        return Response((_STATIC / "index.html").read_bytes(), media_type="text/html")
+        # The shell of an address that is none says so, with its menu.
+        name = request.path_params.get("name", "")
+        status = 200 if name in ("", *EXPLORERS, *_PAGES) else 404
+        return Response((_STATIC / "index.html").read_bytes(), status_code=status, media_type="text/html")
 
     async def catalogue(request: Request) -> Response:
         return _json({"version": __version__, "explorers": EXPLORERS, "files": [path.name for path in files]})
+
+    async def words(request: Request) -> Response:
+        return _json({"entries": [{"anchor": item.anchor, **vars(item)} for item in entries()]})
 
     async def ask(request: Request) -> Response:
         return _answered(lambda: _asked(request))
@@ -97,6 +104,7 @@ def application(*, host: str = "127.0.0.1", files: Sequence[Path] = ()) -> Starl
             Route("/api", catalogue),
             Route("/api/files/{index:int}", show),
             Route("/api/open", drop, methods=["POST"]),
+            Route("/api/glossary", words),
             Route("/api/{name}/controls", declare),
             Route("/api/{name}", ask),
             Mount("/static", StaticFiles(directory=_STATIC)),

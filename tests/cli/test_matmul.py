@@ -68,9 +68,8 @@ def test_the_table_says_what_binds(rooftop: Call) -> None:
     ],
 )
 def test_json_follows_its_schema(expression: str, programs: list[str]) -> None:
-    result = library.matmul(
-        expression, dims="I=512,J=512,K=512", mesh="X=4", on="v5e:2x2", backward=True, simulate=True
-    )
+    dims = {dim: 512 for dim in "IJK" if dim in expression}
+    result = library.matmul(expression, dims=dims, mesh="X=4", on="v5e:2x2", backward=True, simulate=True)
     data = result.to_json()
     jsonschema.validate(data, schema(library.MatmulResult))
     assert list(data["backward"]) == programs
@@ -359,3 +358,25 @@ def test_what_no_device_holds_is_said_first(rooftop: Call) -> None:
     assert rooftop(*job, "I=10M,J=10M,K=10M").out.startswith("Does not fit: every strategy needs more memory")
     assert "Does not fit" not in rooftop(*job, "I=8192,J=8192,K=8192").out
     assert rooftop(*job, "I=1e30,J=1,K=1").status == 2
+
+
+def test_operands_in_host_memory_are_copied_before_they_are_multiplied(rooftop: Call) -> None:
+    """Each device copies its own shard at the catalogue's rate of PCIe."""
+    dims = ("--dims", "I=8192,J=8192,K=8192", "--mesh", "X=4,Y=4", "--on", "v5e:4x4")
+    near = best(rooftop, "A[I_X, J] * B[J, K_Y] -> C[I_X, K_Y]", *dims)
+    far = best(rooftop, "A[I_X, J]@host * B[J, K_Y]@host -> C[I_X, K_Y]@host", *dims)
+    chip = rooftop("chips", "v5e", "--json").json
+    shards = 2 * (8192 * 8192 // 4) * 2 + 2 * (8192 * 8192 // 16)
+    copied_s = shards / chip["figures"]["pcie_bytes_per_s"]["value"]
+    assert far["time_s"] == pytest.approx(near["time_s"] + copied_s, rel=1e-9)
+    assert [step["op"] for step in far["steps"]] == ["host_transfer", "host_transfer", "einsum", "host_transfer"]
+    simulated = best(rooftop, "A[I_X, J]@host * B[J, K_Y] -> C[I_X, K_Y]", *dims, "--simulate")
+    assert simulated["time_s"] < far["time_s"]
+
+
+@pytest.mark.parametrize("option", ["--backward", "--compile", "--measure"])
+def test_what_no_program_does_with_operands_elsewhere_is_refused(rooftop: Call, option: str) -> None:
+    dims = ("--dims", "I=8192,J=8192,K=8192", "--mesh", "X=4", "--on", "v5e:2x2")
+    answer = rooftop("matmul", "A[I_X, J]@host * B[J, K]", *dims, option)
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err.startswith(f"rooftop: {option[2:]}: got ")

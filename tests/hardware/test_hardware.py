@@ -163,8 +163,8 @@ def test_unknown_chip_suggests_near_names():
         chip("trilium")
 
 
-def test_unknown_chip_without_a_near_name_lists_all():
-    with pytest.raises(RooftopError, match=r"^chip: got 'zzzzzz'; accepted: one of a100, .*, v6e"):
+def test_unknown_chip_without_a_near_name_says_what_lists_all():
+    with pytest.raises(RooftopError, match=r"^chip: got 'zzzzzz'; accepted: `rooftop chips` lists all \d+$"):
         chip("zzzzzz")
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from jax.profiler import ProfileData
 
-from rooftop.compiler.devices import chip_of_kind
 from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, TimeSpan
 from rooftop.core.timelines.perfetto import trace
 from rooftop.core.timelines.xprof import write, xspace
 from rooftop.explain.measured.report import explain
-from rooftop.hardware import Slice, chip
+from rooftop.hardware import Slice, chip, chip_of_kind
 from rooftop.models import load_model
 from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.plan import TrainingPlan

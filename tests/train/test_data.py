@@ -21,8 +21,10 @@ from rooftop.core.errors import RooftopError
 from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.parameters import Batch
 from rooftop.programs.sharding import Specs
+from rooftop.runs.folder import RunFolder
 from rooftop.train.data import loading, packing
 from rooftop.train.data.corpus import find_corpus
+from rooftop.train.data.dataset import DataSource, open_dataset
 from rooftop.train.data.loading import Loader, Permutation, hold_out, place, prefetch
 from rooftop.train.data.packing import fill, pack
 from rooftop.train.data.tokens import TokenStore, tokenise
@@ -226,7 +228,7 @@ def test_a_loader_refuses_what_gives_no_batches() -> None:
     for change, message in (
         ({"batch": 0}, "batch: got 0"),
         ({"seed": -1}, "seed: got -1"),
-        ({"packing": pack(store, 7)}, "seq_len: got 7; accepted: at most 6"),
+        ({"packing": pack(store, 7)}, "seq: got 7; accepted: at most 6"),
     ):
         with pytest.raises(RooftopError, match=message):
             dataclasses.replace(good, **change)
@@ -383,3 +385,18 @@ def test_the_time_waited_is_that_between_asking_and_having(monkeypatch: pytest.M
     assert fetched.waited_s == 5.0
     with pytest.raises(RooftopError, match="prefetch depth: got 0"):
         prefetch(make, [0], depth=0)
+
+
+@pytest.mark.parametrize(("documents", "share"), [(1, 0.0), (2, 0.01)])
+def test_nothing_is_held_out_of_a_single_document(
+    documents: int, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "run").mkdir()
+    for number in range(documents):
+        (tmp_path / f"{number}.txt").write_text(f"text {number} to train on, and more of it\n" * 20)
+    data = open_dataset(
+        DataSource(data=(f"{tmp_path}/*.txt",), field="text", tokenizer=None, vocab=300),
+        RunFolder(path=tmp_path / "run"), vocab=300, batch=2, seq_len=8, seed=0, held_share=None,
+    )  # fmt: skip
+    assert (data.held_share, data.held is None) == (share, documents == 1)

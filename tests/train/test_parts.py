@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from rooftop.arrays import AXES, Mesh
-from rooftop.compiler.devices import chip_of_kind, local_devices, mesh_of, topology_mesh
+from rooftop.compiler.devices import local_devices, mesh_of, topology_mesh
 from rooftop.core.errors import RooftopError
 from rooftop.explain.compiled.training import request
-from rooftop.hardware import Slice
+from rooftop.hardware import Slice, chip_of_kind
 from rooftop.models import ModelConfig, count_params, from_huggingface, load_model
 from rooftop.models.activations import parse_policy
 from rooftop.models.sizing import SMALL_FAMILIES, small_model

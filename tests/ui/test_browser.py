@@ -224,3 +224,36 @@ def test_another_name_gets_nothing(site: str, browser: Browser) -> None:
         status = "refused by the browser"
     context.close()
     assert status in (421, "refused by the browser")
+
+
+def test_a_link_with_a_name_of_no_control_still_answers(page: Page, site: str) -> None:
+    _open(page, f"{site}roofline?B=64&speed=3")
+    assert "This link sets speed, which this page does not have" in page.inner_text("main > .wrong")
+    assert page.is_visible(".answer .verdict")
+    assert page.input_value("input[aria-label='B, tokens, typed']") == "64"
+
+
+def test_a_control_that_does_nothing_is_off(page: Page, site: str) -> None:
+    _open(page, f"{site}serving")
+    assert page.is_disabled("#c-mesh")
+    page.select_option("#c-bounds", "usable")
+    assert page.is_enabled("#c-mesh")
+
+
+def test_a_level_leads_to_its_word(page: Page, site: str) -> None:
+    _open(page, f"{site}training")
+    page.click("[data-figure=expected_s] .level a")
+    page.wait_for_selector("body[data-ready]")
+    assert page.url.endswith("/glossary#expected")
+    assert page.inner_text("#expected + dd").startswith("the time that a plan counts on")
+
+
+def test_an_error_of_a_file_has_the_colour_of_errors(page: Page, site: str) -> None:
+    _open(page, f"{site}open")
+    page.set_input_files("input[type=file]", {"name": "x.json", "mimeType": "application/json", "buffer": b"[1"})
+    page.wait_for_selector("main .wrong:not([hidden])")
+    colour, ink = (
+        page.eval_on_selector(selector, "element => getComputedStyle(element).color")
+        for selector in ("main .wrong", "body")
+    )
+    assert colour != ink

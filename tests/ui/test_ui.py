@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -32,6 +32,8 @@ from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Workload
 from rooftop.present.browser import to_data
+from rooftop.present.document import Level
+from rooftop.present.glossary import FILE, entries, entry
 from rooftop.roofline.matmul import attainable
 from rooftop.simulate.network.rounds import KINDS, rounds, torus_rounds
 from rooftop.simulate.systolic import SystolicArray
@@ -43,6 +45,7 @@ from tests.conftest import Answer
 from tests.support.ui_figures import FIGURES, figure_of
 
 Call = Callable[..., Answer]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +135,9 @@ def test_every_answer_has_units_sources_and_data(name: str, client: TestClient) 
         ("roofline?speed=1", "control", "one of B, D, F"),
         ("roofline?chip=v4&dtype=f8_e4m3&weights=f8_e4m3", "dtype", "bf16"),
         ("sharding?expression=A%5BI_X", "array", "dtype[DIM_AXES"),
-        ("sharding?way=24&expression=AllGather_Y(A%5BI_X,J_Y%5D)", "way", "1 to 1"),
+        ("sharding?way=25", "way", "1 to 24"),
+        ("serving?mesh=tensor=16", "mesh", "this with arithmetic usable"),
+        ("pipeline?schedule=1f1b&chunks=4", "chunks", "this with schedule interleaved"),
         ("sharding?mesh=X=3,Y=4", "mesh", "16 devices"),
         ("sharding?mesh=X=2,Y=2,Z=2,W=2", "mesh", "3 axes at most"),
         ("sharding?dims=I=8190,J=8192,K=8", "dim", "a multiple of"),
@@ -488,3 +493,86 @@ def test_a_file_that_is_not_there_is_one_line(rooftop: Call) -> None:
     answer = rooftop("ui", "nowhere.json", "--no-open", "--port", "0")
     assert (answer.status, answer.err.count("\n")) == (2, 1)
     assert "nowhere.json" in answer.err
+
+
+def _asked(name: str, **state: str) -> Any:
+    one = explorer(name)
+    return to_data(one.answer(read_state(one.form.controls, state.items())))
+
+
+def test_the_last_stop_of_a_slider_is_the_last_way() -> None:
+    state = {"expression": "AllGather_Y(A[I_X, J_Y])"}
+    assert _asked("sharding", **state, way="24")["figures"] == _asked("sharding", **state)["figures"]
+
+
+def test_a_verdict_of_training_says_what_is_waited_for() -> None:
+    answer = _asked("training")
+    figures = _figures(answer)
+    share = figures["exposed_s"] / figures["expected_s"]
+    assert share > 0.05
+    assert f"It waits {share:.0%} of it for collectives, over fsdp most." in answer["verdict"]
+    assert not any("the search chose" in note for note in answer["notes"]), "the page searches no mesh"
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "figures"),
+    [
+        ("training", {"model": "llama3-70b", "on": "v5e:1x1"}, {"memory_bytes", "nearest"}),
+        ("serving", {"on": "v5e:1x1", "bounds": "usable"}, {"memory_bytes", "kv_bytes", "max_batch", "nearest"}),
+    ],
+)
+def test_what_does_not_fit_has_no_times_and_names_a_slice_that_does(
+    name: str, state: dict[str, str], figures: set[str]
+) -> None:
+    answer = _asked(name, **state)
+    assert answer["no"]
+    assert set(_figures(answer)) == figures
+    slice_ = Slice.parse(str(_figures(answer)["nearest"]).split()[0])
+    assert slice_.chip.name == "v5e" and slice_.chips > 1
+
+
+def test_the_first_answer_of_training_is_a_plan_that_runs() -> None:
+    answer = _asked("training")
+    assert not answer["no"] and not answer["details"]
+
+
+def test_figures_of_the_books_arithmetic_are_rules() -> None:
+    levels = {figure["name"]: figure["level"] for figure in _asked("serving")["figures"]}
+    timed = ("step_s", "tokens_per_s", "tokens_per_s_per_chip", "ttft_s", "usd_per_million_tokens")
+    assert {levels[name] for name in timed} == {"rule"}
+    usable = {figure["name"]: figure["level"] for figure in _asked("serving", bounds="usable")["figures"]}
+    assert {usable[name] for name in timed} == {"expected"}
+
+
+def test_the_unit_that_binds_embeddings_is_the_longest_bar() -> None:
+    answer = _asked("embedding")
+    chart = next(chart for chart in answer["charts"] if chart["title"] == "What each unit does in a step")
+    lengths = {bar["name"]: sum(value for _, value in bar["parts"]) for bar in chart["bars"]}
+    longest = max(lengths, key=lambda name: lengths[name])
+    assert f"bound by {'the tables' if longest == 'tables' else longest}" in answer["verdict"]
+
+
+def test_an_address_that_is_none_has_the_menu(client: TestClient) -> None:
+    response = client.get("/nosuch")
+    assert (response.status_code, response.headers["content-type"].partition(";")[0]) == (404, "text/html")
+    assert response.text == client.get("/").text
+
+
+def test_every_level_of_a_figure_is_in_the_glossary(client: TestClient) -> None:
+    anchors = {entry["anchor"] for entry in client.get("/api/glossary").json()["entries"]}
+    assert set(get_args(Level)) - {"exact"} <= anchors
+
+
+def test_the_glossary_is_the_page_of_the_documentation() -> None:
+    assert FILE.read_text() == (ROOT / "docs" / "glossary.md").read_text()
+    assert entry("tpot").words == "ITL, TPOT, TTFT"
+    assert "](" not in "".join(item.meaning for item in entries())
+
+
+def test_the_glossary_is_on_the_command_line(rooftop: Call) -> None:
+    answer = rooftop("help", "glossary", "Exposed")
+    assert (answer.status, answer.out.split(), answer.err) == (0, ["exposed", *entry("exposed").meaning.split()], "")
+    assert all(item.names[0] in rooftop("help", "glossary").out for item in entries())
+    wrong = rooftop("help", "glossary", "exposd")
+    assert (wrong.status, wrong.out) == (2, "")
+    assert wrong.err.startswith("rooftop: word: got 'exposd'; accepted: did you mean exposed")

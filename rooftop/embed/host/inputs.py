@@ -310,7 +310,14 @@ def parquet_batches(files: Sequence[Path], tables: Tables, batch: int) -> Iterat
                     yield _inputs(rest.slice(0, batch), tables)
                     rest = rest.slice(batch)
         except (OSError, pa.ArrowException) as error:
-            raise RooftopError("data", str(file), f"a Parquet file ({' '.join(str(error).split())})") from None
+            raise RooftopError("data", str(file), f"a Parquet file ({_reason(error)})") from None
+
+
+def _reason(error: Exception) -> str:
+    """The reason of pyarrow's error on one line; of a missing file without its path, which the line has."""
+    if isinstance(error, FileNotFoundError):
+        return "No such file or directory"
+    return " ".join(str(error).split())
 
 
 def count_samples(files: Sequence[Path]) -> int:
@@ -321,7 +328,7 @@ def count_samples(files: Sequence[Path]) -> int:
         try:
             rows += pq.read_metadata(file).num_rows
         except (OSError, pa.ArrowException) as error:
-            raise RooftopError("data", str(file), f"a Parquet file ({' '.join(str(error).split())})") from None
+            raise RooftopError("data", str(file), f"a Parquet file ({_reason(error)})") from None
     return rows
 
 

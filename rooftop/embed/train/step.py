@@ -17,10 +17,10 @@ import jax
 from jax import P
 from jaxtyping import Array, Float32
 
-from rooftop.compiler.devices import chip_of_kind
 from rooftop.compiler.sparsecore import PIPELINING_OPTIONS, check_options, refusal, require_checks, smallest_slice
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.embed.criteo import COUNTS, check_features
+from rooftop.hardware import chip_of_kind
 from rooftop.models.embedding_tables.files import tables_from_json
 from rooftop.models.embedding_tables.limits import Limits, StackLimits
 from rooftop.models.embedding_tables.stacking import Stacking, stack_tables

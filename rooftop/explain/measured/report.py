@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from rooftop import __version__
-from rooftop.compiler.devices import chip_of_kind
 from rooftop.core.amounts import Amount, Positive, Share
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import read_json_object
@@ -23,7 +22,7 @@ from rooftop.explain.measured.advice import Advice, advise, origin_of
 from rooftop.explain.measured.columns import ExplainedRow, columns
 from rooftop.explain.measured.modules import TracedProgram, all_facts, programs_of, read_module
 from rooftop.explain.measured.roofs import Achieved, Roof, Roofs, achieved, chip_of_trace, doubts, roofs
-from rooftop.hardware import Chip
+from rooftop.hardware import Chip, chip_of_kind
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.profile.facts import COLLECTIVE, Category, Facts
 from rooftop.profile.idle import INSIDE, UNKNOWN, Waiting

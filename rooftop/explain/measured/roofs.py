@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rooftop.compiler.devices import chip_of_kind
 from rooftop.core.amounts import Amount
 from rooftop.core.quantities import format_bytes, format_count
 from rooftop.core.records import Record, derived
-from rooftop.hardware import Chip
+from rooftop.hardware import Chip, chip_of_kind
 from rooftop.profile.facts import COMPUTE, Facts
 from rooftop.profile.measured import Measured
 from rooftop.profile.trace import Trace

@@ -24,6 +24,7 @@ from rooftop.arrays.rules import (
 from rooftop.capabilities import KV_SPLITS, SERVING, KvSplit, ServingSpec, engine_heads, obstacles
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Ledger, Number, Row
+from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params
 from rooftop.models.attention import attention_kind
@@ -119,6 +120,12 @@ class ServingProblem:
         inputs = max(self.model.d_model, self.model.d_ff, self.model.heads * self.model.d_value)
         if self.numerics.weight_group is not None and self.numerics.weight_group > inputs:
             raise RooftopError("weight-group", self.numerics.weight_group, f"at most the {inputs} inputs of a matmul")
+        if self.numerics.weight_group is not None and dtype_bytes(self.numerics.weights) >= dtype_bytes("bf16"):
+            accepted = f"this with weights in 8 or 4 bits: {self.numerics.weights} has no scales"
+            raise RooftopError("weight-group", self.numerics.weight_group, accepted)
+        if self.draft is not None and self.draft.model.vocab != self.model.vocab:
+            accepted = f"a model with the vocabulary of {self.model.name}: {self.model.vocab:,} tokens"
+            raise RooftopError("draft", f"{self.draft.model.name} with {self.draft.model.vocab:,}", accepted)
         if self.draft is not None and self.draft.length > self.workload.generate:
             accepted = f"at most the {self.workload.generate} tokens of an answer"
             raise RooftopError("draft-length", self.draft.length, accepted)

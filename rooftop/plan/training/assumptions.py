@@ -93,7 +93,7 @@ class Assumptions(Record):
     narrow_gradients: bool = False
 
     def __post_init__(self) -> None:
-        require_shares(self.hidden, HIDDEN, "hidden")
+        require_shares(self.hidden, HIDDEN, "assume")
         if self.attention not in ("flash", "reference"):
             raise unknown("attention", self.attention, ("flash", "reference"))
         if self.attention_block is not None and self.attention_block < 1:
@@ -111,4 +111,4 @@ class Assumptions(Record):
 
     def with_hidden(self, text: str) -> Assumptions:
         """These assumptions with some changed, from 'weight_gather=1,tensor=0.5'."""
-        return replace(self, hidden={**self.hidden, **parse_shares(text, HIDDEN, "hidden")})
+        return replace(self, hidden={**self.hidden, **parse_shares(text, HIDDEN, "assume")})

@@ -139,7 +139,8 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
                 formula="X = sqrt(B M_X N / (F_eff M_Y))",
                 value=chosen,
                 limit=best,
-                text=f"On paper {best:.0f} ways of FSDP move the fewest bytes; the search chose {chosen:.0f}.",
+                text=f"On paper {best:.0f} ways of FSDP move the fewest bytes; "
+                f"{'the search chose' if problem.axes is None else 'the mesh has'} {chosen:.0f}.",
             )
     copies, within = step.strategies.devices(*REPLICA_AXES), step.strategies.within_slice(*REPLICA_AXES)
     if np.any(within < copies) and problem.slice.num_slices > 1:

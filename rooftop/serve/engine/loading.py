@@ -251,10 +251,10 @@ def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[li
         raise RooftopError("prefill_devices", configuration.prefill_devices, f"{per_copy}, as many as the mesh has")
     count = 2 if split else copies
     if count * per_copy > len(here):
-        raise RooftopError("mesh", dict(sizes) or {COLUMN_AXES[0]: 1}, f"at most the {len(here)} devices that are here")
+        raise RooftopError("mesh", _written(sizes), f"at most the devices that are here: {len(here)}")
     if jax.process_count() > 1 and count * per_copy < len(here):
         accepted = f"all {len(here)} devices of the {jax.process_count()} processes"
-        raise RooftopError("mesh", dict(sizes) or {COLUMN_AXES[0]: 1}, accepted)
+        raise RooftopError("mesh", _written(sizes), accepted)
     axes = PROGRAM_AXES
     shape, types = tuple(sizes.get(axis, 1) for axis in axes), (AxisType.Explicit,) * len(axes)
     # Stages lie over slices, and so over processes.
@@ -264,6 +264,11 @@ def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[li
         [Mesh(devices.reshape(shape), axes, axis_types=types) for devices in np.split(group, stages)]
         for group in copies_
     ]
+
+
+def _written(sizes: Mapping[str, int]) -> str:
+    """Axes as ``--mesh`` takes them."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items()) or f"{COLUMN_AXES[0]}=1"
 
 
 def _apart(here: Sequence[jax.Device], count: int, item: int) -> list[Sequence[jax.Device]]:

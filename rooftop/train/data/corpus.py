@@ -72,7 +72,7 @@ def find_corpus(data: Sequence[str], *, progress: Progress | None = None) -> Cor
     """
     result: dict[Path, bool] = {}
     for name in data:
-        for path, alone in _files(name):
+        for path, alone in find_files(name):
             result[path] = result.get(path, False) or alone
     sizes = {path: path.stat().st_size for path in result}
     sources, left_out, done = [], [], 0
@@ -128,8 +128,8 @@ def sidecar(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def _files(name: str) -> list[tuple[Path, bool]]:
-    """The files of a name, and True if it names a single one."""
+def find_files(name: str) -> list[tuple[Path, bool]]:
+    """The files of a name, and True if it names a single one. Raises RooftopError if there are none."""
     path = Path(name).expanduser()
     if path.is_file():
         return [(path, True)]

@@ -23,7 +23,7 @@ Progress = Callable[[int, int, str], None]
 
 
 #: Share of the documents that is held out by default.
-HELD_SHARE = 0.01
+_HOLD_OUT = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,14 @@ class DataSource:
 class Dataset:
     """Batches to train on, and to evaluate on if documents are held out; the tokenizer is None for token arrays.
 
-    ``held_share`` of the documents are held out. ``left_out``: files that are no text. ``unigram_entropy``: nats per
+    ``held_share`` of the documents is held out. ``left_out``: files that are no text. ``unigram_entropy``: nats per
     token of the best guess that sees no context.
     """
 
     train: Loader
     held: Loader | None
-    held_share: float
     tokenizer: Tokenizer | None
+    held_share: float
     left_out: int
     unigram_entropy: float
 
@@ -75,8 +75,8 @@ def open_dataset(
 ) -> Dataset:
     """Tokenise the data into the user's cache; the tokenizer is kept in ``folder`` and read there next time.
 
-    ``vocab`` is the model's. ``held_share`` of the documents are held out; None: ``HELD_SHARE``, or none of a single
-    document. All processes call it. Raises RooftopError for what the parts of it raise.
+    ``vocab`` is the model's. ``held_share`` None holds out a share of 0.01, or nothing of a single document. All
+    processes call it. Raises RooftopError for what the parts of it raise.
     """
     corpus = find_corpus(source.data, progress=progress)
     tokenizer = None if corpus.tokenised else _tokenizer(source, corpus, folder, progress)
@@ -84,18 +84,17 @@ def open_dataset(
         store = token_arrays(corpus, vocab=vocab, progress=progress)
     else:
         store = tokenise(corpus, tokenizer, cache_folder("tokens"), vocab=vocab, field=source.field, progress=progress)
-    if held_share is None:
-        held_share = HELD_SHARE if store.documents > 1 else 0.0
     if held_share and store.documents < 2:
         raise RooftopError("hold-out", held_share, "0 with one document, of which nothing can be held out")
-    training, held_out = hold_out(store.documents, held_share, seed) if held_share else (None, None)
+    share = (_HOLD_OUT if store.documents > 1 else 0.0) if held_share is None else held_share
+    training, held_out = hold_out(store.documents, share, seed) if share else (None, None)
     return Dataset(
         train=Loader(store=store, packing=pack(store, seq_len, chosen=training), batch=batch, seed=seed),
         held=None
         if held_out is None
         else Loader(store=store, packing=pack(store, seq_len, chosen=held_out), batch=batch, seed=None),
-        held_share=held_share,
         tokenizer=tokenizer,
+        held_share=share,
         left_out=len(corpus.left_out),
         unigram_entropy=unigram_entropy(store),
     )

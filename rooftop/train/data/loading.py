@@ -100,7 +100,7 @@ class Loader:
             raise RooftopError("seed", self.seed, "a whole number from 0")
         if self.packing.seq_len > self.packing.tokens:
             accepted = f"at most {self.packing.tokens}, the tokens that there are to train on"
-            raise RooftopError("seq_len", self.packing.seq_len, accepted)
+            raise RooftopError("seq", self.packing.seq_len, accepted)
 
     @property
     def steps_per_epoch(self) -> int:

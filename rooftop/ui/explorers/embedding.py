@@ -87,7 +87,7 @@ def answer(state: State) -> Document:
         verdict=ShownVerdict(
             says=obstacles[0][0].upper() + obstacles[0][1:]
             if obstacles
-            else f"A pipelined step takes {format_seconds(pipelined.expected_s)}, bound by {pipelined.bound}; "
+            else f"A pipelined step takes {format_seconds(pipelined.expected_s)}, bound by {_bound(pipelined.bound)}; "
             f"a tile's memory is {memory['tile'] / memory['tile_capacity']:.0%} full.",
             no=obstacles[0] if obstacles else "",
         ),
@@ -126,13 +126,22 @@ def _limits(plan: EmbedPlan) -> Table:
     )
 
 
+def _bound(unit: str) -> str:
+    """Unit that binds a step, in words: those of the tables work one after another."""
+    return f"the tables, {unit} most" if unit in ("sparsecore", "ici", "hbm") else unit
+
+
 def _units(plan: EmbedPlan) -> Bars:
+    units = dict(plan.units_s)
     return Bars(
         title="What each unit does in a step",
         about="Tables go through HBM (or SparseCore), then ICI. Pipelined, host, tables and TensorCore run side by "
         "side; in a sequential step tables and TensorCore take turns.",
         unit="s",
-        bars=tuple(Bar(name, (("busy", seconds),)) for name, seconds in plan.units_s.items()),
+        bars=(
+            Bar("tables", tuple((name, units[name]) for name in ("hbm", "ici"))),
+            *(Bar(name, (("busy", units[name]),)) for name in ("sparsecore", "tensorcore", "host")),
+        ),
         limit=(plan.step["pipelined"].expected_s, "pipelined step"),
     )
 

@@ -164,7 +164,16 @@ _CONTROLS: tuple[Control, ...] = (
     select("schedule", "Schedule", SCHEDULES, DEFAULT_SCHEDULE),
     select("stages", "Stages", _SLICES, "4"),
     slider("microbatches", "Microbatches", "8", 1, 64, halves=True),
-    slider("chunks", "Chunks of a stage", "2", 1, 8, help="Of the interleaved schedule.", fields=("pipeline",)),
+    slider(
+        "chunks",
+        "Chunks of a stage",
+        "2",
+        1,
+        8,
+        help="Of the interleaved schedule.",
+        fields=("pipeline",),
+        only=("schedule", "interleaved"),
+    ),
     select("model", "Model", ("llama3.2-1b", "llama3-8b", "qwen3-32b", "llama3-70b"), "llama3-8b"),
 )
 

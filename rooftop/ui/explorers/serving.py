@@ -15,17 +15,31 @@ from rooftop.core.records import field_values
 from rooftop.hardware import Slice
 from rooftop.models import load_model, presets
 from rooftop.plan.pricing import BOUNDS
+from rooftop.plan.serving.nearest import nearest_plans
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.search import at_context, best_prefill, pareto, sweep_generate
 from rooftop.plan.serving.workload import ServingNumerics, ServingWorkload
-from rooftop.present.document import Bar, Bars, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
+from rooftop.present.document import (
+    Bar,
+    Bars,
+    Chart,
+    ChartAxis,
+    ChartSeries,
+    Document,
+    Level,
+    Lines,
+    ShownFigure,
+    ShownVerdict,
+)
 from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider, text
 
 #: Contexts of the curves in addition to the chosen one.
 _CONTEXTS = (2048, 8192, 32768, 131072)
 _ANSWER = 512
+#: Figures that stand although a batch does not fit.
+_OF_MEMORY = ("max_batch", "memory_bytes", "kv_bytes")
 
 
 def answer(state: State) -> Document:
@@ -44,10 +58,17 @@ def answer(state: State) -> Document:
     memory = field_values(plan.memory_of_slice.per_device)
     work = sized.workload
     rate = plan.tokens_per_s / sized.slice.chips
+    figures = _figures(plan, rate, memory)
+    charts: tuple[Chart, ...] = (_memory(plan, memory),)
+    if plan.fits:
+        charts = (_front(fronts, context, plan, rate), _batches(fronts, context), _step(plan), *charts)
+    else:
+        # Times of what no device can hold would read like an answer.
+        figures = tuple(figure for figure in figures if figure.name in _OF_MEMORY) + _nearest(plan)
     return Document(
         verdict=ShownVerdict(says=_verdict(plan, rate), no="" if plan.fits else "It does not fit."),
-        figures=_figures(plan, rate, memory),
-        charts=(_front(fronts, context, plan, rate), _batches(fronts, context), _step(plan), _memory(plan, memory)),
+        figures=figures,
+        charts=charts,
         notes=tuple(reason.text for reason in plan.reasons),
         command=command_line(
             "plan", "serve", state["model"], on=sized.slice.name, weights_dtype=state["weights"], kv_dtype=state["kv"],
@@ -72,7 +93,7 @@ def _server(
         workload=ServingWorkload(prompt=8192, generate=_ANSWER),
         numerics=ServingNumerics(weights=weights, kv=kv),
         bounds=one_of("bounds", bounds, BOUNDS),
-        axes=parse_axes(mesh) if mesh and bounds != "book" else None,
+        axes=parse_axes(mesh) if mesh else None,
     )
     placements = tuple(problem.generate_placements())
     if not placements:
@@ -123,15 +144,27 @@ def _verdict(plan: ServingPlan, rate: float) -> str:
     )
 
 
+def _nearest(plan: ServingPlan) -> tuple[ShownFigure, ...]:
+    """The nearest plan that fits, on another slice if no batch fits this one."""
+    near = next(nearest_plans(plan.problem), None)
+    if near is None:
+        return ()
+    how = f"batch {near.batch}: {format_seconds(near.step_s)} a token"
+    return (ShownFigure("nearest", "Nearest that fits", near.problem.slice.name, level="expected", formula=how),)
+
+
 def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[ShownFigure, ...]:
     cost = plan.cost_per_million_tokens["output"]
+    # The book's formulas at peak rates are rules of thumb.
+    level: Level = "rule" if plan.problem.book else "expected"
+    room = "the book's size" if plan.problem.book else "usable"
     return (
         ShownFigure(
             "step_s",
             "Step",
             plan.step_s,
             "s",
-            "expected",
+            level,
             formula="KV / W + max(2 B P / C, weights / W)" if plan.problem.book else "rows of the ledger",
             source="chapter 7",
         ),
@@ -140,7 +173,7 @@ def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[
             "Throughput of a chip",
             rate,
             "tok/s",
-            "expected",
+            level,
             formula="batch / step / chips",
             source="chapter 8",
         ),
@@ -149,7 +182,7 @@ def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[
             "Throughput",
             plan.tokens_per_s,
             "tok/s",
-            "expected",
+            level,
             formula="batch / step",
             source="chapter 8",
         ),
@@ -158,7 +191,7 @@ def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[
             "Prefill (TTFT)",
             plan.ttft_s,
             "s",
-            "expected",
+            level,
             formula=f"{plan.problem.workload.prompt:,} tokens, no queue",
             source="chapter 8",
         ),
@@ -169,7 +202,7 @@ def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[
             memory["total"],
             "B",
             "expected",
-            formula=f"of {format_bytes(memory['capacity'])}",
+            formula=f"of {format_bytes(memory['capacity'])}, {room}",
         ),
         ShownFigure(
             "kv_bytes",
@@ -183,7 +216,7 @@ def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[
             "usd_per_million_tokens",
             "Cost of a million tokens",
             None if cost is None else f"${cost:,.2f}",
-            level="expected",
+            level=level,
             formula="generation, list price",
         ),
     )
@@ -263,7 +296,8 @@ _CONTROLS: tuple[Control, ...] = (
     select("bounds", "Arithmetic", BOUNDS, "book",
            help="The book's, or the planner's with layouts, networks and usable memory."),
     text("mesh", "Mesh", "", suggestions=("tensor=16", "context=2,tensor=8"), fields=("mesh axis",),
-         help="Of a 'usable' plan; searched if empty."),
+         help="Searched if empty. The book's arithmetic spreads everything evenly and has none.",
+         only=("bounds", "usable")),
 )  # fmt: skip
 
 

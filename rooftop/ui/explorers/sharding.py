@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 
 from rooftop.algebra.einsums import Strategy
-from rooftop.algebra.expression import parse
+from rooftop.algebra.expression import dims_of, parse
 from rooftop.algebra.pricing import PRICES, Prices
 from rooftop.arrays import Mesh, ShardedArray, parse_axes
 from rooftop.core.errors import RooftopError
@@ -62,7 +62,7 @@ def answer(state: State) -> Document:
     command = command_line(
         "matmul",
         state["expression"],
-        dims=state["dims"],
+        dims={name: size for name, size in dims.items() if name in dims_of(asked)},
         mesh=state["mesh"],
         on=where.name,
         dtype=state["dtype"],
@@ -79,9 +79,8 @@ def answer(state: State) -> Document:
             command=command,
             sources=(_SOURCE,),
         )
-    way = state.count("way")
-    if way > len(result):
-        raise RooftopError("way", way, f"1 to {len(result)}: there are no more")
+    # A slider has more stops than some products have ways: its end is the last one.
+    way = min(state.count("way"), len(result))
     chosen = result[way - 1]
     return Document(
         verdict=ShownVerdict(says=_verdict(chosen, result, way)),
@@ -282,7 +281,7 @@ _CONTROLS: tuple[Control, ...] = (
          help="NAME=SIZE, with commas; three axes at most."),
     text("on", "Slice", "v5e:4x4", suggestions=("v5e:4x4", "v6e:4x4", "v5p:4x4x1", "v5p:4x4x4", "h100:8x2"),
          fields=("slice", "chip")),
-    slider("way", "Way to look at", "1", 1, 24, linear=True, help="Of an einsum: 1 is the best."),
+    slider("way", "Way to look at", "1", 1, 24, linear=True, help="Of an einsum: 1 is the best, the end is the last."),
     select("dtype", "Dtype", ("bf16", "f32", "int8", "f8_e4m3"), "bf16"),
     select("price", "Price", PRICES, "bound", help="Lower bounds, expected times, or the book's forms."),
 )  # fmt: skip

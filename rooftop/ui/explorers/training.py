@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.quantities import format_count, format_seconds
+from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.hardware import Slice
 from rooftop.models import load_model, presets
 from rooftop.models.activations import SEARCHED
 from rooftop.plan.training.batches import BatchCurve, batch_curves, book_meshes
+from rooftop.plan.training.nearest import nearest_executable
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
@@ -17,6 +18,8 @@ from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_
 
 #: Curves that are drawn, and sequences a step of their points.
 _DRAWN = 6
+#: Share of a step below which waiting is not worth a sentence.
+_LITTLE = 0.005
 _SEQS = tuple(2**power for power in range(0, 15, 1))
 
 
@@ -45,7 +48,9 @@ def answer(state: State) -> Document:
     network = seconds["ici"] + seconds["dcn"]
     curves = _shown(priced, seqs * seq, axes)
     exposed = plan.exposed_s()
-    figures = (
+    memory = ShownFigure("memory_bytes", "Memory of a device", plan.memory_bytes, "B", "expected",
+        formula=f"of {format_bytes(problem.capacity)} usable")  # fmt: skip
+    figures: tuple[ShownFigure, ...] = (
         ShownFigure("expected_s", "Step", plan.expected_s, "s", "expected", formula="compute and what is not hidden"),
         ShownFigure("mxu_s", "Compute", seconds["mxu"], "s", "bound", formula="matmul FLOPs / C", source="chapter 5"),
         ShownFigure("network_s", "Communication", network, "s", "bound", formula="bytes / links, every collective",
@@ -55,15 +60,22 @@ def answer(state: State) -> Document:
         ShownFigure("mfu", "MFU", plan.mfu, "%", "expected", formula="model FLOPs / (step x C)"),
         ShownFigure("tokens_per_chip", "Tokens per chip", seqs * seq / where.chips, "tokens", formula="B / N",
             source="chapter 5"),
-        ShownFigure("memory_bytes", "Memory of a device", plan.memory_bytes, "B", "expected",
-            formula=f"of {format_count(problem.capacity, 'B')}"),
+        memory,
         ShownFigure("exposed_s", "Not hidden", sum(exposed.values()), "s", "expected",
             formula=", ".join(f"{name} {format_seconds(item)}" for name, item in exposed.items()) or "nothing"),
     )  # fmt: skip
+    if not plan.fits:
+        # Times of what no device can hold would read like an answer.
+        figures = (memory, *_smallest(plan))
+    steps = (_steps(curves, problem, seqs),) if plan.fits else ()
     return Document(
-        verdict=ShownVerdict(says=_verdict(plan, seconds["mxu"], network), no="" if plan.fits else "It does not fit."),
+        verdict=ShownVerdict(
+            says=_verdict(plan, seconds["mxu"], network),
+            no="" if plan.fits else "It does not fit.",
+            details=tuple(f"Not executable as it stands: {obstacle}." for obstacle in plan.obstacles),
+        ),
         figures=figures,
-        charts=(_times(curves, seqs * seq, axes), _ratios(curves, seqs * seq, axes), _steps(curves, problem, seqs)),
+        charts=(_times(curves, seqs * seq, axes), _ratios(curves, seqs * seq, axes), *steps),
         notes=tuple(reason.text for reason in plan.reasons if reason.source in ("chapter 1", "chapter 5")),
         command=command_line(
             "plan",
@@ -78,6 +90,17 @@ def answer(state: State) -> Document:
         ),
         sources=("Chapter 5. Curves: bounds at peak rates on the fastest layout of each mesh; steps: docs/plan.md.",),
     )
+
+
+def _smallest(plan: TrainingPlan) -> tuple[ShownFigure, ...]:
+    """The nearest plan that fits and runs, which may be on another slice."""
+    near = nearest_executable(plan)
+    if near is None:
+        return ()
+    mesh = " x ".join(f"{name} {size}" for name, size in near.mesh.shape.items() if size > 1) or "one device"
+    where = f"{near.problem.slice.name} as {mesh}"
+    how = f"remat {near.choice.remat}: {format_seconds(near.expected_s)} a step"
+    return (ShownFigure("nearest", "Nearest that fits", where, level="expected", formula=how),)
 
 
 def _plan(problem: Problem, curves: list[BatchCurve]) -> TrainingPlan:
@@ -100,7 +123,12 @@ def _verdict(plan: TrainingPlan, compute_s: float, network_s: float) -> str:
             f"Communication takes {network_s / compute_s:.2g} times as long as compute: no overlap can hide it. "
             f"The step takes {format_seconds(plan.expected_s)}, {plan.mfu:.0%} MFU."
         )
-    left = "" if network_s == 0 else f" Compute takes {compute_s / network_s:.2g} times as long as communication."
+    exposed = plan.exposed_s()
+    waits = sum(exposed.values()) / plan.expected_s
+    most = max(exposed, key=lambda axis: exposed[axis], default="")
+    left = f" It waits {waits:.0%} of it for collectives, over {most} most." if waits >= _LITTLE else ""
+    if network_s and not left:
+        left = f" Compute takes {compute_s / network_s:.2g} times as long as communication, which hides behind it."
     return f"The step takes {format_seconds(plan.expected_s)}, {plan.mfu:.0%} MFU.{left}"
 
 
@@ -190,7 +218,7 @@ _CONTROLS: tuple[Control, ...] = (
     slider("tensor", "Tensor, ways", "1", 1, 64, fields=("mesh", "mesh axis"),
            help="The other devices of a slice are FSDP."),
     slider("seq", "Sequence, tokens", "4096", 512, 131072, fields=("seq_len",)),
-    select("remat", "Remat", SEARCHED, "none", fields=("microbatches",)),
+    select("remat", "Remat", SEARCHED, "block", fields=("microbatches",)),
 )  # fmt: skip
 
 

@@ -5,9 +5,18 @@ import { h, quantity } from "./dom.js";
 /** Builds the controls; calls `changed()` on every change. Returns what reads and marks them. */
 export function buildForm(declared, values, changed) {
   const fields = new Map();
+  /** Controls that do nothing beside the others' values are off; their help says why. */
+  const enable = () => {
+    for (const { control, input, typed } of fields.values()) {
+      if (!control.only) continue;
+      const off = fields.get(control.only[0]).get() !== control.only[1];
+      for (const part of [input, typed]) if (part) part.disabled = off;
+    }
+  };
+  const change = () => { enable(); changed(); };
   const form = h("form", { class: "controls panel", "aria-label": "Controls", onsubmit: (event) => event.preventDefault() });
   for (const control of declared) {
-    const field = (BUILDERS[control.kind] ?? text)(control, values[control.name] ?? control.default, changed);
+    const field = (BUILDERS[control.kind] ?? text)(control, values[control.name] ?? control.default, change);
     field.wrong = h("p", { class: "wrong", id: `wrong-${control.name}`, hidden: true });
     fields.set(control.name, { ...field, control });
     form.append(h("div", { class: "control" }, field.parts,
@@ -17,12 +26,14 @@ export function buildForm(declared, values, changed) {
   form.append(general, h("button", { type: "reset", onclick: (event) => {
     event.preventDefault();
     for (const field of fields.values()) field.set(field.control.default);
-    changed();
+    change();
   } }, "Reset"));
+  enable();
   return {
     form,
     /** name -> text of every control. */
-    read: () => Object.fromEntries([...fields].map(([name, field]) => [name, field.get()])),
+    read: () => Object.fromEntries([...fields].map(([name, field]) =>
+      [name, field.input.disabled ? field.control.default : field.get()])),
     /** Shows the one line of an error beside its field; null takes all marks away. */
     mark(error) {
       for (const field of fields.values()) { field.wrong.hidden = true; field.input.removeAttribute("aria-invalid"); }
@@ -68,6 +79,7 @@ function slider(control, value, changed) {
   return {
     parts: [h("div", { class: "head" }, h("label", { for: `c-${control.name}` }, control.label), reads, typed), input],
     input,
+    typed,
     get: () => typed.value.trim(),
     set: (wanted) => { typed.value = wanted; place(wanted); },
   };

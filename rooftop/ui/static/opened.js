@@ -5,7 +5,7 @@ import { h } from "./dom.js";
 export function openedPage(main, catalogue, answerView, json, resized) {
   const answer = h("section", { class: "answer", "aria-label": "What the file says", hidden: true });
   const title = h("h2", { tabindex: -1 });
-  const wrong = h("p", { class: "wrong control", role: "alert", hidden: true });
+  const wrong = h("p", { class: "wrong", role: "alert", hidden: true });
   const seconds = h("span", { "aria-hidden": "true" });
   const doing = h("span", { role: "status" });
   const pending = h("p", { class: "pending", hidden: true }, h("progress", { "aria-label": "Reading" }), doing, seconds);

@@ -11,7 +11,7 @@ const name = location.pathname.slice(1);
 
 /** Pixels inside a chart that has a row for itself, half of one, or a third: page.css says how rows are cut. */
 function widths() {
-  const controls = name && name !== "open" && !matchMedia("(max-width: 860px)").matches ? 368 : 0;
+  const controls = name && !["open", "glossary"].includes(name) && !matchMedia("(max-width: 860px)").matches ? 368 : 0;
   const room = main.clientWidth - 2 * parseFloat(getComputedStyle(main).paddingLeft) - controls;
   const columns = matchMedia("(max-width: 1080px)").matches ? [1, 1, 1] : [1, 2, 3];
   return columns.map((count) => Math.floor((room - 18 * (count - 1)) / count - 36)).join(",");
@@ -26,7 +26,7 @@ async function json(address, options = {}) {
 }
 
 function menu(catalogue) {
-  const entries = [...Object.entries(catalogue.explorers), ["open", "Open a file"]];
+  const entries = [...Object.entries(catalogue.explorers), ["open", "Open a file"], ["glossary", "Glossary"]];
   document.getElementById("menu").append(...entries.map(([key, title]) =>
     h("li", {}, h("a", { href: `/${key}`, "aria-current": key === name ? "page" : null }, title))));
   document.querySelector("#menu [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
@@ -61,7 +61,7 @@ async function explorerPage() {
   const answer = h("section", { class: "answer", "aria-label": "Answer", hidden: true });
   const given = Object.fromEntries(new URLSearchParams(location.search));
   const known = new Set(declared.controls.map((control) => control.name));
-  const strange = Object.fromEntries(Object.entries(given).filter(([key]) => !known.has(key)));
+  const strange = Object.keys(given).filter((key) => !known.has(key));
   let asking = false;
   let again = false;
   const form = buildForm(declared.controls, given, () => { ask(); });
@@ -70,7 +70,7 @@ async function explorerPage() {
   const query = () => {
     const changed = Object.entries(form.read()).filter(([key, value]) =>
       value !== declared.controls.find((control) => control.name === key).default);
-    const found = new URLSearchParams([...changed, ...Object.entries(strange)]).toString();
+    const found = new URLSearchParams(changed).toString();
     return found ? `?${found}` : "";
   };
 
@@ -97,6 +97,8 @@ async function explorerPage() {
   main.append(
     h("h1", {}, declared.title),
     h("p", { class: "lede" }, declared.summary, h("span", { class: "chapter" }, declared.chapter)),
+    strange.length ? h("p", { class: "wrong", role: "status" },
+      `This link sets ${strange.join(", ")}, which this page does not have: ignored.`) : null,
     h("div", { class: "layout" }, form.form, answer),
   );
   resized(ask);
@@ -151,7 +153,7 @@ export function answerView(place) {
       }
       tile.value.classList.toggle("words", figure.text.length > 14);
       tile.label.textContent = figure.label;
-      tile.level.textContent = figure.level === "exact" ? "" : figure.level;
+      tile.level.replaceChildren(figure.level === "exact" ? "" : word(figure.level, figure.level));
       tile.formula.textContent = [figure.note, figure.formula, figure.source].filter(Boolean).join(" · ");
       figures.append(tile.element);
       shown.set(figure.name, tile);
@@ -180,6 +182,19 @@ export function answerView(place) {
   return { show };
 }
 
+
+/** A word that leads to its entry in the glossary. */
+const word = (anchor, text) => h("a", { href: `/glossary#${anchor}` }, text);
+
+async function glossaryPage() {
+  const found = await json("/api/glossary");
+  document.title = "Glossary · rooftop";
+  main.append(h("h1", {}, "Glossary"), h("p", { class: "lede" }, "Words of answers. On the command line: rooftop help glossary."),
+    h("dl", { class: "glossary panel" }, found.entries.flatMap((entry) =>
+      [h("dt", { id: entry.anchor }, entry.words), h("dd", {}, entry.meaning)])));
+  // The entry that the address names is there only now.
+  document.getElementById(location.hash.slice(1))?.scrollIntoView({ block: "center" });
+}
 
 let saying = 0;
 /** Says what changed when the hand rests, so that a screen reader is not talked over. */
@@ -211,6 +226,7 @@ const catalogue = await json("/api");
 menu(catalogue);
 theme();
 if (!name) await home(catalogue);
+else if (name === "glossary") await glossaryPage();
 else if (name === "open") openedPage(main, catalogue, answerView, json, resized);
 else await explorerPage();
 document.body.dataset.ready = "yes";
