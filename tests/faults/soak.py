@@ -41,7 +41,7 @@ class Training:
         command = [sys.executable, "-m", "tests.faults.training", "--json", "--count", str(10**9)]
         command += ["--seed", str(seed), "--minutes", str(minutes)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.nice(10))
-        self.newest = asdict(Figures())
+        self.newest = Figures().to_json()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -25,8 +25,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rooftop.runs.supervise import WORKER
 from tests.support import shim
@@ -45,6 +47,7 @@ STEPS, SAVE_EVERY = 200, 6
 DEVICES = 2
 #: The environment variable of what ``prepare`` does in a process.
 PREPARED = "ROOFTOP_TESTS_FAULT"
+_RECORDING = ExitStack()
 #: Bytes beyond which no file grows on a full disk: records fit, arrays do not.
 FULL_BYTES = 40 << 10
 
@@ -53,8 +56,9 @@ def prepare() -> None:
     """Prepare a process that was forked, before it trains.
 
     ``worker``: it is one of several processes itself, and no supervisor that starts another. ``full``: files have a
-    limit. ``power``: [RUN, CUT, HOW, SEED, AT]; at operation AT of the folder RUN the disk after a crash is written to
-    CUT, and the process ends as if killed.
+    limit. ``power``: [RUN, CUTS, {AT: [HOW, SEED]}]; at operation AT of the folder RUN the disk after a crash is
+    written to CUTS/AT, and after the last of them the process ends as if killed. Without any it runs to its end, and
+    CUTS has the number of operations.
     """
     fault = json.loads(os.environ.pop(PREPARED))
     if fault["worker"]:
@@ -62,19 +66,21 @@ def prepare() -> None:
     if fault.get("full"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, FULL_BYTES))
     if fault.get("power"):
-        run, cut, how, seed, at = fault["power"]
-        count = 0
+        run, cuts, moments = fault["power"]
+        last = max(map(int, moments), default=0)
 
         def crash(moment: Crash) -> None:
-            nonlocal count
-            count += 1
-            if count == at:
-                moment.write(Path(cut), how, seed)
+            if drawn := moments.get(str(moment.number)):
+                Path(cuts).mkdir(exist_ok=True)
+                moment.write(Path(cuts) / str(moment.number), *drawn)
+            if moment.number == last:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if not moments:
+                Path(cuts).write_text(str(moment.number))
 
         Path(run).mkdir(exist_ok=True)
-        # For as long as the process runs.
-        Disk(Path(run), crash).recording().__enter__()
+        # For as long as the process runs: a context that nobody holds ends at once.
+        _RECORDING.enter_context(Disk(Path(run), crash).recording())
 
 
 def begin(words: list[str], environment: Mapping[str, str] | None = None, **fault: object) -> Process:
@@ -103,6 +109,10 @@ class Figures:
     runs: int = 0
     steps: int = 0
     wrong: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**vars(self), "faults": dict(self.faults)}
 
     def __str__(self) -> str:
         faults = ", ".join(f"{count} {kind}" for kind, count in sorted(self.faults.items()))
@@ -241,15 +251,16 @@ class Schedule:
     def _cut(self, folder: Path, processes: int) -> bool:
         """The power fails at an operation of the first process; of two, the other is lost with it."""
         self.figures.starts += 1
-        cut, at, seed = folder.with_suffix(".cut"), self.draw.randint(1, 400), self.draw.randrange(1 << 30)
+        cuts, at = folder.with_suffix(".cuts"), self.draw.randint(1, 400)
         how = self.draw.choice(("lost", "names", "torn", "torn"))
         commands = self._words(folder, processes)
-        leader = begin(commands[0], power=[str(folder), str(cut), how, seed, at])
+        leader = begin(commands[0], power=[str(folder), str(cuts), {at: [how, self.draw.randrange(1 << 30)]}])
         _ended([leader, *(begin(words) for words in commands[1:])])
-        if not cut.exists():
+        if not cuts.exists():
             return False
         shutil.rmtree(folder)
-        cut.rename(folder)
+        (cuts / str(at)).rename(folder)
+        cuts.rmdir()
         return True
 
     def _flip(self, folder: Path, processes: int) -> bool:
@@ -322,7 +333,7 @@ def main() -> int:
         keep_compilations(f"{name}/jax")
 
         def say(line: str) -> None:
-            print(json.dumps(asdict(schedule.figures)) if options.json else line, flush=True)
+            print(json.dumps(schedule.figures.to_json()) if options.json else line, flush=True)
 
         schedule = Schedule(Path(name), options.seed, say, kinds=options.kind or tuple(WEIGHTS))
         until_s = time.monotonic() + 60 * options.minutes

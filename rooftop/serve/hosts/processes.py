@@ -160,7 +160,7 @@ class Child:
         if self._process is not None and self._port is not None:
             # Perhaps only the link was lost.
             try:
-                return connect("127.0.0.1", self._port, self._told.key)
+                return connect("127.0.0.1", self._port, self._told.key, encrypted=False)
             except LinkLost:
                 self._end()
         for _ in range(_STARTS):
@@ -169,7 +169,7 @@ class Child:
             port = self._said()
             if port is not None:
                 self._port = port
-                return connect("127.0.0.1", port, self._told.key)
+                return connect("127.0.0.1", port, self._told.key, encrypted=False)
         raise LinkLost(f"the process that generates ended {_STARTS} times before it was ready")
 
     def close(self) -> None:
