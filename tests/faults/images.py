@@ -45,7 +45,7 @@ from tests.support.ports import free_port
 from tests.support.training_runs import ENVIRONMENT, OPTIONS, Process, command, finish, write_corpus
 
 #: Steps of a run, and steps between checkpoints.
-STEPS, SAVE_EVERY = 40, 2
+STEPS, SAVE_EVERY = 16, 2
 #: Images of a run.
 _PER_RUN = 25
 _MESH = "fsdp=2,tensor=2"
@@ -70,8 +70,8 @@ def run_options(processes: int) -> dict[str, Any]:
 
 
 def request(folder: Path, run: Path, processes: int) -> dict[str, Any]:
-    """The fields of a TrainRequest that the command has for these options."""
-    options = {**OPTIONS, **run_options(processes)}
+    """The fields of a TrainRequest that the command has for these options; a run that is resumed saves at its end."""
+    options = {**OPTIONS, **run_options(processes), "save_every": STEPS}
     options |= {"model": str(folder / "config.json"), "data": [str(folder / "corpus")], "run": str(run)}
     return {
         {"lr": "learning_rate", "seq": "seq_len"}.get(name, name.replace("-", "_")): value
@@ -220,17 +220,27 @@ class Images:
 
     def _resume_all(self, images: Path, kind: str) -> None:
         for image in sorted(images.iterdir()):
+            before = losses(image) if (image / "metrics.jsonl").exists() else {}
             error = self._resumer.resume(request(self.folder, image, self.processes))
             result = {} if error else losses(image)
             self.figures.done[f"{kind} of {self.processes}"] += 1
             self.figures.steps += len(result)
             if error or result != self._losses or arrays(image) != self._arrays:
-                steps = sorted(step for step in {*self._losses, *result} if self._losses.get(step) != result.get(step))
-                self.figures.wrong.append(f"{kind} {image.name}: {error or f'steps {steps[:5]} or arrays differ'}")
+                self.figures.wrong.append(f"{kind} {image.name}: {error or self._difference(result, before)}")
                 self.say(self.figures.wrong[-1])
             shutil.rmtree(image)
         images.rmdir()
         self.say(str(self.figures))
+
+    def _difference(self, result: dict[int, str], before: dict[int, str]) -> str:
+        """The first step that differs, and who computed it: the run before the crash, or the one after."""
+        steps = sorted(step for step in {*self._losses, *result} if self._losses.get(step) != result.get(step))
+        if not steps:
+            return "arrays differ"
+        first = steps[0]
+        own = "before" if before.get(first) == result.get(first) else "after"
+        values = f"{result.get(first)} for {self._losses.get(first)}"
+        return f"{len(steps)} steps differ; step {first}, computed {own} the crash: {values}"
 
 
 def damage_files(run: Path, count: int, draw: random.Random, figures: Crashes, kind: str) -> None:
