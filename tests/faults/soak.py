@@ -25,7 +25,7 @@ from typing import Any
 
 from rooftop.present.document import ChartAxis, ChartSeries, Lines
 from rooftop.present.svg import lines_file
-from tests.faults.serving import FAULTS, Bounds, Sample, run
+from tests.faults.serving import Bounds, Sample, run
 from tests.faults.training import Figures
 
 #: Minutes between two faults of the engine, and seconds between two samples.
@@ -40,7 +40,7 @@ class Training:
     def __init__(self, seed: int, minutes: float) -> None:
         command = [sys.executable, "-m", "tests.faults.training", "--json", "--count", str(10**9)]
         command += ["--seed", str(seed), "--minutes", str(minutes)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.nice(10))
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.nice(5))
         self.newest = Figures().to_json()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -55,8 +55,12 @@ class Training:
         return sum(self.newest["faults"].values())
 
     def end(self) -> dict[str, Any]:
-        """Wait for the last run; the figures, with the exit status."""
-        status = self._process.wait(60 * _PATIENCE)
+        """Wait for the last run; the figures, with the exit status: that of a signal if it does not end."""
+        try:
+            status = self._process.wait(60 * _PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
         self._reader.join()
         return {**self.newest, "status": status}
 
@@ -100,11 +104,11 @@ def _series(samples: Sequence[Sample], curves: dict[str, list[float]]) -> tuple[
 
 
 def _fault_marks(samples: Sequence[Sample]) -> tuple[tuple[float, str], ...]:
-    """A line where the engine was broken; the first one of each kind is named."""
+    """A line where the engine was broken; the first one says so."""
     marks = list[tuple[float, str]]()
     for before, after in itertools.pairwise(samples):
         for number in range(before.faults, after.faults):
-            marks.append((before.minute, FAULTS[number] if number < len(FAULTS) else ""))
+            marks.append((before.minute, "" if number else "the engine is broken"))
     return tuple(marks)
 
 
@@ -136,12 +140,12 @@ def soak(seed: int, minutes: float, output: Path, *, engine: str = "llama:2M", b
         report = run(
             seed, minutes, engine=engine, bounds=bounds, faults=shares, every_s=_SAMPLE_EVERY_S, on_sample=on_sample
         )
+    for name, chart in (("gaps", gaps_chart(samples)), ("memory", memory_chart(samples))):
+        (output / f"soak-{name}.svg").write_text(lines_file(chart, chart.title), encoding="utf-8")
     trained = training.end()
     about = {"date": begun, "python": platform.python_version(), "cores": os.cpu_count()}
     text = json.dumps({**about, "serving": asdict(report), "training": trained}, indent=1)
     (output / "soak.json").write_text(text + "\n", encoding="utf-8")
-    for name, chart in (("gaps", gaps_chart(samples)), ("memory", memory_chart(samples))):
-        (output / f"soak-{name}.svg").write_text(lines_file(chart, chart.title), encoding="utf-8")
     print(text)
     return not report.broken and trained["status"] == 0
 
