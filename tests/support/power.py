@@ -64,8 +64,8 @@ class Crash:
         if durable == latest or how != "torn":
             return durable
         # What was synchronised before more was appended stays.
-        kept = len(durable) if latest.startswith(durable) else 0
-        cut = draw.randint(kept, len(latest))
+        least = len(durable) if latest.startswith(durable) else 0
+        cut = draw.randint(least, len(latest))
         return draw.choice([durable, latest, latest[:cut], latest[:cut] + bytes(len(latest) - cut)])
 
 
