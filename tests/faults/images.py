@@ -148,7 +148,9 @@ class Resumer:
             assert process.stdin is not None
             process.stdin.close()
         for process in self._processes:
-            process.wait()
+            # Waits, and closes the pipes.
+            with process:
+                pass
 
 
 @dataclass

@@ -27,7 +27,7 @@ def test_faults_change_no_bit(tmp_path: Path, seed: int, count: int, processes: 
 
 
 @needs_shim
-@pytest.mark.parametrize("kind", ["eio", "clock", pytest.param("cut", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["eio", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("clock", "cut"))])
 def test_faults_of_the_system_have_effect_and_change_no_bit(tmp_path: Path, kind: str) -> None:
     figures = Schedule(tmp_path, 2, print, kinds=(kind,)).run(1, processes=(1,))
     assert figures.wrong == [] and figures.faults[kind] == 1
