@@ -18,8 +18,8 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 # Tests start hundreds of processes: each would compile rooftop's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-durations test-all test-gpu test-guests test-newest lint bench docs site lock release-check \
-    clean
+.PHONY: help demo test test-durations test-all test-gpu test-guests test-newest soak lint bench docs site lock \
+    release-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo 'make test-gpu        the tests of programs for GPUs, with the compiler for GPUs; no GPU is needed'
 	@echo 'make test-guests     programs of other libraries, compiled as they are, each in an environment of its own'
 	@echo 'make test-newest     make test, on the newest Python found here, with the newest JAX'
+	@echo 'make soak            serving and training under faults for an hour; MINUTES=1440: for a day'
 	@echo 'make lint            ruff, mypy, import-linter'
 	@echo 'make bench           how long a plan, and an hour of serving simulated, take on this machine'
 	@echo 'make docs            run the transcripts in the documentation again, and write its reference pages'
@@ -91,6 +92,12 @@ test-newest:
 	    done; \
 	done; \
 	echo 'make test-newest: SKIPPED: no Python of $(NEWER_PYTHONS) on the PATH or in pyenv'
+
+# A load of a server and training runs, with faults of both; figures and plots go to build/soak.
+MINUTES ?= 60
+SEED ?= 0
+soak: $(VENV)/dev.installed
+	$(BIN)/python -m tests.faults.soak --seed $(SEED) --minutes $(MINUTES) --output build/soak
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check

@@ -171,4 +171,8 @@ def load(folder: Path) -> dict[str, Float32[np.ndarray, "..."]]:
 
 
 def _values(codes: Int8[np.ndarray, "V W"], low: float, step: float) -> Float32[np.ndarray, "V W"]:
+    # Python's numbers overflow without a warning.
+    largest = float(np.finfo(np.float32).max)
+    if not all(abs(value) <= largest for value in (low, low + 255 * step)):
+        raise ValueError(f"low {low:g} and step {step:g} give values beyond float32")
     return (low + (codes.astype(np.float64) + 128) * step).astype(np.float32)

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 
+from rooftop.core.printable import printable
+
 #: Elements without an end.
 _VOID = ("br", "line", "rect", "circle", "path", "polyline", "meta", "col")
 
@@ -22,7 +24,7 @@ Content = str | float | None
 def tag(name: str, *content: Content | Iterable[Content], **attributes: str | float | bool | None) -> Html:
     """An element; ``class_`` is its class, and ``_`` in names is written ``-``. None and False omit an attribute."""
     written = "".join(
-        f" {_attribute(key)}" + ("" if value is True else f'="{escape(_number(value))}"')
+        f" {_attribute(key)}" + ("" if value is True else f'="{_text(value)}"')
         for key, value in attributes.items()
         if value is not None and value is not False
     )
@@ -39,7 +41,7 @@ def join(*content: Content | Iterable[Content]) -> Html:
         if isinstance(entry, Html):
             parts.append(str(entry))
         elif isinstance(entry, (str, int, float)):
-            parts.append(escape(_number(entry)))
+            parts.append(_text(entry))
         else:
             parts.append(str(join(*entry)))
     return Html("".join(parts))
@@ -49,8 +51,9 @@ def _attribute(name: str) -> str:
     return name.rstrip("_").replace("_", "-").replace("viewbox", "viewBox")
 
 
-def _number(value: Content | bool) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _text(value: Content | bool) -> str:
+    """A value as text of a page. HTML has no control characters, and a terminal that shows the file would obey them."""
+    return escape(printable(f"{value:.6g}" if isinstance(value, float) else str(value)))
 
 
 def asset(name: str) -> str:

@@ -23,7 +23,7 @@ from rooftop.profile.device import Spent, leaders, spend, stepped
 from rooftop.profile.facts import COLLECTIVE, COLLECTIVES, Facts
 from rooftop.profile.idle import Idle, activity, explain_idle
 from rooftop.profile.intervals import Intervals, shares
-from rooftop.profile.trace import SECONDS, Op, SparseCore, Trace
+from rooftop.profile.trace import SECONDS, Device, Op, SparseCore, Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,17 +99,34 @@ class StepTime:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceTime(Record):
+    """Seconds of a step of one device, means over the counted steps.
+
+    ``compute_s`` in ops (and between those of loops), ``exposed_s`` in collectives of which nothing computes meanwhile.
+    """
+
+    host: str
+    ordinal: Count
+    step_s: Amount
+    compute_s: Amount
+    exposed_s: Amount
+    idle_s: Amount
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """A measured trace: figures are means over its devices and the counted steps; ``marked`` identifies steps.
 
     ``step_s`` = ``compute_s`` + ``exposed_s`` + ``held_s`` (in loops and calls, between their ops) + idle seconds.
-    ``empty`` has for each table without entries the reason.
+    ``by_device`` are its devices, the one that computes longest first. ``empty`` has for each table without entries the
+    reason.
     """
 
     trace: Trace
     devices: int
     step_s: float
     steps: tuple[StepTime, ...]
+    by_device: tuple[DeviceTime, ...]
     marked: str
     compute_s: float
     exposed_s: float
@@ -162,6 +179,7 @@ def measure(trace: Trace, facts: Sequence[Facts], program_files: frozenset[str] 
         devices=len(devices),
         step_s=sum(times.stepped.window for times in spent) * scale,
         steps=_steps(spent),
+        by_device=_by_device(devices, spent),
         marked=spent[0].stepped.marked,
         compute_s=sum(times.compute.measure for times in spent) * scale,
         exposed_s=sum(times.waiting.measure for times in spent) * scale,
@@ -238,6 +256,23 @@ def _rows(ops: Sequence[MeasuredOp]) -> tuple[MeasuredRow, ...]:
             # The ops are sorted, longest first.
             row.slowest = row.slowest or op
     return tuple(sorted(rows.values(), key=lambda row: -row.time_s))
+
+
+def _by_device(devices: Sequence[Device], spent: Sequence[Spent]) -> tuple[DeviceTime, ...]:
+    result = list[DeviceTime]()
+    for device, times in zip(devices, spent, strict=True):
+        scale = SECONDS / times.stepped.counted
+        result.append(
+            DeviceTime(
+                host=device.host,
+                ordinal=device.ordinal,
+                step_s=times.stepped.window * scale,
+                compute_s=(times.compute.measure + times.control.measure) * scale,
+                exposed_s=times.waiting.measure * scale,
+                idle_s=times.idle.measure * scale,
+            )
+        )
+    return tuple(sorted(result, key=lambda time: -time.compute_s))
 
 
 def _steps(spent: Sequence[Spent]) -> tuple[StepTime, ...]:

@@ -99,7 +99,8 @@ class _Manifest:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise RooftopError(str(path), "a damaged file", "a manifest as it was written") from None
         except OSError as error:
-            raise RooftopError(str(path), error.strerror or "unreadable", "the manifest of a checkpoint") from None
+            reason = "missing" if isinstance(error, FileNotFoundError) else error.strerror or "unreadable"
+            raise RooftopError(str(path), reason, "the manifest of a checkpoint") from None
 
 
 @dataclass(frozen=True)
@@ -274,14 +275,18 @@ class Checkpoints:
         return " or ".join(map(str, self._folders))
 
     def _complete(self) -> list[tuple[int, Path]]:
-        """Steps and folders. A checkpoint that was moved aside counts until its successor is in place."""
+        """Steps and folders. A checkpoint that was moved aside counts until its successor is in place.
+
+        One under its own name was given it with a manifest: without one it is damaged, and ``_damage`` says so.
+        """
         complete = list[tuple[int, Path]]()
         for folder in self._folders:
             paths = dict[int, Path]()
             for suffix in (".replaced", ""):
                 for path in _entries(folder, suffix):
-                    if (path / _MANIFEST).exists():
-                        paths[int(path.name.removesuffix(suffix))] = path
+                    step = int(path.name.removesuffix(suffix))
+                    if (path / _MANIFEST).exists() or (not suffix and step not in paths):
+                        paths[step] = path
             complete += paths.items()
         return complete
 

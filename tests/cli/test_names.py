@@ -29,3 +29,7 @@ def test_the_name_of_a_folder_is_shown_as_text(rooftop: Callable[..., Any], tmp_
         written = rooftop(*arguments, "--json")
         assert "\x1b" not in written.out and "\x9b" not in written.out
         assert "RED\x9b1m" in json.dumps(json.loads(written.out), ensure_ascii=False)
+    page = tmp_path / "page.html"
+    rooftop(*arguments, "--report", str(page))
+    text = page.read_text(encoding="utf-8")
+    assert "\x1b" not in text and "\x9b" not in text and "m\\x1b[31mRED\\x9b1m" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,15 @@ def test_an_export_is_read_again(tmp_path: Path) -> None:
         export(tmp_path / "none", model, {**values, "t1": values["t1"][:39]})
     assert not (tmp_path / "none").exists()
     with pytest.raises(RooftopError, match="export"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("low", "step"), [(1e308, 0.01), (-1.0, 1e38), (0.0, float("nan")), (float("inf"), 1.0)])
+def test_values_beyond_float32_are_refused(tmp_path: Path, low: float, step: float) -> None:
+    np.save(tmp_path / "0.npy", np.zeros((2, 2), np.int8))
+    table = {"file": "0.npy", "low": low, "step": step}
+    (tmp_path / "tables.json").write_text(json.dumps({"dtype": "int8", "tables": {"t1": table}}))
+    with pytest.raises(RooftopError, match="beyond float32"):
         load(tmp_path)
 
 

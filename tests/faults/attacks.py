@@ -95,6 +95,7 @@ def half_heads(target: Target, draw: random.Random) -> None:
             try:
                 connection = stack.enter_context(target.connect(5.0))
                 connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Half: ")
+                target.got["half_heads", "left"] += 1
             except OSError:
                 target.got["half_heads", "refused"] += 1
         time.sleep(_HOLD_S)
@@ -118,6 +119,7 @@ def slow_bodies(target: Target, draw: random.Random) -> None:
         connections = [stack.enter_context(target.connect()) for _ in range(20)]
         for connection in connections:
             connection.sendall(target.head(b"x" * 1000))
+            target.got["slow_bodies", "left"] += 1
         for _ in range(10):
             for connection in connections:
                 with suppress(OSError):
@@ -131,6 +133,7 @@ def disconnects(target: Target, draw: random.Random) -> None:
         body = target.stream_body(200)
         with suppress(OSError), target.connect() as connection:
             connection.sendall(target.head(body) + body)
+            target.got["disconnects", "left"] += 1
             for _ in range(draw.randrange(4)):
                 connection.recv(2000)
 
@@ -143,6 +146,7 @@ def slow_readers(target: Target, draw: random.Random) -> None:
         for connection in connections:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.sendall(target.head(body) + body)
+            target.got["slow_readers", "left"] += 1
         for _ in range(10):
             for connection in connections:
                 connection.recv(200)
@@ -205,15 +209,16 @@ def foreign_hosts(target: Target, draw: random.Random) -> None:
 
 
 Attack = Callable[[Target, random.Random], None]
-#: All attacks, and the statuses that the server may answer them with; None: it closed the connection.
+#: All attacks, and the statuses that the server may answer them with; None: it closed the connection, and "left": the
+#: client did.
 ATTACKS: dict[Attack, frozenset[object]] = {
     huge_prompts: frozenset((400, 413, None)),
     dense_prompts: frozenset((400, 413, None)),
-    half_heads: frozenset(("refused",)),
+    half_heads: frozenset(("refused", "left")),
     large_heads: frozenset((431, None)),
-    slow_bodies: frozenset(),
-    disconnects: frozenset(),
-    slow_readers: frozenset(),
+    slow_bodies: frozenset(("left",)),
+    disconnects: frozenset(("left",)),
+    slow_readers: frozenset(("left",)),
     grammars: frozenset((200, 400, 429)),
     tools: frozenset(("go", 429)),
     flood: frozenset((200, 429)),

@@ -3,6 +3,9 @@
 ``python -m tests.faults.serving --seed 1 --minutes 5`` starts ``rooftop serve llama:2M`` on loopback, and prints what
 it measured as JSON. The status is 1 if a bound is broken. A neighbour (``tests.faults.neighbour``) reads streams and
 asks for /health meanwhile. With ``--engine echo`` the engine has no model, and starts in a second.
+
+Faults: ``SIGSTOP`` and ``SIGKILL`` of the engine's process, ``slow`` (it is stopped for two seconds, and goes on), and
+all the time a clock of the day that jumps (``tests/support/shim.c``).
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.faults.attacks import ATTACKS, Attack, Target
+from tests.faults.attacks import ATTACKS, Attack, Target, half_heads
+from tests.support.shim import jumping_clock, preload
 
 #: Seconds before the first attack.
 _QUIET_S = 5.0
@@ -35,6 +39,10 @@ _AT_ONCE = 3
 _NOTICED_S, _SERVES_S = 10.0, 300.0
 #: Seconds after the load within which the server rests again.
 _RESTS_S = 60.0
+#: Seconds of the fault ``slow``: fewer than those after which the engine counts as hung.
+_SLOW_S = 2.0
+#: Faults, in turn.
+FAULTS = ("SIGSTOP", "SIGKILL", "slow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +56,31 @@ class Bounds:
     health_s: float = 1.0
     memory_mib: float = 512.0
     descriptors: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Figures of a part of a run, which ends ``minute`` minutes after the first attack.
+
+    ``requests`` (whole ones) and ``faults`` are those since the first attack. Gaps are between two tokens of the
+    neighbour, in this part, those next to a fault of the engine left out; ``pages`` are those of the KV cache in use.
+    """
+
+    minute: float
+    requests: int
+    faults: int
+    tokens: int
+    gap_p50_s: float
+    gap_p999_s: float
+    gap_s: float
+    health_s: float
+    memory_mib: float
+    engine_memory_mib: float
+    descriptors: int
+    engine_descriptors: int
+    pages: int
+    running: int
+    load: float
 
 
 @dataclass(kw_only=True)
@@ -67,7 +100,7 @@ class Report:
     memory_mib: float = 0.0
     memory_grown_mib: float = 0.0
     descriptors_left: int = 0
-    pages_left: float = 0.0
+    requests_left: float = 0.0
     broken: list[str] = field(default_factory=list)
 
 
@@ -100,8 +133,10 @@ def tree(pid: int) -> list[int]:
     """A process and those that it started."""
     result = [pid]
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            result += tree(int(child))
+        # A thread may end meanwhile.
+        with suppress(OSError):
+            for child in task.read_text().split():
+                result += tree(int(child))
     return result
 
 
@@ -142,8 +177,9 @@ def server(engine: str, folder: Path) -> Iterator[tuple[int, Target]]:
         command = [sys.executable, str(Path(serving_echo.__file__)), json.dumps(options), str(folder)]
     else:
         command = [sys.executable, "-m", "rooftop", "serve", engine, "--port", "0", "--json", "--batch-seqs", "16"]
+    environment = os.environ | preload() | jumping_clock(1)
     with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         said = json.loads(process.stdout.readline() if process.stdout is not None else "")
         host, port = said["url"].removeprefix("http://").split(":")
@@ -157,12 +193,21 @@ def server(engine: str, folder: Path) -> Iterator[tuple[int, Target]]:
         process.communicate()
 
 
-def break_engine(target: Target, pid: int, number: signal.Signals) -> dict[str, Any]:
-    """Stop or kill the engine, and wait until that is noticed and the engine serves again."""
-    children = [child for child in tree(pid) if child != pid]
+def engine_of(pid: int) -> int:
+    """The process of the engine."""
+    return next(child for child in tree(pid) if child != pid)
+
+
+def break_engine(target: Target, pid: int, fault: str) -> dict[str, Any]:
+    """Stop or kill the engine, and wait until that is noticed and the engine serves again; or slow it down."""
+    child, begun_s = engine_of(pid), time.monotonic()
+    if fault == "slow":
+        os.kill(child, signal.SIGSTOP)
+        time.sleep(_SLOW_S)
+        os.kill(child, signal.SIGCONT)
+        return {"fault": fault, "begun_s": begun_s, "noticed_s": None, "serves_s": time.monotonic() - begun_s}
     before = metric(target, "rooftop_engine_restarts_total")
-    begun_s = time.monotonic()
-    os.kill(children[0], number)
+    os.kill(child, signal.Signals[fault])
     noticed_s = serves_s = None
     while time.monotonic() - begun_s < _SERVES_S:
         # First the count: an answer of /ready from before the fault was noticed says nothing.
@@ -173,11 +218,14 @@ def break_engine(target: Target, pid: int, number: signal.Signals) -> dict[str, 
             serves_s = time.monotonic() - begun_s
             break
         time.sleep(0.1)
-    return {"fault": number.name, "begun_s": begun_s, "noticed_s": noticed_s, "serves_s": serves_s}
+    return {"fault": fault, "begun_s": begun_s, "noticed_s": noticed_s, "serves_s": serves_s}
 
 
-def run(seed: int, minutes: float, *, engine: str = "llama:2M", bounds: Bounds | None = None) -> Report:
-    """Attack a server for so many minutes."""
+def run(
+    seed: int, minutes: float, *, engine: str = "llama:2M", bounds: Bounds | None = None,
+    faults: Sequence[float] = (0.3, 0.6), every_s: float = 30.0, on_sample: Callable[[Sample], None] | None = None,
+) -> Report:  # fmt: skip
+    """Attack a server for so many minutes. The engine is broken after these shares of them, by each fault in turn."""
     bounds, draw, report = bounds or Bounds(), random.Random(seed), Report(seed=seed, minutes=minutes)
     with tempfile.TemporaryDirectory() as scratch, server(engine, Path(scratch)) as (pid, target):
         watched = Watched(target, 1500 if engine != "echo" else 400)
@@ -187,17 +235,16 @@ def run(seed: int, minutes: float, *, engine: str = "llama:2M", bounds: Bounds |
         for attack in ATTACKS:
             attack(target, random.Random(seed))
         begun_memory, begun_descriptors, peak = memory_mib(pid), descriptors(pid), 0.0
-        begun_s = time.monotonic()
-        faults = [begun_s + 60 * minutes * share for share in (0.3, 0.6)]
+        begun_s = sampled_s = time.monotonic()
+        moments = [begun_s + 60 * minutes * share for share in faults]
         running = list[threading.Thread]()
         pending = list[Attack]()
-        while (now_s := time.monotonic()) < begun_s + 60 * minutes or faults:
-            if faults and now_s >= faults[0]:
-                faults.pop(0)
+        while (now_s := time.monotonic()) < begun_s + 60 * minutes or moments:
+            if moments and now_s >= moments[0]:
+                moments.pop(0)
                 for thread in running:
                     thread.join()
-                number = signal.SIGKILL if report.faults else signal.SIGSTOP
-                report.faults.append(break_engine(target, pid, number))
+                report.faults.append(break_engine(target, pid, FAULTS[len(report.faults) % len(FAULTS)]))
                 continue
             running = [thread for thread in running if thread.is_alive()]
             while len(running) < _AT_ONCE:
@@ -207,6 +254,9 @@ def run(seed: int, minutes: float, *, engine: str = "llama:2M", bounds: Bounds |
                 running.append(threading.Thread(target=pending.pop(), args=(target, own), daemon=True))
                 running[-1].start()
             peak = max(peak, memory_mib(pid))
+            if on_sample is not None and now_s - sampled_s >= every_s:
+                on_sample(_sample(report, watched, target, pid, begun_s, sampled_s))
+                sampled_s = now_s
             time.sleep(0.05)
         for thread in running:
             thread.join()
@@ -216,7 +266,7 @@ def run(seed: int, minutes: float, *, engine: str = "llama:2M", bounds: Bounds |
             metric(target, "rooftop_running_requests") or descriptors(pid) > begun_descriptors + bounds.descriptors
         ):
             time.sleep(0.2)
-        report.pages_left = metric(target, "rooftop_running_requests")
+        report.requests_left = metric(target, "rooftop_running_requests")
         report.descriptors_left = descriptors(pid) - begun_descriptors
         report.memory_mib, report.memory_grown_mib = round(peak, 1), round(peak - begun_memory, 1)
     quiet = [(kind, seconds) for kind, at_s, seconds in watched.waits if at_s < quiet_s]
@@ -226,18 +276,51 @@ def run(seed: int, minutes: float, *, engine: str = "llama:2M", bounds: Bounds |
     return report
 
 
-def _judge(report: Report, watched: Watched, target: Target, bounds: Bounds, begun_s: float, ended_s: float) -> None:
-    """Compare what was measured with the bounds."""
+def _undisturbed(report: Report, watched: Watched, begun_s: float, ended_s: float) -> list[tuple[str, float]]:
+    """Kind and seconds of the waits between two moments, but for those for an engine that was broken."""
     faulty = [(item["begun_s"], item["begun_s"] + (item["serves_s"] or _SERVES_S) + 1.0) for item in report.faults]
-    waits = [
+    return [
         (kind, seconds)
-        for kind, at_s, seconds in watched.waits
+        for kind, at_s, seconds in list(watched.waits)
         if begun_s < at_s < ended_s and (kind == "health" or not any(a < at_s < b + seconds for a, b in faulty))
     ]
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def _sample(report: Report, watched: Watched, target: Target, pid: int, begun_s: float, since_s: float) -> Sample:
+    """The figures since a moment."""
+    now_s, child = time.monotonic(), engine_of(pid)
+    waits = _undisturbed(report, watched, since_s, now_s)
+    gaps = sorted(seconds for kind, seconds in waits if kind == "token")
+    return Sample(
+        minute=round((now_s - begun_s) / 60, 2),
+        requests=sum(count for (name, _), count in target.got.items() if name != half_heads.__name__),
+        faults=len(report.faults),
+        tokens=len(gaps),
+        gap_p50_s=_quantile(gaps, 0.5),
+        gap_p999_s=_quantile(gaps, 0.999),
+        gap_s=gaps[-1] if gaps else 0.0,
+        health_s=max((seconds for kind, seconds in waits if kind == "health"), default=0.0),
+        memory_mib=round(memory_mib(pid), 1),
+        engine_memory_mib=round(memory_mib(child), 1),
+        descriptors=descriptors(pid),
+        engine_descriptors=descriptors(child),
+        pages=int(metric(target, "rooftop_kv_pages_used")),
+        running=int(metric(target, "rooftop_running_requests")),
+        load=os.getloadavg()[0],
+    )
+
+
+def _judge(report: Report, watched: Watched, target: Target, bounds: Bounds, begun_s: float, ended_s: float) -> None:
+    """Compare what was measured with the bounds."""
+    waits = _undisturbed(report, watched, begun_s, ended_s)
     gaps = sorted(seconds for kind, seconds in waits if kind == "token")
     report.tokens = len(gaps)
     report.gap_s = gaps[-1] if gaps else 0.0
-    report.gap_p999_s = gaps[min(len(gaps) - 1, int(0.999 * len(gaps)))] if gaps else 0.0
+    report.gap_p999_s = _quantile(gaps, 0.999)
     report.health_s = max((seconds for kind, seconds in waits if kind == "health"), default=0.0)
     report.requests = {f"{name} {status}": count for (name, status), count in sorted(target.got.items(), key=str)}
     report.faults = [{name: value for name, value in item.items() if name != "begun_s"} for item in report.faults]
@@ -248,7 +331,7 @@ def _judge(report: Report, watched: Watched, target: Target, bounds: Bounds, beg
         (report.health_s > bounds.health_s, f"/health took {report.health_s:.3f} s"),
         (report.memory_grown_mib > bounds.memory_mib, f"memory grew by {report.memory_grown_mib:.0f} MiB"),
         (report.descriptors_left > bounds.descriptors, f"{report.descriptors_left} descriptors are left open"),
-        (report.pages_left > 0, f"{report.pages_left:.0f} requests are left running"),
+        (report.requests_left > 0, f"{report.requests_left:.0f} requests are left running"),
         (not any(kind == "first" for kind, _ in waits), "the neighbour had no stream"),
     ]
     broken += [(True, f"a stream ended early after {s:.1f} s") for kind, s in waits if kind == "failed"]
@@ -256,6 +339,8 @@ def _judge(report: Report, watched: Watched, target: Target, bounds: Bounds, beg
     broken += [(status not in allowed[name], f"{name} was answered with {status}") for name, status in target.got]
     for fault in report.faults:
         noticed_s = fault["noticed_s"]
+        if fault["fault"] == "slow":
+            continue
         broken.append((noticed_s is None or noticed_s > _NOTICED_S, f"{fault['fault']} noticed after {noticed_s} s"))
         broken.append((fault["serves_s"] is None, f"{fault['fault']}: the engine does not serve again"))
     report.broken = [text for is_broken, text in broken if is_broken]

@@ -5,14 +5,16 @@ tiny model, one after another, and prints a line for each, then the figures. The
 damaged file is not noticed, or a run does not end.
 
 Faults: ``kill`` -9, ``stop`` (SIGSTOP, of two processes), ``term`` (SIGTERM), ``full`` (no file beyond a size, as on a
-full disk), ``cut`` (the power fails at an operation of the run's folder: see tests/support/power.py) and ``flip`` (a
-byte of the newest checkpoint is damaged between two starts).
+full disk), ``eio`` (writes and syncs of the run's folder fail for a while), ``clock`` (the clock of the day jumps until
+a kill), ``cut`` (the power fails at an operation of the run's folder: see tests/support/power.py) and ``flip`` (a byte
+of the newest checkpoint is damaged between two starts).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import resource
@@ -22,23 +24,30 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rooftop.runs.supervise import WORKER
+from tests.support import shim
 from tests.support.forks import BEFORE, Fork
 from tests.support.ports import free_port
 from tests.support.power import Crash, Disk
 from tests.support.training_runs import ENVIRONMENT, ROOFTOP, Process, command, finish, write_corpus
 
-KINDS = ("kill", "cut", "flip", "term", "full", "stop")
+#: Faults, and how often they are drawn: most are the hardest ones, and a stopped process takes half a minute to notice.
+WEIGHTS = {"kill": 8, "cut": 8, "flip": 4, "term": 2, "full": 2, "stop": 1}
+if shim.AVAILABLE:
+    WEIGHTS |= {"eio": 2, "clock": 2}
 #: Of a run of each number of processes: steps, steps between checkpoints.
 STEPS, SAVE_EVERY = 200, 6
 #: Two processes, of as many devices each.
 DEVICES = 2
 #: The environment variable of what ``prepare`` does in a process.
 PREPARED = "ROOFTOP_TESTS_FAULT"
+_RECORDING = ExitStack()
 #: Bytes beyond which no file grows on a full disk: records fit, arrays do not.
 FULL_BYTES = 40 << 10
 
@@ -47,8 +56,9 @@ def prepare() -> None:
     """Prepare a process that was forked, before it trains.
 
     ``worker``: it is one of several processes itself, and no supervisor that starts another. ``full``: files have a
-    limit. ``power``: [RUN, CUT, HOW, SEED, AT]; at operation AT of the folder RUN the disk after a crash is written to
-    CUT, and the process ends as if killed.
+    limit. ``power``: [RUN, CUTS, {AT: [HOW, SEED]}]; at operation AT of the folder RUN the disk after a crash is
+    written to CUTS/AT, and after the last of them the process ends as if killed. Without any it runs to its end, and
+    CUTS has the number of operations.
     """
     fault = json.loads(os.environ.pop(PREPARED))
     if fault["worker"]:
@@ -56,26 +66,28 @@ def prepare() -> None:
     if fault.get("full"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, FULL_BYTES))
     if fault.get("power"):
-        run, cut, how, seed, at = fault["power"]
-        count = 0
+        run, cuts, moments = fault["power"]
+        last = max(map(int, moments), default=0)
 
         def crash(moment: Crash) -> None:
-            nonlocal count
-            count += 1
-            if count == at:
-                moment.write(Path(cut), how, seed)
+            if drawn := moments.get(str(moment.number)):
+                Path(cuts).mkdir(exist_ok=True)
+                moment.write(Path(cuts) / str(moment.number), *drawn)
+            if moment.number == last:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if not moments:
+                Path(cuts).write_text(str(moment.number))
 
         Path(run).mkdir(exist_ok=True)
-        # For as long as the process runs.
-        Disk(Path(run), crash).recording().__enter__()
+        # For as long as the process runs: a context that nobody holds ends at once.
+        _RECORDING.enter_context(Disk(Path(run), crash).recording())
 
 
-def begin(words: list[str], **fault: object) -> Process:
-    """Start a process, in a fork that is prepared."""
+def begin(words: list[str], environment: Mapping[str, str] | None = None, **fault: object) -> Process:
+    """Start a process, in a fork that is prepared; the ``environment`` is that of a shim."""
     fault["worker"] = "--coordinator" in words
     changes = ENVIRONMENT | {BEFORE: "tests.faults.training:prepare", PREPARED: json.dumps(fault)}
-    return Fork(words[len(ROOFTOP) :], changes)
+    return Fork(words[len(ROOFTOP) :], {**changes, **(environment or {})}, shim=True)
 
 
 def losses(folder: Path) -> dict[int, str]:
@@ -98,6 +110,10 @@ class Figures:
     steps: int = 0
     wrong: list[str] = field(default_factory=list)
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**vars(self), "faults": dict(self.faults)}
+
     def __str__(self) -> str:
         faults = ", ".join(f"{count} {kind}" for kind, count in sorted(self.faults.items()))
         return (
@@ -110,16 +126,23 @@ class Figures:
 class Schedule:
     """Faults drawn by a seed, injected into runs in ``folder``."""
 
-    def __init__(self, folder: Path, seed: int, say: Callable[[str], None]) -> None:
-        self.draw, self.folder, self.say = random.Random(seed), folder, say
+    def __init__(
+        self, folder: Path, seed: int, say: Callable[[str], None], *, kinds: Sequence[str] = tuple(WEIGHTS)
+    ) -> None:
+        self.draw, self.folder, self.say, self.kinds = random.Random(seed), folder, say, kinds
         self.figures = Figures()
         self._calm = dict[int, Path]()
         write_corpus(folder)
 
-    def run(self, count: int, *, processes: tuple[int, ...] = (1, 2), per_run: int = 10) -> Figures:
-        """Inject ``count`` faults, ``per_run`` into each run, in turn with each number of processes."""
-        while (left := count - sum(self.figures.faults.values())) > 0:
-            self._one_run(processes[self.figures.runs % len(processes)], min(per_run, left))
+    def run(
+        self, count: int, *, processes: tuple[int, ...] = (1, 2), per_run: int = 10, until_s: float = math.inf
+    ) -> Figures:
+        """Inject ``count`` faults, ``per_run`` into each run, in turn with each number of processes.
+
+        The last one begins before the clock ``time.monotonic`` shows ``until_s``.
+        """
+        while (left := count - sum(self.figures.faults.values())) > 0 and time.monotonic() < until_s:
+            self._one_run(processes[self.figures.runs % len(processes)], min(per_run, left), until_s)
         return self.figures
 
     def _words(self, run_: Path, processes: int) -> list[list[str]]:
@@ -142,15 +165,14 @@ class Schedule:
         self.figures.starts += 1
         return [finish(process).status for process in [begin(words) for words in commands]]
 
-    def _one_run(self, processes: int, faults: int) -> None:
+    def _one_run(self, processes: int, faults: int, until_s: float) -> None:
         """Faults until so many have taken effect, or the run is done; then the rest of it, undisturbed."""
         calm = losses(self._calm_run(processes))
         folder = self.folder / f"run{self.figures.runs}"
         self.figures.runs += 1
-        while faults > 0 and not (folder / "checkpoints" / f"{STEPS}").exists():
-            allowed = [kind for kind in KINDS if processes == 2 or kind != "stop"]
-            # Most are the hardest ones; a stopped process takes half a minute to be noticed.
-            kind = self.draw.choices(allowed, weights=[8, 8, 4, 2, 2, 1][: len(allowed)])[0]
+        while faults > 0 and time.monotonic() < until_s and not (folder / "checkpoints" / f"{STEPS}").exists():
+            allowed = [kind for kind in self.kinds if processes == 2 or kind != "stop"]
+            kind = self.draw.choices(allowed, weights=[WEIGHTS[kind] for kind in allowed])[0]
             if getattr(self, f"_{kind}")(folder, processes):
                 self.figures.faults[kind] += 1
                 faults -= 1
@@ -165,10 +187,10 @@ class Schedule:
         self.say(str(self.figures))
         shutil.rmtree(folder)
 
-    def _begun(self, folder: Path, processes: int) -> list[Process]:
+    def _begun(self, folder: Path, processes: int, environment: Mapping[str, str] | None = None) -> list[Process]:
         """Processes at a random moment: while they start, or after some records."""
         self.figures.starts += 1
-        running = [begin(words) for words in self._words(folder, processes)]
+        running = [begin(words, environment) for words in self._words(folder, processes)]
         lines = self.draw.choice([0, 1, 2, 5, 9, 14, 20])
         file, before = folder / "metrics.jsonl", _lines(folder)
         while all(process.poll() is None for process in running):
@@ -180,8 +202,27 @@ class Schedule:
         time.sleep(self.draw.choice([0, 0, 0.01, 0.03, 0.1]))
         return running
 
-    def _kill(self, folder: Path, processes: int) -> bool:
-        running = self._begun(folder, processes)
+    def _clock(self, folder: Path, processes: int) -> bool:
+        """Processes whose clocks jump, each by itself, until one is killed."""
+        return self._kill(folder, processes, shim.jumping_clock(self.draw.randrange(1 << 30)))
+
+    def _eio(self, folder: Path, processes: int) -> bool:
+        """Writes and syncs of one process fail, once or more often: the run goes on, or ends with a line."""
+        self.figures.starts += 1
+        hit, failing = self.folder / "hit", self.draw.randrange(processes)
+        hit.unlink(missing_ok=True)
+        first, count = self.draw.randint(1, 300), self.draw.choice((1, 5, 1_000_000))
+        environment = shim.failing_disk(folder, first, count, hit)
+        commands = self._words(folder, processes)
+        running = [begin(words, environment if at == failing else None) for at, words in enumerate(commands)]
+        for at, process in enumerate(running):
+            err = process.communicate(timeout=600)[1]
+            if "Traceback" in err and at == failing:
+                self.figures.wrong.append(f"EIO of operations {first} to {first + count}: {err[-2000:]}")
+        return hit.exists()
+
+    def _kill(self, folder: Path, processes: int, environment: Mapping[str, str] | None = None) -> bool:
+        running = self._begun(folder, processes, environment)
         killed = self.draw.choice(running)
         killed.send_signal(signal.SIGKILL)
         return _ended(running)[running.index(killed)] == -signal.SIGKILL
@@ -210,15 +251,16 @@ class Schedule:
     def _cut(self, folder: Path, processes: int) -> bool:
         """The power fails at an operation of the first process; of two, the other is lost with it."""
         self.figures.starts += 1
-        cut, at, seed = folder.with_suffix(".cut"), self.draw.randint(1, 400), self.draw.randrange(1 << 30)
+        cuts, at = folder.with_suffix(".cuts"), self.draw.randint(1, 400)
         how = self.draw.choice(("lost", "names", "torn", "torn"))
         commands = self._words(folder, processes)
-        leader = begin(commands[0], power=[str(folder), str(cut), how, seed, at])
+        leader = begin(commands[0], power=[str(folder), str(cuts), {at: [how, self.draw.randrange(1 << 30)]}])
         _ended([leader, *(begin(words) for words in commands[1:])])
-        if not cut.exists():
+        if not cuts.exists():
             return False
         shutil.rmtree(folder)
-        cut.rename(folder)
+        (cuts / str(at)).rename(folder)
+        cuts.rmdir()
         return True
 
     def _flip(self, folder: Path, processes: int) -> bool:
@@ -270,22 +312,35 @@ def _lines(folder: Path) -> int:
         return 0
 
 
+def keep_compilations(folder: str) -> None:
+    """Have the processes that are started share what they compile."""
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
 def main() -> int:
     """Inject faults as the command says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--processes", type=int, choices=(1, 2), action="append", help="1 or 2; by default in turn")
+    parser.add_argument("--kind", choices=WEIGHTS, action="append", help="a fault to draw; by default all")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no fault begins later")
+    parser.add_argument("--json", action="store_true", help="a line of figures after each fault")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rooftop-faults-") as name:
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{name}/jax")
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-        schedule = Schedule(Path(name), options.seed, lambda line: print(line, flush=True))
-        figures = schedule.run(options.count, processes=tuple(options.processes or (1, 2)))
-        print(figures)
+        keep_compilations(f"{name}/jax")
+
+        def say(line: str) -> None:
+            print(json.dumps(schedule.figures.to_json()) if options.json else line, flush=True)
+
+        schedule = Schedule(Path(name), options.seed, say, kinds=options.kind or tuple(WEIGHTS))
+        until_s = time.monotonic() + 60 * options.minutes
+        figures = schedule.run(options.count, processes=tuple(options.processes or (1, 2)), until_s=until_s)
+        say(str(figures))
         for line in figures.wrong:
-            print(line)
+            say(line)
         return 1 if figures.wrong or figures.noticed != figures.damaged else 0
 
 

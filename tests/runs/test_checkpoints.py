@@ -193,6 +193,12 @@ def cut_the_manifest(checkpoint: Path) -> Path:
     return path
 
 
+def remove_the_manifest(checkpoint: Path) -> Path:
+    path = checkpoint / "manifest.json"
+    path.unlink()
+    return path
+
+
 def give_the_manifest_other_types(checkpoint: Path) -> Path:
     path = checkpoint / "manifest.json"
     fields = json.loads(json.loads(path.read_text())["manifest"])
@@ -202,8 +208,12 @@ def give_the_manifest_other_types(checkpoint: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "spoil", [truncate, flip_a_bit, delete, spoil_the_manifest, cut_the_manifest, give_the_manifest_other_types]
-)
+    "spoil",
+    [
+        truncate, flip_a_bit, delete, spoil_the_manifest, cut_the_manifest, remove_the_manifest,
+        give_the_manifest_other_types,
+    ],
+)  # fmt: skip
 def test_a_damaged_checkpoint_is_refused_by_name(saved: Checkpoints, spoil: Callable[[Path], Path]) -> None:
     """The one before it is taken; where every one is damaged, none."""
     path = spoil(saved.folder / "3")

@@ -34,10 +34,10 @@ BEFORE = "ROOFTOP_TESTS_BEFORE"
 class Fork:
     """``rooftop ARGUMENTS`` in a fork, with what tests use of ``subprocess.Popen``."""
 
-    def __init__(self, arguments: Sequence[str], changes: Mapping[str, str]) -> None:
-        """``changes`` are environment variables beside those of the tests."""
+    def __init__(self, arguments: Sequence[str], changes: Mapping[str, str], *, shim: bool = False) -> None:
+        """``changes`` are environment variables after those of the tests; with ``shim`` those of shim.c have effect."""
         self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(_server())
+        self._connection.connect(_server(shim))
         read, write = os.pipe()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by communicate)
         message = json.dumps([list(arguments), dict(changes)]).encode()
@@ -73,13 +73,17 @@ class Fork:
 
 
 @cache
-def _server() -> str:
-    """Start the server of this test process; return its address."""
+def _server(shim: bool) -> str:
+    """Start the server of this test process, with or without the shim; return its address."""
     folder = tempfile.TemporaryDirectory(prefix="rooftop-forks-")
     address = str(Path(folder.name) / "socket")
     # Unbuffered, as forks are; newer Pythons warn of threads, of which NumPy's are safe.
     command = [sys.executable, "-P", "-u", "-W", "ignore::DeprecationWarning", __file__, address]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    # A server that starts has no use for it, and may not find it.
+    from tests.support.shim import preload
+
+    environment = os.environ | (preload() if shim else {})
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert server.stdin is not None and server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
 

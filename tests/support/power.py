@@ -3,8 +3,9 @@
 A model of what a file system may lose, stricter than the usual ones. What is on the disk is what was synchronised: the
 content of a file by an fsync of the file, the entries of a folder by an fsync of the folder. Of the rest, any file may
 be empty, torn, of zeros or whole, and any folder may have the entries of any moment since its last fsync, each folder
-by itself: operations reach the disk in any order across folders. Calls of Python's ``os`` are operations; writes of
-other libraries are seen at the next one, and count as not synchronised.
+by itself: operations reach the disk in any order across folders. Bytes that were synchronised stay when more is
+appended to them. Calls of Python's ``os`` are operations; writes of other libraries are seen at the next one, and count
+as not synchronised.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Crash:
         durable, latest = self.synced.get(inode, b""), self.contents.get(inode, b"")
         if durable == latest or how != "torn":
             return durable
-        cut = draw.randint(0, len(latest))
+        # What was synchronised before more was appended stays.
+        least = len(durable) if latest.startswith(durable) else 0
+        cut = draw.randint(least, len(latest))
         return draw.choice([durable, latest, latest[:cut], latest[:cut] + bytes(len(latest) - cut)])
 
 

@@ -22,11 +22,13 @@ from rooftop.explain.measured.advice import Advice, advise, origin_of
 from rooftop.explain.measured.columns import ExplainedRow, columns
 from rooftop.explain.measured.modules import TracedProgram, all_facts, programs_of, read_module
 from rooftop.explain.measured.roofs import Achieved, Roof, Roofs, achieved, chip_of_trace, doubts, roofs
+from rooftop.explain.measured.stragglers import ProcessTime, process_times, straggling
 from rooftop.hardware import Chip, chip_of_kind
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.profile.facts import COLLECTIVE, Category, Facts
 from rooftop.profile.idle import INSIDE, UNKNOWN, Waiting
 from rooftop.profile.measured import (
+    DeviceTime,
     Measured,
     MeasuredCollective,
     MeasuredOp,
@@ -37,7 +39,8 @@ from rooftop.profile.measured import (
 )
 from rooftop.profile.planes import read_trace
 from rooftop.profile.trace import DeviceKind, Trace
-from rooftop.runs.folder import MODULE_FILE
+from rooftop.runs.folder import MODULE_FILE, RunFolder
+from rooftop.runs.records import read_records
 
 SCHEMA: Literal[1] = 1
 RUN_FILE = "run.json"
@@ -182,7 +185,8 @@ class ExplainedRecord(Record):
     Figures are per device and step, means over devices and counted steps, in seconds, bytes and FLOPs. ``step_s`` is
     ``busy_s`` and ``idle_s``; busy are ``compute_s``, ``exposed_s`` in collectives and ``held_s`` in loops and calls.
     ``roofline`` is the share of the step that the busiest resource, ``bound``, needs at peak; ``attributed`` is the
-    share of the busy time with a scope. ``idle`` lists the waits, and ``empty`` why a table has no entries.
+    share of the busy time with a scope. ``by_device`` has the devices that compute longest, and ``processes`` those of
+    a run that the others waited for. ``idle`` lists the waits, and ``empty`` why a table has no entries.
     """
 
     kind: Literal["explained"]
@@ -207,6 +211,8 @@ class ExplainedRecord(Record):
     attributed: Share
     marked: str
     steps: Annotated[tuple[ExplainedStep, ...], Meta(min_length=1)]
+    by_device: tuple[DeviceTime, ...]
+    processes: tuple[ProcessTime, ...]
     rows: tuple[ExplainedRow, ...]
     collectives: tuple[ExplainedCollective, ...]
     idle: tuple[Waiting, ...]
@@ -223,8 +229,9 @@ class ExplainedRecord(Record):
 class Explained:
     """A trace with its programs and its plan (None: no plan).
 
-    ``missing`` has the reason for each program without a module. ``chip`` is that of the devices (None: unknown), and
-    ``compute_dtype`` the compute dtype of a run ('' for other traces).
+    ``missing`` has the reason for each program without a module. ``chip`` is that of the devices (None: unknown).
+    ``compute_dtype`` is the compute dtype of a run ('' for other traces), and ``processes`` are those of a run that the
+    others waited for.
     """
 
     name: str
@@ -234,6 +241,7 @@ class Explained:
     plan: TrainingPlan | None
     chip: Chip | None
     compute_dtype: str = ""
+    processes: tuple[ProcessTime, ...] = ()
 
     @cached_property
     def facts(self) -> Sequence[Facts]:
@@ -292,6 +300,8 @@ class Explained:
                 planned = f"{self.plan.problem.slice.name}, {_sizes(own)}"
                 result.append(f"the plan is for {planned}; measured on {self._devices}, {_sizes(here)}")
             result += _dtypes(self.plan, self.compute_dtype, self.rows)
+        devices = () if self.emulated else self.measured.by_device
+        result += straggling(devices, self.processes, self.measured.step_s)
         return (*result, *doubts(self.measured, self.roofs, self.chip))
 
     @property
@@ -351,6 +361,8 @@ class Explained:
             attributed=result.attributed,
             marked=result.marked,
             steps=tuple(ExplainedStep.of(step) for step in result.steps),
+            by_device=result.by_device[:top],
+            processes=self.processes[:top],
             rows=self.rows,
             collectives=tuple(ExplainedCollective.of(item, roof) for item in result.collectives[:top]),
             idle=result.idle.waits[:top],
@@ -408,9 +420,11 @@ def explain(
     # Devices that a CPU emulates have no figures.
     chip = None if trace.kind == "cpu" else chip or chip_of_trace(trace)
     ran = "" if about is None else str(about.get("job", {}).get("program", {}).get("compute_dtype", ""))
+    processes = () if about is None else process_times(read_records(RunFolder(path=path).metrics))
     return Explained(
-        name=str(path), trace=trace, programs=programs, missing=missing, plan=plan, chip=chip, compute_dtype=ran
-    )
+        name=str(path), trace=trace, programs=programs, missing=missing, plan=plan, chip=chip, compute_dtype=ran,
+        processes=processes,
+    )  # fmt: skip
 
 
 def _dtypes(plan: TrainingPlan, ran: str, rows: Sequence[ExplainedRow]) -> list[str]:

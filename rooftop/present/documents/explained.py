@@ -62,6 +62,7 @@ def explained(data: Mapping[str, Any], *, plan: Mapping[str, Any] | None = None,
         figures=tuple(_figures(data)),
         charts=(
             _step(data),
+            *_stragglers(data),
             *_achieved(data),
             _rows(data, top),
             ledger_table(lines, f"By scope and phase: {' beside '.join(sides)}"),
@@ -157,6 +158,32 @@ def _step(data: Mapping[str, Any]) -> Bars:
             bars.append(Bar(f"step {step['number']}", parts))
     about = f"The mean of the counted steps, then each: {data['marked']}"
     return Bars(title="Where a step goes", section="Step", about=about, unit="s", bars=tuple(bars))
+
+
+def _stragglers(data: Mapping[str, Any]) -> Iterator[Chart]:
+    """Devices of several hosts, and processes that the others waited for."""
+    devices = data["by_device"]
+    if len(devices) > 1 and data["devices"]["hosts"] > 1:
+        rows = [
+            (f"device {device['ordinal']} of {device['host']}", *_seconds(device, "compute_s", "exposed_s", "idle_s"))
+            for device in devices[:_LISTED]
+        ]
+        title = "By device, the one that computes longest first"
+        yield table(title, ("", "computing", "waiting for collectives", "idle"), rows)
+    if data["processes"]:
+        processes = [
+            (
+                f"process {process['process']}", f"{process['steps']} of {process['of_steps']}",
+                *_seconds(process, "host_s", "median_host_s", "waited_s"),
+            )
+            for process in data["processes"][:_LISTED]
+        ]  # fmt: skip
+        columns = ("", "slowest in steps", "on its host", "the median process", "others waited, a step")
+        yield table("By process of the run: who was the slowest on its host", columns, processes)
+
+
+def _seconds(data: Mapping[str, Any], *names: str) -> Iterator[str]:
+    return (format_seconds(data[name]) for name in names)
 
 
 def _rows(data: Mapping[str, Any], top: int) -> Table:

@@ -82,13 +82,15 @@ class Generator:
         if self._linked is not None:
             self._linked.close("stopped")
 
-    def serve(self, listening: socket.socket, key: str, on_link: Callable[[str], None]) -> None:
+    def serve(
+        self, listening: socket.socket, key: str, on_link: Callable[[str], None], *, encrypted: bool = True
+    ) -> None:
         """Serve clients that know ``key``, one after the other; ``on_link`` is called at each change.
 
         Returns after ``stop``, or when ``listening`` is shut down.
         """
         self._compilations.watch()
-        listener, refused = LinkListener(listening, key), deque[float](maxlen=_REFUSED)
+        listener, refused = LinkListener(listening, key, encrypted=encrypted), deque[float](maxlen=_REFUSED)
         while not self._stopped:
             try:
                 link = listener.accept()
@@ -335,7 +337,7 @@ def main() -> None:
     with bind("127.0.0.1", 0) as bound:
         bound.listen()
         print(json.dumps({"port": bound.getsockname()[1]}), file=out, flush=True)
-        generator.serve(bound, task.key, lambda event: None)
+        generator.serve(bound, task.key, lambda event: None, encrypted=False)
 
 
 def _end_with(pipe: IO[bytes]) -> None:

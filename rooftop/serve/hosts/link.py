@@ -1,7 +1,8 @@
 """A connection between the process that prefills and the one that generates: messages over TCP, each of them checked.
 
 Both know a key. They prove it to each other before anything else is read, and every digest depends on it and on the
-number of the message: none can be made, changed, left out or repeated by others. They can be read by others.
+number of the message: none can be made, changed, left out or repeated by others. Between machines they are encrypted
+(``encryption``), so that others cannot read them either.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from queue import Queue, SimpleQueue
 from typing import Any
+
+from rooftop.serve.hosts.encryption import EncryptedConnection
 
 #: Part of a payload.
 Buffer = bytes | memoryview
@@ -54,7 +57,7 @@ class Link:
     A thread of the link writes messages in order. If that fails, the receiver raises LinkLost.
     """
 
-    def __init__(self, connection: socket.socket, *, send_key: bytes, receive_key: bytes) -> None:
+    def __init__(self, connection: socket.socket | EncryptedConnection, *, send_key: bytes, receive_key: bytes) -> None:
         self._connection = connection
         self._send_key, self._receive_key = send_key, receive_key
         self._sent = self._received = 0
@@ -157,13 +160,16 @@ class Link:
         return digest
 
 
-def connect(host: str, port: int, key: str) -> Link:
-    """A link to a process that listens at ``host``:``port`` and knows ``key``. Raises LinkLost."""
+def connect(host: str, port: int, key: str, *, encrypted: bool = True) -> Link:
+    """A link to a process that listens at ``host``:``port`` and knows ``key``. Raises LinkLost.
+
+    Both ends say whether it is ``encrypted``; on one machine it need not be.
+    """
     try:
         connection = socket.create_connection((host, port), timeout=_HANDSHAKE_S)
     except OSError as error:
         raise LinkLost(f"{host}:{port} cannot be reached ({error.strerror or error})") from None
-    return _greeted(connection, key, asks=True)
+    return _greeted(connection, key, asks=True, encrypted=encrypted)
 
 
 class LinkListener:
@@ -173,8 +179,8 @@ class LinkListener:
     than ``_GREETINGS`` at a time the first one is closed: who knows the key needs milliseconds.
     """
 
-    def __init__(self, listening: socket.socket, key: str) -> None:
-        self._listening, self._key = listening, key
+    def __init__(self, listening: socket.socket, key: str, *, encrypted: bool = True) -> None:
+        self._listening, self._key, self._encrypted = listening, key, encrypted
         self._come = SimpleQueue[Link | Exception]()
         self._lock = threading.Lock()
         self._greeting = dict[socket.socket, None]()
@@ -215,7 +221,7 @@ class LinkListener:
 
     def _greet(self, connection: socket.socket) -> None:
         try:
-            come: Link | Exception = _greeted(connection, self._key, asks=False)
+            come: Link | Exception = _greeted(connection, self._key, asks=False, encrypted=self._encrypted)
         except LinkLost as error:
             come = error
         with self._lock:
@@ -223,15 +229,20 @@ class LinkListener:
         self._come.put(come)
 
 
-def _greeted(connection: socket.socket, key: str, *, asks: bool) -> Link:
-    """Handshake: each side proves that it knows the key, over random numbers of both."""
+def _greeted(accepted: socket.socket, key: str, *, asks: bool, encrypted: bool) -> Link:
+    """Handshake: each side proves that it knows the key, over random numbers of both, and over the certificate."""
+    connection: socket.socket | EncryptedConnection = accepted
     try:
-        until_s = time.monotonic() + _HANDSHAKE_S
+        until_s, binding = time.monotonic() + _HANDSHAKE_S, b""
+        if encrypted:
+            connection = EncryptedConnection(accepted, asks=asks, until_s=until_s)
+            binding = connection.binding
         connection.settimeout(_HANDSHAKE_S)
         ours = secrets.token_bytes(_NONCE)
         connection.sendall(ours)
         theirs = bytes(_exactly(connection, _NONCE, until_s=until_s))
         root, nonces = blake2b(key.encode()).digest(), ours + theirs if asks else theirs + ours
+        nonces += binding
 
         def derived(what: bytes) -> bytes:
             return blake2b(nonces, key=root, person=what, digest_size=32).digest()
@@ -264,7 +275,7 @@ def _greeted(connection: socket.socket, key: str, *, asks: bool) -> Link:
     return Link(connection, send_key=to if asks else back, receive_key=back if asks else to)
 
 
-def _exactly(connection: socket.socket, count: int, *, until_s: float | None = None) -> bytearray:
+def _exactly(connection: socket.socket | EncryptedConnection, count: int, *, until_s: float | None = None) -> bytearray:
     """Read ``count`` bytes, until ``until_s``. Raises LinkLost if they do not arrive."""
     exactly = bytearray(count)
     view, at = memoryview(exactly), 0

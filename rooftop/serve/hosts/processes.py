@@ -60,8 +60,11 @@ class Other(Protocol):
 class Remote:
     """A process that listens at ``host``:``port``, and may come back after it was lost."""
 
-    def __init__(self, host: str, port: int, key: str, *, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(
+        self, host: str, port: int, key: str, *, patience_s: float = _PATIENCE_S, encrypted: bool = True
+    ) -> None:
         self._host, self._port, self._key, self._patience_s = host, port, key, patience_s
+        self._encrypted = encrypted
         self._closed = threading.Event()
 
     def suspect(self) -> None:
@@ -75,7 +78,7 @@ class Remote:
         until_s = time.monotonic() + self._patience_s
         while not self._closed.is_set():
             try:
-                return connect(self._host, self._port, self._key)
+                return connect(self._host, self._port, self._key, encrypted=self._encrypted)
             except LinkLost:
                 if time.monotonic() > until_s:
                     raise
@@ -160,7 +163,7 @@ class Child:
         if self._process is not None and self._port is not None:
             # Perhaps only the link was lost.
             try:
-                return connect("127.0.0.1", self._port, self._told.key)
+                return connect("127.0.0.1", self._port, self._told.key, encrypted=False)
             except LinkLost:
                 self._end()
         for _ in range(_STARTS):
@@ -169,7 +172,7 @@ class Child:
             port = self._said()
             if port is not None:
                 self._port = port
-                return connect("127.0.0.1", port, self._told.key)
+                return connect("127.0.0.1", port, self._told.key, encrypted=False)
         raise LinkLost(f"the process that generates ended {_STARTS} times before it was ready")
 
     def close(self) -> None:

@@ -1,0 +1,179 @@
+"""Links in TLS: nobody between the two ends reads them or takes the place of one; OpenSSL takes the certificate."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from rooftop.serve.hosts import encryption
+from rooftop.serve.hosts import link as link_module
+from rooftop.serve.hosts.encryption import EncryptedConnection, certificate, public_key, sign
+from rooftop.serve.hosts.link import Link, LinkListener, LinkLost, connect
+from rooftop.serve.sockets import bind
+
+SECRET = b"a word of a prompt that is private"
+PAGES = bytes(range(256)) * 5000
+
+
+@pytest.mark.parametrize(
+    ("seed", "public", "message", "signature"),
+    [
+        (
+            "9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60",
+            "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a",
+            "",
+            "e5564300c360ac729086e2cc806e828a84877f1eb8e5d974d873e065224901555fb8821590a33bacc61e39701cf9b46b"
+            "d25bf5f0595bbe24655141438e7a100b",
+        ),
+        (
+            "4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb",
+            "3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c",
+            "72",
+            "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da085ac1e43e15996e458f3613d0f11d8c"
+            "387b2eaeb4302aeeb00d291612bb0c00",
+        ),
+    ],
+)
+def test_keys_and_signatures_are_those_of_rfc_8032(seed: str, public: str, message: str, signature: str) -> None:
+    assert public_key(bytes.fromhex(seed)).hex() == public
+    assert sign(bytes.fromhex(seed), bytes.fromhex(message)).hex() == signature
+
+
+def test_openssl_verifies_the_certificate() -> None:
+    listening, der = encryption._listening()
+    for trusted, is_taken in ((der, True), (certificate(bytes(32)), False)):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.load_verify_locations(cadata=trusted)
+        one, other = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client, server = context.wrap_bio(one, other), listening.wrap_bio(other, one, server_side=True)
+        if is_taken:
+            _shake(client, server)
+            assert client.version() == "TLSv1.3" and client.getpeercert(binary_form=True) == der
+        else:
+            with pytest.raises(ssl.SSLCertVerificationError):
+                _shake(client, server)
+
+
+def _shake(client: ssl.SSLObject, server: ssl.SSLObject) -> None:
+    for _ in range(3):
+        for end in (client, server):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+
+
+def _pipe(source: socket.socket, sink: socket.socket, record: bytearray) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            record += data
+            sink.sendall(data)
+    with suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
+
+
+@contextmanager
+def between(port: int, relay: Callable[[socket.socket, socket.socket], None]) -> Iterator[int]:
+    """Somebody between the two ends; the port that the one end takes for the other's."""
+    with bind("127.0.0.1", 0) as listening:
+        listening.listen()
+
+        def run() -> None:
+            with suppress(OSError):
+                came, _ = listening.accept()
+                with came, socket.create_connection(("127.0.0.1", port)) as onward:
+                    relay(came, onward)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield listening.getsockname()[1]
+        with suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@contextmanager
+def listener(*, encrypted: bool = True) -> Iterator[tuple[int, LinkListener]]:
+    with bind("127.0.0.1", 0) as bound:
+        bound.listen()
+        yield bound.getsockname()[1], LinkListener(bound, "key", encrypted=encrypted)
+        with suppress(OSError):
+            bound.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_what_passes_between_the_ends(encrypted: bool) -> None:
+    """Both directions at once. Without encryption the words are there: the recording would show them."""
+    record = bytearray()
+
+    def relay(came: socket.socket, onward: socket.socket) -> None:
+        back = threading.Thread(target=_pipe, args=(onward, came, record))
+        back.start()
+        _pipe(came, onward, record)
+        back.join()
+
+    with listener(encrypted=encrypted) as (port, links), between(port, relay) as there:
+        one = connect("127.0.0.1", there, "key", encrypted=encrypted)
+        other = links.accept()
+        for end in (one, other):
+            for number in range(20):
+                end.send("kv", payload=lambda: [PAGES, memoryview(PAGES)[:100]], text=SECRET.decode(), number=number)
+        for end in (other, one):
+            for number in range(20):
+                message = end.receive()
+                assert message.payload == PAGES + PAGES[:100]
+                assert message.fields == {"text": SECRET.decode(), "number": number}
+        for end in (one, other):
+            end.discard()
+    assert len(record) > 40 * len(PAGES)
+    assert (SECRET in record) is not encrypted and (PAGES[:64] in record) is not encrypted
+
+
+def test_somebody_between_the_ends_is_refused() -> None:
+    """He speaks TLS to both, and passes the greeting on: the proofs are over another certificate."""
+    until_s, passed = time.monotonic() + 30, bytearray()
+
+    def relay(came: socket.socket, onward: socket.socket) -> None:
+        own = encryption._listening.__wrapped__()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(encryption, "_listening", lambda: own)
+            there = EncryptedConnection(came, asks=False, until_s=until_s)
+        onwards = EncryptedConnection(onward, asks=True, until_s=until_s)
+
+        def pipe(source: EncryptedConnection, sink: EncryptedConnection) -> None:
+            view = memoryview(bytearray(1000))
+            with suppress(OSError):
+                while count := source.recv_into(view):
+                    passed.extend(view[:count])
+                    sink.sendall(bytes(view[:count]))
+                sink.shutdown(socket.SHUT_RDWR)
+
+        back = threading.Thread(target=pipe, args=(onwards, there))
+        back.start()
+        pipe(there, onwards)
+        back.join()
+
+    with listener() as (port, links), between(port, relay) as middle:
+        with pytest.raises(LinkLost):
+            connect("127.0.0.1", middle, "key")
+        with pytest.raises(LinkLost, match="another link key"):
+            links.accept()
+    assert passed, "the greeting was read: only the proofs refuse it"
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_both_ends_say_so(encrypted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "_HANDSHAKE_S", 0.5)
+    with listener(encrypted=encrypted) as (port, links):
+        with pytest.raises(LinkLost):
+            connect("127.0.0.1", port, "key", encrypted=not encrypted)
+        with pytest.raises(LinkLost):
+            links.accept()
+        link: Link = connect("127.0.0.1", port, "key", encrypted=encrypted)
+        links.accept().discard()
+        link.discard()
