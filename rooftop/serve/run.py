@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 #: Packages that serving imports.
 _PACKAGES = (
     "jax", "jaxtyping", "safetensors", "tokenizers", "starlette", "uvicorn", "httptools", "prometheus_client", "jinja2",
-    "llguidance",
+    "llguidance", "cryptography",
 )  # fmt: skip
 #: Seconds between two log lines about compilation.
 _LOG_EVERY_S = 5.0
