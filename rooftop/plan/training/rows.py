@@ -990,7 +990,11 @@ def matmuls(
             gathered_s = gathered_s + (step.tensor - 1) * start_s
         pieces_s = gathered_s, scattered_s
         ring = partial(
-            RingSteps, on=rings, members=step.tensor, pieces=0 if step.framework.kernels is None else _SCATTER_PIECES
+            RingSteps,
+            on=rings,
+            members=step.tensor,
+            pieces=0 if step.framework.kernels is None else _SCATTER_PIECES,
+            at_once=step.rates.overlap.asynchronous == "all",
         )
         gathering, scattering = ring(beside_s=into(shard), sums=False), ring(beside_s=out(shard), sums=True)
         added = rings * _SCATTER_PASSES * payload / step.tensor
