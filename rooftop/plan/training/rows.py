@@ -78,6 +78,7 @@ def training_work(step: TrainingStep) -> list[Work]:
     microbatches, alone = step.strategies.microbatches, step.layers_alone
     layers, dense = step.layers - alone.every, step.dense_layers - alone.every_dense
     shared = _layers(step, dense * microbatches, (layers - dense) * microbatches)
+    shared += _stacked(step, dense * microbatches, (layers - dense) * microbatches)
     if np.any(step.padding_layers):
         shared = [replace(item, skipped=step.padding_layers / layers) for item in shared]
     first, last = _embed(step), _head(step)
@@ -111,6 +112,35 @@ def _layers(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
     return work
 
 
+def _stacked(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
+    """Passes over the stacks of weights and gradients of a stage's layers, as counted in compiled programs.
+
+    A task's backward pass reads a layer's weights several times: XLA:TPU copies what fsdp does not split out of the
+    stack first. The gradients of its layers begin as zeros, and where a stage may leave out a layer each layer's are
+    copied into their stack.
+    """
+    if not np.any(step.staged) or not step.assumptions.own_program or step.slice.chip.kind != "tpu":
+        return []
+    sizes, gather = step.layer_parameters, step.strategies.devices(*GATHER_AXES)
+    passes = np.where(gather > 1, 0.0, 2.0), 1.0 + 2.0 * (step.padding_layers > 0)
+    parts = [("layers/attn/qkv", dense + experts, sizes["attn"])]
+    if step.model.dense_layers:
+        parts.append(("layers/mlp/up", dense, sizes["mlp"]))
+    if step.model.moe is not None:
+        parts += [("layers/moe/experts", experts, sizes["experts"]), ("layers/moe/shared", experts, sizes["shared"])]
+    return [
+        Work(
+            scope=scope, phase=phase, count=count,
+            elementwise_bytes=step.staged * passed * elements / gather * step.element_bytes, formula=formula,
+        )
+        for scope, count, elements in parts
+        for phase, passed, formula in (
+            ("recompute", passes[0], "weights copied out of the stack of layers"),
+            ("backward", passes[1], "gradients of a task's layers begun with zeros, and put into their stack"),
+        )
+    ]  # fmt: skip
+
+
 def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
     """The table is split over D; each device looks up its columns for all, then two AllToAlls give tokens back."""
     model, element = step.model, step.element_bytes
@@ -124,8 +154,11 @@ def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
     # A stage gathers them again in its backward task, unless it repeats the lookup there.
     alone = step.staged * (step.layers_alone.first == 0)
     again = replace(ids, when=alone)
-    # In stages a table's gradient is made where all of the experts' tokens have met.
-    meet = Transfer("all_gather", EXPERT_AXES, rows * step.strategies.devices(*EXPERT_AXES), "all_to_all", step.staged)
+    # In stages a table's gradient is made where all of the experts' tokens have met, with their ids.
+    met = step.strategies.devices(*EXPERT_AXES)
+    meet = tuple(
+        Transfer("all_gather", EXPERT_AXES, met * payload, "all_to_all", step.staged) for payload in (rows, ids.payload)
+    )
     table = step.held_parameters["vocab"] / (1 if model.tied_embeddings else 2) * element
     count = step.strategies.microbatches if count is None else count
     return [
@@ -135,7 +168,7 @@ def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
         ),
         Work(
             scope="embed", phase="backward", count=count, hbm_bytes=2 * rows + table,
-            collectives=(again, *exchange, meet),
+            collectives=(again, *exchange, *meet),
             formula="the transpose: rows exchanged, then added into the table's shard",
         ),
     ]  # fmt: skip
