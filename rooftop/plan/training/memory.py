@@ -11,7 +11,7 @@ from rooftop.capabilities import LANES
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
-from rooftop.models.activations import LOSS_CHUNK, MLP_CHECKPOINTS
+from rooftop.models.activations import MLP_CHECKPOINTS
 from rooftop.models.attention import attention_kind
 from rooftop.plan.training.step import TrainingStep
 
@@ -272,7 +272,7 @@ def _loss(step: TrainingStep) -> Number:
     On GPUs the unembedding is there in float32, too, for the matmul with the gradient of the logits.
     """
     table = step.model.d_model * step.widths.vocab
-    chunk = np.minimum(step.tokens, LOSS_CHUNK) * step.widths.vocab
+    chunk = step.tokens / step.loss_chunks * step.widths.vocab
     streams = (2.0 * step.tensor + 1.0) * _own(step) * step.model.d_model
     wide = 4.0 * table if step.assumptions.own_program and step.slice.chip.kind == "gpu" else 0.0
     return (2.0 * table + streams) * step.element_bytes + 4.0 * chunk + wide

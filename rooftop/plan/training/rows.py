@@ -27,7 +27,7 @@ from rooftop.arrays.rules import (
 from rooftop.core.ledger import CollectiveKind, Ledger, Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.scopes import Phase
-from rooftop.models.activations import LOSS_CHUNK, MLP_CHECKPOINTS, POLICIES
+from rooftop.models.activations import MLP_CHECKPOINTS, POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
 from rooftop.models.config import MLA, MoE
 from rooftop.models.mixers import STATE_BYTES, Recurrence
@@ -554,7 +554,7 @@ def _stored_logits(step: TrainingStep, logits: Number) -> Number:
     Compiled programs keep 33 MB of 128 MiB there, and do not keep 65 MB of 64 MiB.
     """
     chip = step.slice.chip
-    chunk = 4.0 * np.minimum(step.tokens, LOSS_CHUNK) * step.widths.vocab
+    chunk = 4.0 * step.tokens / step.loss_chunks * step.widths.vocab
     return logits * np.where(chunk > chip.vmem_bytes / chip.devices / 2, 4.0, 0.0)
 
 
@@ -568,7 +568,7 @@ def _in_chunks(step: TrainingStep, table: MatmulShape, unembed: Sequence[Work]) 
     forward, both = unembed
     element = step.element_bytes
     dtype = step.numerics.compute if step.slice.chip.kind == "tpu" else "f32"
-    chunks = np.maximum(np.ceil(step.tokens / LOSS_CHUNK), 1.0)
+    chunks = step.loss_chunks
     logits = _stored_logits(step, step.tokens * table.n)
     rows, matrix = step.tokens * table.k * element, table.parameters * element
     halved = {name: flops / 2 for name, flops in both.flops.items()}
