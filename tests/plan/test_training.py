@@ -798,9 +798,7 @@ def test_a_ring_hides_behind_its_matmul() -> None:
     for sums in (False, True):
         for closed in (0.0, 1.0):
             ring = RingSteps(on=1.0, members=4.0, beside_s=0.0, sums=sums)
-            waits = [
-                float(replace(ring, beside_s=beside).exposed_s(1.0, closed)) for beside in (0.0, 0.5, 1.0, 2.0)
-            ]
+            waits = [float(replace(ring, beside_s=beside).exposed_s(1.0, closed)) for beside in (0.0, 0.5, 1.0, 2.0)]
             assert waits == sorted(waits, reverse=True)
             assert waits[0] >= 3.0 and waits[-1] == 0.0
             at_once = replace(ring, beside_s=0.5, at_once=True)
