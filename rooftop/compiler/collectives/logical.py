@@ -239,9 +239,9 @@ def _over_slices(
                 by_place.setdefault(place, {})[collective.operand] = index
     by_meeting: dict[str, list[int]] = {}
     for index, collective in enumerate(within):
-        inside = module.computations[collective.instructions[0][0]]
-        first = inside.instructions[collective.instructions[0][1]]
-        for _, origin in _origins(module, inside, first, collective.operand):
+        body = module.computations[collective.instructions[0][0]]
+        first = body.instructions[collective.instructions[0][1]]
+        for _, origin in _origins(module, body, first, collective.operand):
             if origin.opcode == "recv":
                 by_meeting.setdefault(rendezvous(origin), []).append(index)
     joined = set[int]()
@@ -262,11 +262,11 @@ def _over_slices(
         outside = _from_transfer(module, transfer)
         earlier = list[int]()
         seen = list[Located]()
-        for inside, origin in _origins(module, transfer.computation, transfer.send):
-            combined = by_place.get((inside.name, origin.name), {})
-            elements = _elements(seen, inside, origin) if len(combined) > 1 else set(combined)
+        for body, origin in _origins(module, transfer.computation, transfer.send):
+            combined = by_place.get((body.name, origin.name), {})
+            elements = _elements(seen, body, origin) if len(combined) > 1 else set(combined)
             earlier += [index for operand, index in combined.items() if operand in elements]
-            seen.append((inside, origin))
+            seen.append((body, origin))
         later = by_meeting.get(rendezvous(transfer.recv), [])
         steps = {"all_gather": (later,), "reduce_scatter": (earlier,), "all_reduce": (earlier, later)}
         parts = [parts_of(step, outside) for step in steps.get(transfer.kind, ())]

@@ -122,7 +122,14 @@ def _stacked(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
     if not np.any(step.staged) or not step.assumptions.own_program or step.slice.chip.kind != "tpu":
         return []
     sizes, gather = step.layer_parameters, step.strategies.devices(*GATHER_AXES)
-    passes = np.where(gather > 1, 0.0, 2.0), 1.0 + 2.0 * (step.padding_layers > 0)
+    of_phases: tuple[tuple[Phase, Number, str], ...] = (
+        ("recompute", np.where(gather > 1, 0.0, 2.0), "weights copied out of the stack of layers"),
+        (
+            "backward",
+            1.0 + 2.0 * (step.padding_layers > 0),
+            "gradients of a task's layers begun with zeros, and put into their stack",
+        ),
+    )
     parts = [("layers/attn/qkv", dense + experts, sizes["attn"])]
     if step.model.dense_layers:
         parts.append(("layers/mlp/up", dense, sizes["mlp"]))
@@ -134,10 +141,7 @@ def _stacked(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
             elementwise_bytes=step.staged * passed * elements / gather * step.element_bytes, formula=formula,
         )
         for scope, count, elements in parts
-        for phase, passed, formula in (
-            ("recompute", passes[0], "weights copied out of the stack of layers"),
-            ("backward", passes[1], "gradients of a task's layers begun with zeros, and put into their stack"),
-        )
+        for phase, passed, formula in of_phases
     ]  # fmt: skip
 
 
