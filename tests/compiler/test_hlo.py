@@ -587,7 +587,7 @@ ENTRY %main (x: bf16[64,512], y: bf16[256,512]) -> (bf16[64,512], bf16[256,512])
 
 
 def test_sums_that_are_combined_within_slices() -> None:
-    """What XLA sums within each slice in one instruction are two collectives, each with its own steps."""
+    """Two sums that XLA does in one instruction within each slice are two collectives, each with its own steps."""
     target = '_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"'
     text = COMBINED_SUMS.replace("GROUPS", "replica_groups={{0,1,2,3,4,5,6,7}}")
     for number in (1, 2):

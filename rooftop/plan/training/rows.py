@@ -126,7 +126,7 @@ def _stacked(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
         ("recompute", np.where(gather > 1, 0.0, 2.0), "weights copied out of the stack of layers"),
         (
             "backward",
-            1.0 + 2.0 * (step.padding_layers > 0),
+            np.where(step.padding_layers > 0, 3.0, 1.0),
             "gradients of a task's layers begun with zeros, and put into their stack",
         ),
     )
