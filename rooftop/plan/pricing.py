@@ -55,7 +55,8 @@ class RingSteps:
 
     Each of the ``members`` sends a shard in each hop, while a matmul of ``beside_s`` runs. ``sums`` travel, not shards:
     two of them alternate, each next to half of the matmul. ``pieces`` are those of a kernel whose transfers wait for
-    nothing but their own piece; 0 for programs as XLA:TPU orders them.
+    nothing but their own piece; 0 for programs as XLA:TPU orders them. ``at_once``: it starts every hop when what the
+    hop sends is there, as on TPU7x.
     """
 
     on: Number
@@ -63,12 +64,14 @@ class RingSteps:
     beside_s: Number
     sums: bool
     pieces: int = 0
+    at_once: bool = False
 
     def exposed_s(self, hop_s: Number, closed: Number) -> Number:
         """Seconds in which the matmul waits; ``closed`` is 1 where a ring goes both ways round.
 
         XLA:TPU orders a program as if matmuls lasted twice as long as they do: it starts a shard's hop with half of
         the matmul left, and a sum's hop when the other sum has arrived. This device's own term hides the last hops.
+        Of sums that start ``at_once`` two are under way, and half of the matmul hides the time between both.
         """
         hops: Number = np.maximum(self.members - 1, 0)
         seconds: Number
@@ -79,10 +82,10 @@ class RingSteps:
             seconds = last * sent_s + (1 - last) * np.maximum(sent_s - multiplied_s, 0.0)
             return seconds
         if not self.sums:
-            seconds = hops * np.maximum(hop_s - self.beside_s / 2, 0.0)
+            seconds = hops * np.maximum(hop_s - self.beside_s / (1 if self.at_once else 2), 0.0)
             return seconds
         one_sum_s = hop_s * (1 + closed) / 2
-        waits = 2 * np.maximum(one_sum_s - self.beside_s / 2, 0.0)
+        waits = (1 if self.at_once else 2) * np.maximum(one_sum_s - self.beside_s / 2, 0.0)
         seconds = np.maximum(hops - 1, 0) * waits + np.minimum(hops, 1) * np.maximum(hop_s - self.beside_s, 0.0)
         return seconds
 

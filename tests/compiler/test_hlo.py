@@ -554,6 +554,55 @@ def test_collectives_between_slices(slice_: str, layout: str, axes: list[str], m
     assert moved == {(STEPS[kind][0], kind): (1, tuple(axes), *sizes) for kind, sizes in expected.items()}
 
 
+#: Two sums over both slices as XLA:TPU writes them: within each slice at once, between slices and gathered one by one.
+COMBINED_SUMS = """HloModule sums, is_scheduled=true
+
+%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%a, %b)
+}
+
+ENTRY %main (x: bf16[64,512], y: bf16[256,512]) -> (bf16[64,512], bf16[256,512]) {
+  %x = bf16[64,512]{1,0} parameter(0)
+  %y = bf16[256,512]{1,0} parameter(1)
+  %all-reduce.1 = (bf16[64,512]{1,0}, bf16[256,512]{1,0}) all-reduce(%x, %y), channel_id=1, GROUPS, to_apply=%add
+  %x.1 = bf16[64,512]{1,0} get-tuple-element(%all-reduce.1), index=0
+  %x.2 = bf16[8,512]{1,0} slice(%x.1), slice={[0:8], [0:512]}
+  %token.1 = token[] after-all()
+  %recv.1 = (bf16[8,512]{1,0}, u32[], token[]) recv(%token.1), channel_id=2, TRANSFER1
+  %send.1 = (bf16[8,512]{1,0}, u32[], token[]) send(%x.2, %token.1), channel_id=3, TRANSFER1
+  %y.1 = bf16[256,512]{1,0} get-tuple-element(%all-reduce.1), index=1
+  %y.2 = bf16[32,512]{1,0} slice(%y.1), slice={[0:32], [0:512]}
+  %recv.2 = (bf16[32,512]{1,0}, u32[], token[]) recv(%token.1), channel_id=4, TRANSFER2
+  %send.2 = (bf16[32,512]{1,0}, u32[], token[]) send(%y.2, %token.1), channel_id=5, TRANSFER2
+  %recv-done.1 = (bf16[8,512]{1,0}, token[]) recv-done(%recv.1), channel_id=2, is_host_transfer=true
+  %x.3 = bf16[8,512]{1,0} get-tuple-element(%recv-done.1), index=0
+  %x.4 = bf16[64,512]{1,0} all-gather(%x.3), channel_id=6, GROUPS, dimensions={0}
+  %recv-done.2 = (bf16[32,512]{1,0}, token[]) recv-done(%recv.2), channel_id=4, is_host_transfer=true
+  %y.3 = bf16[32,512]{1,0} get-tuple-element(%recv-done.2), index=0
+  %y.4 = bf16[256,512]{1,0} all-gather(%y.3), channel_id=7, GROUPS, dimensions={0}
+  ROOT %results = (bf16[64,512]{1,0}, bf16[256,512]{1,0}) tuple(%x.4, %y.4)
+}
+"""
+
+
+def test_sums_that_are_combined_within_slices() -> None:
+    """Two sums that XLA does in one instruction within each slice are two collectives, each with its own steps."""
+    target = '_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"'
+    text = COMBINED_SUMS.replace("GROUPS", "replica_groups={{0,1,2,3,4,5,6,7}}")
+    for number in (1, 2):
+        of = f'_xla_host_transfer_rendezvous="sum.{number}"'
+        text = text.replace(f"TRANSFER{number}", f"is_host_transfer=true, frontend_attributes={{{of},{target}}}")
+    mesh = mesh_on("v5p:2x2x2@2", "fsdp=x+y+z+dcn")
+    moved = [
+        (move.kind, move.axes, move.bytes)
+        for row in read_ledger(hlo.parse(text), mesh.shape, mesh)
+        for move in row.collectives
+    ]
+    assert sorted(moved) == [("all_reduce", ("fsdp",), rows * 512 * 2.0) for rows in (64, 256)]
+
+
 @pytest.mark.parametrize(
     ("slice_", "layout"),
     [

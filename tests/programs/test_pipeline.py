@@ -214,6 +214,15 @@ def test_what_does_not_fit_is_refused_in_one_line(changes: dict[str, Any], sizes
     assert "\n" not in str(refused.value)
 
 
+def test_a_stage_keeps_attention_by_its_name() -> None:
+    """The backward pass of a stage repeats attention for its own gradient, and once more unless its output is kept."""
+    once, twice = (
+        lower(mesh_of(stage=2), program(remat=f"block{more}").to_json()).as_text().count("stablehlo.exponential")
+        for more in (",attn_core=save", "")
+    )
+    assert 0 < once < twice
+
+
 def test_stages_do_their_own_layers_only() -> None:
     """Layers and their state are split over stages; embeddings are on all of them."""
     trained_program, mesh = program(), mesh_of(**MIXED)

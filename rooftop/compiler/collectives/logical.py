@@ -169,7 +169,7 @@ class LogicalCollective:
     ``bytes`` is the payload of one execution as in ``core.ledger.Collective``, and ``wire_bytes`` are sent by one
     device. ``hops`` is the number of permutes of a ring (0: not a ring). ``synchronous``: the schedule waits for all of
     it. ``source`` is the 'file:line' of its program ('' if unknown), and ``instructions`` are (computation,
-    instruction).
+    instruction). Its array is number ``operand`` of those that the first instruction has combined.
     """
 
     kind: CollectiveKind
@@ -183,6 +183,7 @@ class LogicalCollective:
     phase: str
     source: str
     instructions: tuple[tuple[str, str], ...]
+    operand: int = 0
     between: CollectiveKind | None = None
     steps: tuple[tuple[tuple[str, str], CollectiveKind], ...] = ()
 
@@ -231,17 +232,16 @@ def _over_slices(
     It gathers between slices first and scatters between them last. It sums within each slice, then between slices, each
     device its part, and gathers the parts.
     """
-    by_place = {
-        place: index
-        for index, collective in enumerate(within)
-        for computation, name in collective.instructions
-        for place in ((computation, name), *outermost(module, computation, name))
-    }
+    by_place: dict[tuple[str, str], dict[int, int]] = {}
+    for index, collective in enumerate(within):
+        for computation, name in collective.instructions:
+            for place in ((computation, name), *outermost(module, computation, name)):
+                by_place.setdefault(place, {})[collective.operand] = index
     by_meeting: dict[str, list[int]] = {}
     for index, collective in enumerate(within):
-        computation = module.computations[collective.instructions[0][0]]
-        first = computation.instructions[collective.instructions[0][1]]
-        for _, origin in _origins(module, computation, first):
+        body = module.computations[collective.instructions[0][0]]
+        first = body.instructions[collective.instructions[0][1]]
+        for _, origin in _origins(module, body, first, collective.operand):
             if origin.opcode == "recv":
                 by_meeting.setdefault(rendezvous(origin), []).append(index)
     joined = set[int]()
@@ -260,9 +260,13 @@ def _over_slices(
 
     for transfer in between:
         outside = _from_transfer(module, transfer)
-        origins = _origins(module, transfer.computation, transfer.send)
-        places = ((computation.name, origin.name) for computation, origin in origins)
-        earlier = [by_place[place] for place in places if place in by_place]
+        earlier = list[int]()
+        seen = list[Located]()
+        for body, origin in _origins(module, transfer.computation, transfer.send):
+            combined = by_place.get((body.name, origin.name), {})
+            elements = _elements(seen, body, origin) if len(combined) > 1 else set(combined)
+            earlier += [index for operand, index in combined.items() if operand in elements]
+            seen.append((body, origin))
         later = by_meeting.get(rendezvous(transfer.recv), [])
         steps = {"all_gather": (later,), "reduce_scatter": (earlier,), "all_reduce": (earlier, later)}
         parts = [parts_of(step, outside) for step in steps.get(transfer.kind, ())]
@@ -302,12 +306,26 @@ _PASSED = frozenset(
 _MOVED = _PASSED | {"parameter", "constant", "broadcast", "pad", "maximum", "concatenate"}
 
 
-def _origins(module: Module, computation: HloComputation, user: Instruction) -> Iterator[Located]:
-    """Yield the arrays that the first operand of an instruction is a copy or a slice of, nearest first.
+def _elements(results: Iterable[Located], computation: HloComputation, combined: Instruction) -> set[int]:
+    """The numbers of the arrays of a combined collective that are among ``results``."""
+
+    def instruction_of(element: Instruction) -> Instruction:
+        of = computation.operands(element)[0]
+        return computation.operands(of)[0] if of.opcode.endswith("-done") else of
+
+    return {
+        int(element.attribute("index"))
+        for inside, element in results
+        if inside is computation and element.opcode == "get-tuple-element" and instruction_of(element) is combined
+    }
+
+
+def _origins(module: Module, computation: HloComputation, user: Instruction, number: int = 0) -> Iterator[Located]:
+    """Yield the arrays that operand ``number`` of an instruction is a copy or a slice of, nearest first.
 
     What a loop carries comes from before it and from its last trip.
     """
-    left = [(computation, operand) for operand in computation.operands(user)[:1]]
+    left = [(computation, operand) for operand in computation.operands(user)[number : number + 1]]
     seen = set[tuple[str, str]]()
     while left:
         inside, at = left.pop(0)
@@ -421,6 +439,7 @@ def _unfolded(module: Module, mesh: Mapping[str, int], occurrences: list[_Occurr
             phase=phase,
             source=line,
             instructions=tuple(occurrence.place for occurrence in occurrences),
+            operand=index,
         )
 
 

@@ -11,7 +11,7 @@ from rooftop.capabilities import LANES
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
-from rooftop.models.activations import LOSS_CHUNK, MLP_CHECKPOINTS
+from rooftop.models.activations import MLP_CHECKPOINTS
 from rooftop.models.attention import attention_kind
 from rooftop.models.segments import segments
 from rooftop.plan.training.step import TrainingStep
@@ -257,10 +257,24 @@ def _layer_backward(step: TrainingStep) -> Number:
     # A ring also has its running sums, and the keys and values in transit.
     ring = np.where(step.strategies.devices(*SEQUENCE_AXES) > 1, 5.0 * heads * d_v, 0.0)
     streams = 3.0 * hidden + 5.0 * step.tensor * model.d_model
+    if step.rates.overlap.asynchronous == "all":
+        streams = streams + _kept_late(step, hidden, heads)
     if step.operand_bytes < step.element_bytes and model.mla is None:
         streams = np.maximum(streams, 2.0 * hidden + 8.0 * step.tensor * model.d_model)
     inside = queries_and_keys + ring + sent + 4.0 * model.d_model
     return (gathered + _own(step) * (inside + streams)) * step.element_bytes
+
+
+def _kept_late(step: TrainingStep, hidden: Number, heads: Number) -> Number:
+    """Elements per token that the backward pass of a layer has more on TPU7x, where gradients of weights come last.
+
+    The gate and the up projection stay for them, of which an activation is made again as it is read; so do the log-sum-
+    exps of the attention kernel, a row of float32 for each query and head. Of collective matmuls it has the pieces of
+    all four gathered streams as they arrive, and puts three of them together: in place of five arrays of the stream.
+    """
+    pieces = 4.0 * (1.0 - 1.0 / step.tensor) - 2.0
+    arriving = step.rings * np.maximum(pieces, 0.0) * step.tensor * step.model.d_model
+    return hidden + 4.0 * heads * LANES / step.element_bytes + arriving
 
 
 def _table_copies(step: TrainingStep) -> Number:
@@ -295,7 +309,7 @@ def _loss(step: TrainingStep) -> Number:
     On GPUs the gradient of the logits is there too, rounded for its matmuls.
     """
     table = step.model.d_model * step.widths.vocab
-    chunk = np.minimum(step.tokens, LOSS_CHUNK) * step.widths.vocab
+    chunk = step.tokens / step.loss_chunks * step.widths.vocab
     streams = (2.0 * step.tensor + 1.0) * _own(step) * step.model.d_model
     rounded = chunk if step.assumptions.own_program and step.slice.chip.kind == "gpu" else 0.0
     return (2.0 * table + streams + rounded) * step.element_bytes + 4.0 * chunk

@@ -27,7 +27,7 @@ from rooftop.arrays.rules import (
 from rooftop.core.ledger import CollectiveKind, Ledger, Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.scopes import Phase
-from rooftop.models.activations import LOSS_CHUNK, MLP_CHECKPOINTS, POLICIES
+from rooftop.models.activations import MLP_CHECKPOINTS, POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
 from rooftop.models.config import MLA, MoE
 from rooftop.models.mixers import STATE_BYTES, Recurrence
@@ -78,6 +78,7 @@ def training_work(step: TrainingStep) -> list[Work]:
     microbatches, alone = step.strategies.microbatches, step.layers_alone
     layers, dense = step.layers - alone.every, step.dense_layers - alone.every_dense
     shared = _layers(step, dense * microbatches, (layers - dense) * microbatches)
+    shared += _stacked(step, dense * microbatches, (layers - dense) * microbatches)
     if (period := len(segments(step.model)[shared_segment(step.model)].kinds)) > 1:
         shared = [replace(item, period=period) for item in shared]
     if np.any(step.padding_layers):
@@ -113,6 +114,31 @@ def _layers(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
     return work
 
 
+def _stacked(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
+    """Passes over the stacks of gradients of a stage's layers, as counted in compiled programs.
+
+    The gradients of a task's layers begin as zeros, and where a stage may leave out a layer each layer's are copied
+    into their stack.
+    """
+    if not np.any(step.staged) or not step.assumptions.own_program or step.slice.chip.kind != "tpu":
+        return []
+    sizes, gather = step.layer_parameters, step.strategies.devices(*GATHER_AXES)
+    passes = np.where(step.padding_layers > 0, 3.0, 1.0)
+    parts = [("layers/attn/qkv", dense + experts, sizes["attn"])]
+    if step.model.dense_layers:
+        parts.append(("layers/mlp/up", dense, sizes["mlp"]))
+    if step.model.moe is not None:
+        parts += [("layers/moe/experts", experts, sizes["experts"]), ("layers/moe/shared", experts, sizes["shared"])]
+    return [
+        Work(
+            scope=scope, phase="backward", count=count,
+            elementwise_bytes=step.staged * passes * elements / gather * step.element_bytes,
+            formula="gradients of a task's layers begun with zeros, and put into their stack",
+        )
+        for scope, count, elements in parts
+    ]  # fmt: skip
+
+
 def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
     """The table is split over D; each device looks up its columns for all, then two AllToAlls give tokens back."""
     model, element = step.model, step.element_bytes
@@ -126,8 +152,11 @@ def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
     # A stage gathers them again in its backward task, unless it repeats the lookup there.
     alone = step.staged * (step.layers_alone.first == 0)
     again = replace(ids, when=alone)
-    # In stages a table's gradient is made where all of the experts' tokens have met.
-    meet = Transfer("all_gather", EXPERT_AXES, rows * step.strategies.devices(*EXPERT_AXES), "all_to_all", step.staged)
+    # In stages a table's gradient is made where all of the experts' tokens have met, with their ids.
+    met = step.strategies.devices(*EXPERT_AXES)
+    meet = tuple(
+        Transfer("all_gather", EXPERT_AXES, met * payload, "all_to_all", step.staged) for payload in (rows, ids.payload)
+    )
     table = step.held_parameters["vocab"] / (1 if model.tied_embeddings else 2) * element
     count = step.strategies.microbatches if count is None else count
     return [
@@ -137,7 +166,7 @@ def _embed(step: TrainingStep, count: Number | None = None) -> list[Work]:
         ),
         Work(
             scope="embed", phase="backward", count=count, hbm_bytes=2 * rows + table,
-            collectives=(again, *exchange, meet),
+            collectives=(again, *exchange, *meet),
             formula="the transpose: rows exchanged, then added into the table's shard",
         ),
     ]  # fmt: skip
@@ -530,7 +559,7 @@ def _stored_logits(step: TrainingStep, logits: Number) -> Number:
     Compiled programs keep 33 MB of 128 MiB there, and do not keep 65 MB of 64 MiB.
     """
     chip = step.slice.chip
-    chunk = 4.0 * np.minimum(step.tokens, LOSS_CHUNK) * step.widths.vocab
+    chunk = 4.0 * step.tokens / step.loss_chunks * step.widths.vocab
     return logits * np.where(chunk > chip.vmem_bytes / chip.devices / 2, 4.0, 0.0)
 
 
@@ -543,7 +572,7 @@ def _in_chunks(step: TrainingStep, table: MatmulShape, unembed: Sequence[Work]) 
     """
     forward, both = unembed
     element, dtype = step.element_bytes, step.numerics.compute
-    chunks = np.maximum(np.ceil(step.tokens / LOSS_CHUNK), 1.0)
+    chunks = step.loss_chunks
     count = step.tokens * table.n
     logits = _stored_logits(step, count)
     gradients = logits if step.slice.chip.kind == "tpu" else element * count
@@ -1025,7 +1054,11 @@ def matmuls(
             gathered_s = gathered_s + (step.tensor - 1) * start_s
         pieces_s = gathered_s, scattered_s
         ring = partial(
-            RingSteps, on=rings, members=step.tensor, pieces=0 if step.framework.kernels is None else _SCATTER_PIECES
+            RingSteps,
+            on=rings,
+            members=step.tensor,
+            pieces=0 if step.framework.kernels is None else _SCATTER_PIECES,
+            at_once=step.rates.overlap.asynchronous == "all",
         )
         gathering, scattering = ring(beside_s=into(shard), sums=False), ring(beside_s=out(shard), sums=True)
         added = rings * _SCATTER_PASSES * payload / step.tensor

@@ -33,6 +33,7 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, Weight, weights
+from rooftop.models.activations import LOSS_CHUNK
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
 from rooftop.models.mixers import Recurrence, recurrences
 from rooftop.models.segments import layers_alone, segments, shared_segment
@@ -125,6 +126,12 @@ class TrainingStep:
         sequences = next_multiple(self.workload.batch_seqs, parts) / parts
         tokens: Floats = sequences * (self.positions / self.strategies.devices(*SEQUENCE_AXES))
         return tokens
+
+    @cached_property
+    def loss_chunks(self) -> Floats:
+        """Chunks in which a device computes its loss, [C, K]: the fewest of at most ``LOSS_CHUNK`` tokens."""
+        chunks: Floats = np.maximum(np.ceil(self.tokens / LOSS_CHUNK), 1.0)
+        return chunks
 
     @cached_property
     def padding(self) -> Floats:

@@ -338,7 +338,9 @@ def _core(
     typed = how.attention != "splash"
     segment_spec = None if segments is None else specs.activation("batch", "seq")
     specs_in = (heads, kv_heads, kv_heads, sink_spec, segment_spec)
-    return on_shards(local, in_specs=specs_in, out_specs=heads, check_vma=typed)(q, k, v, sinks, segments)
+    o: jax.Array = on_shards(local, in_specs=specs_in, out_specs=heads, check_vma=typed)(q, k, v, sinks, segments)
+    # In a pipeline stage no remat policy sees the names within a nested shard_map.
+    return checkpoint_name(o, "attn_core") if jax.sharding.get_abstract_mesh().manual_axes else o
 
 
 def feed_forward(

@@ -25,12 +25,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 #: Bytes that are encrypted, and read, at a time.
 _CHUNK = 1 << 18
-#: A certificate is trusted by its greeting, not by its dates: the first date that there is, and no known end (RFC 5280).
+#: A certificate is trusted by its greeting, not by its dates: the first that there is, and no known end (RFC 5280).
 _BEGIN, _END = datetime(1950, 1, 1), datetime(9999, 12, 31, 23, 59, 59)
 
 
 def certificate() -> tuple[bytes, bytes]:
-    """DER of a certificate without a name that its own Ed25519 key has signed, and PEM of the key and the certificate."""
+    """DER of a certificate without a name that its own Ed25519 key has signed, and PEM of key and certificate."""
     key, nobody = ed25519.Ed25519PrivateKey.generate(), x509.Name([])
     signed = (
         x509.CertificateBuilder(nobody, nobody)
