@@ -83,7 +83,7 @@ class ScriptCommand(SeveralArrays):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command here, or with other releases."""
-        releases = ctx.params["releases"]
+        releases = ctx.params.get("releases")
         if releases is None:
             return super().invoke(ctx)
         from rooftop.target.environments import Releases, python_with, run_rooftop
