@@ -26,7 +26,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "simulate": ("rooftop.cli.simulate", "Requests against a serving plan: the latencies that users feel."),
     "compile": ("rooftop.cli.compile", "Compile a plan, a script or a function, with no TPU or GPU."),
     "check": ("rooftop.cli.explain:check", "What a compiled program wastes, with prices; limits for CI."),
-    "tune": ("rooftop.cli.compile:tune", "Options and shardings that make a step faster, found by compiling."),
+    "tune": ("rooftop.cli.compile:tune", "Options and shardings that make a step faster."),
     "diff": ("rooftop.cli.explain:diff", "Two runs, plans or compilations: what changed."),
     "train": ("rooftop.cli.train", "Train a plan or a model on the devices that are here."),
     "serve": ("rooftop.cli.serve", "Serve a checkpoint, as OpenAI's API, on the devices here."),

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import make_folder, sync, write_text
 from rooftop.runs.folder import RunFolder
@@ -30,6 +28,9 @@ class Records:
     ) -> None:
         self._metrics: MetricsFile | None = None
         self._events: TensorBoardEvents | None = None
+        # Reading records needs no JAX.
+        import jax
+
         if jax.process_index() == 0:
             self._metrics = MetricsFile(folder.metrics, step=step, also=None if also is None else also.metrics)
             if tensorboard:

@@ -202,7 +202,7 @@ def test_on_the_command_line(rooftop: Callable[..., Any], monkeypatch: pytest.Mo
         (["--op", UP, "--mesh", "X=4"], "mesh: got"),
         (["--op", UP, "--figure", "hop_s=1"], "figure: got 'hop_s=1'; accepted: a chip to override it of: --on CHIP"),
         (["--op", UP, "--on", "v5q"], "chip: got 'v5q'"),
-        (["nowhere"], "trace: got 'nowhere'; accepted: a trace of JAX's profiler"),
+        (["nowhere"], "trace: got 'nowhere'; accepted: a run, a trace of JAX's profiler"),
         (["--diff", "a.json", "b.json"], "diff: got 'a.json'; accepted: a run, a trace, a plan.json"),
     ],
 )

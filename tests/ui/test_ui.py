@@ -337,7 +337,7 @@ def test_an_explained_run_is_shown_beside_its_plan() -> None:
         "roofline": 0.5, "bound": "mxu", "roofs": None, "achieved": [], "step_s": 1.0, "busy_s": 0.7, "compute_s": 0.5,
         "exposed_s": 0.2, "held_s": 0.0, "idle_s": 0.3, "attributed": 0.96, "marked": "", "rows": [row],
         "steps": [{"number": 1, "seconds": 1.0, "slowest_s": 1.0, "busy_s": 0.7, "exposed_s": 0.2, "counted": True}],
-        "collectives": [], "idle": [], "operations": [], "losses": [], "empty": {},
+        "collectives": [], "idle": [], "operations": [], "losses": [], "empty": {}, "by_device": [], "processes": [],
         "notes": ["the plan is for v5e:2x2"],
         "advice": [
             {"rule": rule, "what": what, "evidence": evidence, "source": source, "seconds": 0.1}
