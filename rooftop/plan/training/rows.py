@@ -24,8 +24,10 @@ from rooftop.arrays.rules import (
     TOKEN_AXES,
     copy_axes,
 )
+from rooftop.capabilities import LANES
 from rooftop.core.ledger import CollectiveKind, Ledger, Number
 from rooftop.core.quantities import dtype_bytes
+from rooftop.core.rounding import next_multiple
 from rooftop.core.scopes import Phase
 from rooftop.models.activations import MLP_CHECKPOINTS, POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
@@ -199,10 +201,12 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     queries = tokens * heads * (d_qk + d_v) / 2 * step.element_bytes
 
     def merged(passes: _RingPasses) -> Number:
-        """HBM bytes of a ring beyond those of its kernels."""
-        moved = (passes.once + passes.hop * hops) * queries + passes.keys_hop * hops * keys_values
+        """HBM bytes of a ring beyond those of its kernels, which write heads of whole registers."""
+        lanes = LANES if step.slice.chip.kind == "tpu" else 1
+        padded = (next_multiple(d_qk, lanes) + next_multiple(d_v, lanes)) / (d_qk + d_v)
+        moved = padded * ((passes.once + passes.hop * hops) * queries + passes.keys_hop * hops * keys_values)
         # What small queries leave in VMEM was not read for latent attention.
-        in_hbm = step.in_hbm(queries) if model.mla is None else 1.0
+        in_hbm = step.in_hbm(padded * queries) if model.mla is None else 1.0
         return np.where(ring > 1, ringed * (1 - step.staged) * in_hbm * moved, 0.0)
 
     def core(phase: Phase, per_pair: Number, exchanged: Number, factor: Number = 1.0) -> Work:
