@@ -28,6 +28,7 @@ from rooftop.cli.options import (
     json_option,
     layout_option,
     mesh_option,
+    min_flops_option,
     on_option,
     option,
     output_option,
@@ -36,6 +37,7 @@ from rooftop.cli.options import (
     steps_option,
     timeout_option,
     top_option,
+    xla_option,
     xprof_option,
 )
 from rooftop.cli.output import emit_json, progress_bar, show
@@ -138,22 +140,9 @@ NO_CACHE = option("--no-cache", is_flag=True, group=RUN, help="Compile again, ev
 @mesh_option(help="Mesh axes and their sizes for a function: X=4,Y=4.")
 @layout_option()
 @AUTO
-@option(
-    "--compiler-option",
-    "compiler_options",
-    group=RUN,
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Set an option of XLA for a function: xla_tpu_enable_latency_hiding_scheduler=false.",
-)
+@xla_option()
 @steps_option(default="3", help="The last step of a script, in calls of one program; 0 runs it to its end.")
-@option(
-    "--min-flops",
-    group=RUN,
-    type=QUANTITY,
-    default="100M",
-    help="Compile jits of a script from so many matmul FLOPs on, over all devices.",
-)
+@min_flops_option()
 @calibration_option(help="Price a plan by the fractions that rooftop calibrate measured (JSON).")
 @check_option(help="Build checks into a plan of embeddings: nan, bounds, buffers.")
 @timeout_option(help="Give up after this time: 90s, 10m.")
@@ -430,22 +419,9 @@ def _write_files(
     default="rooftop",
     help="Price computation by rooftop's curves, or by XLA's own cycles.",
 )
-@option(
-    "--compiler-option",
-    "compiler_options",
-    group=RUN,
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Set an option of XLA for a function's baseline.",
-)
+@xla_option(help="Set an option of XLA for a function's baseline.")
 @steps_option(default="3", help="The last step of a script, in calls of one program; 0 runs it to its end.")
-@option(
-    "--min-flops",
-    group=RUN,
-    type=QUANTITY,
-    default="100M",
-    help="Compile jits of a script from so many matmul FLOPs on, over all devices.",
-)
+@min_flops_option()
 @option("--results", group=RUN, type=FILE, help="File of the trials. [default: one in the user's cache]")
 @option("--fresh", group=RUN, is_flag=True, help="Try all again; by default the same search goes on.")
 @option("--no-cache", is_flag=True, group=RUN, help="Compile the baseline again, even if it is known.")

@@ -400,6 +400,21 @@ save_every_option = _shared("--save-every", group=RUN, type=COUNT, help="Steps b
 check_option = _shared("--check", group=RUN, metavar="NAMES", help="Build checks in: nan, bounds, buffers.")
 timeout_option = _shared("--timeout", group=RUN, type=TIME, help="Give up after this time: 10m.")
 steps_option = _shared("--steps", group=RUN, type=COUNT_OR_ZERO, help="The last step of the run.")
+min_flops_option = _shared(
+    "--min-flops",
+    group=RUN,
+    type=QUANTITY,
+    default="100M",
+    help="Compile jits of a script from so many matmul FLOPs on, over all devices.",
+)
+xla_option = _shared(
+    "--compiler-option",
+    "compiler_options",
+    group=RUN,
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Set an option of XLA for a function: xla_tpu_enable_latency_hiding_scheduler=false.",
+)
 seed_option = _shared("--seed", group=RUN, type=COUNT_OR_ZERO, help="Seed of everything that is drawn.")
 devices_option = _shared("--devices", group=PROCESSES, type=DEVICES, help="Emulate N devices on the CPU.")
 coordinator_option = _shared(

@@ -7,7 +7,7 @@ the same in all programs that were read (docs/compile.md):
   after the other. Nothing but the part's own transfers over ``tensor`` hides the first one; matmuls hide the rest.
 - Gradients of weights are computed last, and each is scattered when it is there: the matmuls of the others hide that,
   and nothing hides the last one. The loop over layers does a period of them in one trip, of which this is the end:
-  where a model alternates kinds of layers, the last sum over ``tensor`` of a trip hides behind the gradients of all.
+  where a model alternates kinds of layers, the last sum over ``tensor`` of a trip overlaps the gradients of all.
 - Inputs that are gathered over ``tensor`` again only for gradients of weights are not waited for. Where a part repeats
   its first matmul, the matmul of the gradient before it can hide them.
 
@@ -304,7 +304,7 @@ class LayerParts:
 
     @property
     def _early_scatters_s(self) -> Number:
-        """Seconds of scatters that begin with attention's backward pass, behind the gathers of its weights."""
+        """Seconds of scatters that begin with attention's backward pass, after the gathers of its weights."""
         scatters = [scope for scope in self.scatters if _part(scope) != "attn"]
         first = sum((self._gradient_s(scope) for scope in scatters[-1:]), 0.0)
         gathers = sum((self.gathers.get((scope, "recompute"), 0.0) for scope in (_QKV, _OUT)), 0.0)
