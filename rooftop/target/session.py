@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +29,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from rooftop.compiler.devices import coordinates_of, described_devices
+from rooftop.compiler.hlo.text import aliases
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes
 from rooftop.hardware import Slice
@@ -39,7 +40,7 @@ from rooftop.target.executables import axes_of_module, compile_module
 from rooftop.target.known import KnownPart, known_part
 from rooftop.target.places import calling_place, place
 from rooftop.target.records import TargetProgram, TargetRecord
-from rooftop.target.standin import SMALL, StandIn, is_known, stand_in, value_of
+from rooftop.target.standin import SMALL, StandIn, array_of, is_known, stand_in, value_of
 from rooftop.target.written import WrittenWork, bytes_of, jaxpr_of, replicated, result_shardings, written_work
 
 #: Matrix FLOPs from which a jit is compiled, by default.
@@ -87,6 +88,8 @@ class _Entry:
     jaxpr: Any
     shardings: Sequence[Sharding]
     known: KnownPart | None
+    #: Positions of the arguments whose memory a result takes.
+    donated: tuple[int, ...] = ()
     #: Index of the program in the session; None if it was not compiled.
     program: int | None = None
 
@@ -151,6 +154,10 @@ class Session:
     ) -> tuple[list[Any], None, None, list[Any]]:
         """Stand-ins for the results of a jit, compiled at its first call if it is large."""
         whole = {"jaxpr": jaxpr, "in_shardings": in_shardings, "out_shardings": out_shardings, "ctx_mesh": ctx_mesh}
+        stand_ins = tuple(array_of(value) for value in arguments)
+        for one in stand_ins:
+            if one is not None:
+                one.require()
         kinds = tuple(
             (value.sharding, value.committed) if isinstance(value, jax.Array) else None for value in arguments
         )
@@ -173,6 +180,7 @@ class Session:
             )
             for at, (aval, sharding) in enumerate(zip(_out_avals(jaxpr), entry.shardings, strict=True))
         ]
+        self._delete((stand_ins[at] for at in entry.donated), name)
         return results, None, None, []
 
     def _first_call(
@@ -244,7 +252,17 @@ class Session:
         else:
             self._not_compiled[name] += 1
         fill = replicated(arguments, shardings)
-        return _Entry(jaxpr=jaxpr, shardings=[sharding or fill for sharding in shardings], known=None, program=program)
+        placed = [sharding or fill for sharding in shardings]
+        donated = written.donated(plain, arguments, placed, rest["donated_invars"])
+        return _Entry(jaxpr=jaxpr, shardings=placed, known=None, program=program, donated=donated)
+
+    def _delete(self, donated: Iterable[StandIn | None], name: str) -> None:
+        """Delete the arrays that a call of ``name`` was given to keep."""
+        place_ = ""
+        for one in donated:
+            if one is not None:
+                place_ = place_ or calling_place() or "unknown"
+                one.delete(f"donated to {name} at {place_}")
 
     def _values(self, jaxpr: Any, arguments: Sequence[Any], knowledge: tuple[bool, ...], name: str) -> dict[int, Any]:
         """Small results that follow from known arguments, by position."""
@@ -350,8 +368,18 @@ class Session:
         """Stand-ins for the results of a program that was compiled ahead of time."""
         loaded = executable._unloaded_executable
         entry = self._by_executable.get(id(loaded.xla_executable))
+        kept = [array_of(arguments[at]) for at in sorted(executable._kept_var_idx)]
+        for one in kept:
+            if one is not None:
+                one.require()
         if entry is not None:
             self._count(entry[1])
+            program = self._programs[entry[1]]
+            header = "" if program.result.program is None else program.result.program.hlo_text.partition("\n")[0]
+            # Constants that a program closes over are its first parameters.
+            first = len(loaded.input_avals) - len(kept)
+            numbers = sorted(number - first for number in set(aliases(header).values()) if number >= first)
+            self._delete((kept[number] for number in numbers), program.name)
         return [
             stand_in(aval, sharding, committed=True, reader=self)
             for aval, sharding in zip(loaded.output_avals, loaded.output_shardings, strict=True)
@@ -362,6 +390,8 @@ class Session:
     def put(self, value: Any, device: Any) -> Any:
         """A stand-in for ``value`` on a device, or split by a sharding."""
         target = device.sharding if isinstance(device, Format) else device
+        if isinstance(value, StandIn):
+            value.require()
         if target is None and isinstance(value, jax.Array):
             return value
         aval = core.shaped_abstractify(value)

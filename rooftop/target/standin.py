@@ -47,6 +47,7 @@ class StandIn(jax.Array):
         )
         self._sharding, self._committed, self._reader = sharding, committed, reader
         self.known = known
+        self._deleted_by: str | None = None
 
     # Types: JAX's own declarations are of methods that a subclass replaces with properties.
     @property
@@ -137,6 +138,7 @@ class StandIn(jax.Array):
     @property
     def _value(self) -> npt.NDArray[Any]:
         """The value on the host; ones if it is not known, without memory of their own."""
+        self.require()
         if self.known is not None:
             return np.asarray(self.known)
         self._reader.read(self)
@@ -215,12 +217,18 @@ class StandIn(jax.Array):
     def copy_to_host_async(self) -> None:
         """Do nothing."""
 
-    def delete(self) -> None:
-        """Do nothing."""
+    def delete(self, by: str = "delete()") -> None:
+        """Make every later use an error, as after ``delete`` and donation."""
+        self._deleted_by = self._deleted_by or by
 
     def is_deleted(self) -> bool:
-        """False: nothing is stored."""
-        return False
+        """True after ``delete``, and after a call that the array was donated to."""
+        return self._deleted_by is not None
+
+    def require(self) -> None:
+        """Raise JAX's RuntimeError if the array is deleted."""
+        if self._deleted_by is not None:
+            raise RuntimeError(f"Array has been deleted with shape={self.aval.str_short()}. ({self._deleted_by})")
 
     def on_device_size_in_bytes(self) -> int:
         """Bytes of one whole copy."""
@@ -244,6 +252,13 @@ def is_known(value: Any) -> bool:
     if isinstance(value, StandIn):
         return value.known is not None
     return getattr(value, "size", 1) <= SMALL
+
+
+def array_of(value: Any) -> StandIn | None:
+    """The stand-in that is ``value``, or has the bits of its keys; None for other values."""
+    if isinstance(value, prng.PRNGKeyArray):
+        return array_of(value._base_array)
+    return value if isinstance(value, StandIn) else None
 
 
 def value_of(value: Any) -> Any:

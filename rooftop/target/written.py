@@ -128,6 +128,31 @@ def result_shardings(
     return shardings
 
 
+def donated(
+    jaxpr: Any, arguments: Sequence[Any], shardings: Sequence[Sharding], donates: Sequence[bool]
+) -> tuple[int, ...]:
+    """Positions of the donated arguments whose memory a result takes, one of the same type and shard: they are deleted.
+
+    XLA may also reuse the memory of an argument of another type with as many bytes; such an argument is left out here.
+    """
+    used = {variable for equation in jaxpr.eqns for variable in equation.invars if type(variable) is core.Var}
+    used |= {variable for variable in jaxpr.outvars if type(variable) is core.Var}
+    waiting: dict[Any, list[int]] = {}
+    for at, (variable, value, donates_it) in enumerate(zip(jaxpr.invars, arguments, donates, strict=True)):
+        if donates_it and variable in used and isinstance(value, jax.Array):
+            waiting.setdefault(_shard_type(variable.aval, value.sharding), []).append(at)
+    taken = []
+    for variable, sharding in zip(jaxpr.outvars, shardings, strict=True):
+        same = waiting.get(_shard_type(variable.aval, sharding))
+        if same:
+            taken.append(same.pop(0))
+    return tuple(taken)
+
+
+def _shard_type(aval: Any, sharding: Sharding) -> tuple[Any, ...]:
+    return aval.shape, aval.dtype, sharding.shard_shape(aval.shape), sharding.memory_kind
+
+
 def replicated(arguments: Sequence[Any], shardings: Sequence[Sharding | None]) -> Sharding:
     """A sharding that gives every device of a program everything."""
     known = [*(getattr(value, "sharding", None) for value in arguments), *shardings]

@@ -21,7 +21,7 @@ from rooftop.compiler.machine.run import COMPUTE
 from rooftop.core.errors import RooftopError
 from rooftop.core.records import schema
 from rooftop.explain.compiled.function import inspect
-from rooftop.explain.measured.difference import Difference, difference, read_side
+from rooftop.explain.measured.difference import Difference, difference, read_side, side_of
 from rooftop.explain.measured.modules import program_of, read_module
 from rooftop.explain.measured.report import Explained, ExplainedRecord, explain
 from rooftop.hardware import Slice, chip
@@ -312,6 +312,20 @@ def test_two_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Path, monke
     assert sum(change["change_s"] for change in data["changes"]) == pytest.approx(times[1] - times[0], rel=1e-2)
     assert any("new reduce_scatter over tensor" in text for row in data["changes"] for text in row["collectives"])
     assert "Rows that differ" in rooftop("explain", "--diff", *map(str, paths)).out
+    totals = [json.loads(path.read_text())["memory"]["total"] for path in paths]
+    assert [data[side]["peak_bytes"] for side in ("before", "after")] == totals
+    assert sum(change["change"] for change in data["memory"]) == pytest.approx(totals[1] - totals[0])
+
+
+def test_a_difference_of_memory_alone_is_named(tmp_path: Path) -> None:
+    step = {"kind": "compiled", "fits": True, "ledger": [], "memory": {"arguments": 2e9, "temporaries": 1e9}}
+    sides = [
+        side_of(name, {**step, "peak_bytes": sum(memory.values()), "memory": memory})
+        for name, memory in (("one", step["memory"]), ("two", {"arguments": 2e9, "temporaries": 1.5e9}))
+    ]
+    changes = difference(*sides)
+    assert [(one.name, one.change) for one in changes.memory] == [("temporaries", 0.5e9)]
+    assert (changes.before.peak_bytes, changes.after.peak_bytes) == (3e9, 3.5e9)
 
 
 def test_two_serving_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Path) -> None:
@@ -323,6 +337,9 @@ def test_two_serving_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Pat
     jsonschema.validate(data, schema(Difference))
     changes = {(change["scope"], change["phase"]): change["change_s"] for change in data["changes"]}
     assert changes["layers/mlp/up", "generate"] < 0, "half the bytes of weights are read"
+    weights = next(change for change in data["memory"] if change["name"] == "weights")
+    assert 0.45 < weights["after"] / weights["before"] < 0.6
+    assert weights["change"] == weights["after"] - weights["before"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -267,6 +268,58 @@ def test_shardings_of_results_are_those_of_jax(name: str) -> None:
     expected = _shardings(SPLIT[name]())
     with Session(slice=SLICE, options=NEVER):
         assert _shardings(SPLIT[name]()) == expected
+
+
+#: Functions that every argument is donated to, their arguments as (shape, dtype, axes), and the axes of the results.
+DONATIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
+    "the same type": (lambda x: x + 1, (((8, 8), jnp.float32, ()),), None),
+    "the same shard": (lambda x: x + 1, (((8, 8), jnp.float32, ("data",)),), None),
+    "no result of the type": (lambda x: x[:4].astype(jnp.bfloat16), (((8, 8), jnp.float32, ("data",)),), None),
+    "a larger shard": (lambda x: x + 1, (((8, 8), jnp.float32, ("data",)),), ()),
+    "two for one result": (lambda x, y: x + y, (((8, 8), jnp.float32, ()),) * 2, None),
+    "one is not used": (lambda x, y: y + 1, (((8, 8), jnp.float32, ()),) * 2, None),
+    "handed through": (lambda x: x, (((8, 8), jnp.float32, ()),), None),
+    "a sum": (lambda x: x.sum(), (((8, 8), jnp.float32, ()),), None),
+}
+
+
+def donate(case: str) -> tuple[list[bool], list[str]]:
+    """Which arguments are deleted after a call, and what later uses of the first of them say."""
+    function, types, result = DONATIONS[case]
+    mesh = mesh_of()
+    arrays = [jax.device_put(jnp.ones(shape, dtype), NamedSharding(mesh, P(*axes))) for shape, dtype, axes in types]
+    out = None if result is None else NamedSharding(mesh, P(*result))
+    jitted = jax.jit(function, donate_argnums=tuple(range(len(arrays))), out_shardings=out)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jitted(*arrays)
+    uses: tuple[Callable[[jax.Array], object], ...] = (lambda x: x + 1, jax.jit(lambda x: 2 * x), np.asarray, float)
+    said = []
+    for use in uses if arrays[0].is_deleted() else ():
+        with pytest.raises(RuntimeError) as error:
+            use(arrays[0] if use is not float else arrays[0][0, 0])
+        said.append(str(error.value).partition(" (")[0])
+    return [array.is_deleted() for array in arrays], said
+
+
+@pytest.mark.parametrize("case", DONATIONS)
+def test_donated_arrays_are_deleted_as_jax_does(case: str) -> None:
+    executed = donate(case)
+    with Session(slice=SLICE, options=NEVER):
+        assert donate(case) == executed
+
+
+def test_a_deleted_array_names_the_call_that_it_was_donated_to(session: Session) -> None:
+    x = jnp.ones((8, 8))
+    jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    with pytest.raises(
+        RuntimeError, match=r"deleted with shape=float32\[8,8\]\. \(donated to <lambda> at .*\.py:\d+\)"
+    ):
+        x.block_until_ready() + 1
+    y = jnp.ones((8, 8))
+    y.delete()
+    with pytest.raises(RuntimeError, match=r"delete\(\)"):
+        y + 1
 
 
 def test_shapes_that_do_not_divide_are_refused_as_jax_does() -> None:

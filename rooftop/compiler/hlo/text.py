@@ -297,6 +297,12 @@ def _whole_lines(text: str) -> Iterator[str]:
         yield pending
 
 
+def aliases(header: str) -> dict[int, int]:
+    """The argument that each result takes the place of, from the first line of a module's text."""
+    text = header.partition("input_output_alias={")[2].partition(" }")[0]
+    return {int(output or 0): int(number) for output, number in re.findall(r"\{(\d*)\}: \((\d+), \{", text)}
+
+
 def _stacks(text: str) -> dict[int, Stack]:
     """The stack of every frame id, from the tables at the head of the text."""
     tables = text[: text.find("{\n")]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rooftop.compiler.hlo.text import HloComputation, HloTensor, Instruction, Module
+from rooftop.compiler.hlo.text import HloComputation, HloTensor, Instruction, Module, aliases
 
 #: Words of an argument's name by its class; the first class with a matching word applies.
 _CLASSES: Mapping[str, frozenset[str]] = {
@@ -94,12 +94,6 @@ def _computed(entry: HloComputation, maker: Instruction) -> Instruction:
             break
         maker = entry.operands(maker)[0]
     return maker
-
-
-def aliases(header: str) -> dict[int, int]:
-    """The argument that each result takes the place of, from the first line of a module's text."""
-    text = header.partition("input_output_alias={")[2].partition(" }")[0]
-    return {int(output or 0): int(number) for output, number in re.findall(r"\{(\d*)\}: \((\d+), \{", text)}
 
 
 def undonated(module: Module, header: str) -> Iterator[tuple[EntryArgument, EntryResult]]:

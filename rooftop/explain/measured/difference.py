@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,22 +24,24 @@ _ACCEPTED = "a run, a trace, a plan.json, or what rooftop compile -o, check --sa
 
 @dataclass(frozen=True, kw_only=True)
 class DifferenceSide(Record):
-    """One of the two: ``step_s`` is the time of a step."""
+    """One of the two: ``step_s`` is the time of a step, ``peak_bytes`` the most bytes of a device (None: not known)."""
 
     name: str
     kind: Literal["measured", "compiled", "planned"]
     step_s: Amount
+    peak_bytes: Amount | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
     """One of the two with its rows: figures per device and step, and bytes by kind and axes of a collective.
 
-    ``job`` is train or serve where a plan says so, else ''.
+    ``job`` is train or serve where a plan says so, else ''. ``memory`` are the bytes at the peak, by class.
     """
 
     figures: DifferenceSide
     job: str = ""
+    memory: Mapping[str, float] = field(default_factory=dict)
     rows: Mapping[Key, tuple[RowFigures, Mapping[Moves, float]]]
 
 
@@ -65,14 +67,32 @@ class Change(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryChange(Record):
+    """Bytes of a device at the peak, of one class of arrays, on both sides."""
+
+    name: str
+    before: Amount
+    after: Amount
+
+    @derived
+    def change(self) -> float:
+        """By how many bytes the second holds more."""
+        return float(self.after - self.before)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Difference(Record):
-    """Two sides and their rows that differ, the largest change first; figures are per device and step."""
+    """Two sides and what differs, the largest change first; figures are per device and step.
+
+    ``memory`` has the classes of arrays at the peak, where both sides tell them.
+    """
 
     kind: Literal["difference"]
     schema: Literal[1]
     before: DifferenceSide
     after: DifferenceSide
     changes: tuple[Change, ...]
+    memory: tuple[MemoryChange, ...]
 
     @derived
     def verdict(self) -> str:
@@ -80,7 +100,7 @@ class Difference(Record):
         one, two = self.before.step_s, self.after.step_s
         if not one or not two:
             return "a side has no times"
-        line = f"{format_seconds(one)} a step, then {format_seconds(two)} ({two / one - 1:+.1%})"
+        line = f"{format_seconds(one)} a step, then {format_seconds(two)} ({two / one - 1:+.1%}){self._peak}"
         if not self.changes:
             return f"{line}; no row differs"
         most = self.changes[0]
@@ -91,6 +111,14 @@ class Difference(Record):
         return (
             f"{line}; most in {most.scope} {most.phase}: {sign}{format_seconds(abs(most.change_s))}{collectives_text}"
         )
+
+    @property
+    def _peak(self) -> str:
+        """The peaks in words; nothing where they are the same, or not known."""
+        one, two = self.before.peak_bytes, self.after.peak_bytes
+        if not one or not two or abs(two - one) <= _SAME * max(one, two):
+            return ""
+        return f", peak {format_bytes(one)}, then {format_bytes(two)} ({two / one - 1:+.1%})"
 
 
 def difference(before: Side, after: Side) -> Difference:
@@ -109,7 +137,18 @@ def difference(before: Side, after: Side) -> Difference:
         before=before.figures,
         after=after.figures,
         changes=tuple(sorted((one for one in changes if one.differs), key=lambda one: -abs(one.change_s))),
+        memory=tuple(sorted(_changed_memory(before.memory, after.memory), key=lambda one: -abs(one.change))),
     )
+
+
+def _changed_memory(old: Mapping[str, float], new: Mapping[str, float]) -> Iterator[MemoryChange]:
+    """Yield the classes of arrays whose bytes differ; none if a side tells no classes."""
+    if not old or not new:
+        return
+    for name in dict.fromkeys([*old, *new]):
+        change = MemoryChange(name=name, before=old.get(name, 0.0), after=new.get(name, 0.0))
+        if abs(change.change) > _SAME * max(change.before, change.after):
+            yield change
 
 
 def _changed_collectives(old: Mapping[Moves, float], new: Mapping[Moves, float]) -> Iterator[str]:
@@ -144,12 +183,16 @@ def side_of(name: str, data: Mapping[str, Any]) -> Side:
             return side_of(name, data["compiled"])
         if kind == "compiled" and data.get("fits"):
             job = "train" if data.get("planned_step") else ""
-            return _of_ledger(name, "compiled", Ledger.from_json(data["ledger"]), job)
+            memory = data.get("memory") or {}
+            return _of_ledger(name, "compiled", Ledger.from_json(data["ledger"]), job, data["peak_bytes"], memory)
         if kind == "train" and "model" in data:
-            return _of_ledger(name, "planned", TrainingPlan.from_json(data).ledger, "train")
+            plan = TrainingPlan.from_json(data)
+            return _of_ledger(name, "planned", plan.ledger, "train", plan.memory_bytes, plan.memory)
         if kind == "serve" and "generate" in data:
             rows = [row for phase in ("prefill", "generate") for row in data[phase]["ledger"]]
-            return _of_ledger(name, "planned", Ledger.from_json(rows), "serve")
+            held = data["memory"]["per_device"]
+            memory = {name: held[name] for name in ("weights", "scales", "kv", "activations")}
+            return _of_ledger(name, "planned", Ledger.from_json(rows), "serve", held["total"], memory)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise misread(f"diff {name}", error, _ACCEPTED) from None
     raise RooftopError("diff", name, _ACCEPTED)
@@ -176,12 +219,22 @@ def _of_report(name: str, data: Mapping[str, Any]) -> Side:
                 },
             )
     rows["idle", ""] = RowFigures(time_s=data["idle_s"], exposed_s=0.0, flops=None, hbm_bytes=None), {}
-    return Side(figures=DifferenceSide(name=name, kind="measured", step_s=data["step_s"]), rows=rows)
+    peak = max((allocator["peak_bytes"] for allocator in data.get("memory", ())), default=None)
+    side = DifferenceSide(name=name, kind="measured", step_s=data["step_s"], peak_bytes=peak)
+    return Side(figures=side, rows=rows)
 
 
-def _of_ledger(name: str, kind: Literal["compiled", "planned"], ledger: Ledger, job: str) -> Side:
+def _of_ledger(
+    name: str,
+    kind: Literal["compiled", "planned"],
+    ledger: Ledger,
+    job: str,
+    peak_bytes: float | None,
+    memory: Mapping[str, float],
+) -> Side:
     rows = {key: (RowFigures.of(sums), sums.bytes) for key, sums in planned_rows(ledger).items()}
-    return Side(figures=DifferenceSide(name=name, kind=kind, step_s=float(ledger.expected_s)), job=job, rows=rows)
+    side = DifferenceSide(name=name, kind=kind, step_s=float(ledger.expected_s), peak_bytes=peak_bytes)
+    return Side(figures=side, job=job, memory=memory, rows=rows)
 
 
 def _time(row: RowFigures | None) -> float:

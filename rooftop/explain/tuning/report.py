@@ -171,7 +171,15 @@ class TuneReport:
         if first.schedule == last.schedule or not first.fits:
             return None
         sides = [
-            side_of(trial.title, {"kind": "compiled", "fits": True, "ledger": list(self.file.ledger(trial))})
+            side_of(
+                trial.title,
+                {
+                    "kind": "compiled",
+                    "fits": True,
+                    "ledger": list(self.file.ledger(trial)),
+                    "peak_bytes": trial.peak_bytes,
+                },
+            )
             for trial in (first, last)
         ]
         return difference(*sides)

@@ -83,7 +83,7 @@ def _gates(data: Mapping[str, Any]) -> Iterator[Chart]:
 
 
 def _changes(data: Mapping[str, Any], top: int) -> Iterator[Chart]:
-    if data["difference"] is not None and data["difference"]["changes"]:
+    if data["difference"] is not None:
         yield from difference(data["difference"], top=top).charts
 
 

@@ -453,8 +453,21 @@ def difference(data: Mapping[str, Any], *, top: int = 0) -> Document:
             subject=f"{before['name']} ({before['kind']}), then {after['name']} ({after['kind']})",
             says=sentence(data["verdict"]),
         ),
-        charts=(Table(title=title, columns=headings, rows=tuple(rows), top=top),) if rows else (),
+        charts=(
+            *((Table(title=title, columns=headings, rows=tuple(rows), top=top),) if rows else ()),
+            *_memory_that_differs(data["memory"]),
+        ),
     )
+
+
+def _memory_that_differs(changes: Sequence[Mapping[str, Any]]) -> tuple[Chart, ...]:
+    rows = []
+    for change in changes:
+        more = f"{'+' if change['change'] > 0 else '-'}{format_bytes(abs(change['change']))}"
+        rows.append((change["name"], format_bytes(change["before"]), format_bytes(change["after"]), more))
+    columns = (TableColumn("memory", "text"), *(TableColumn(name) for name in ("before", "after", "change")))
+    title = "Memory at the peak of a device that differs"
+    return (Table(title=title, columns=columns, rows=tuple(rows)),) if rows else ()
 
 
 # ---- operations -----------------------------------------------------------------------------------------------------
