@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.explain.measured.modules import read_module
 from rooftop.explain.operations import Inferred, Operation, OperationRecord, OperationsRecord, infer, read_operation
-from rooftop.hardware import Slice
 from rooftop.library.inputs import (
     AxesLike,
     CalibrationLike,
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from rooftop.explain.measured.difference import Difference, Side
     from rooftop.explain.measured.report import Explained
     from rooftop.hardware import Chip
-    from rooftop.library.compiling import CompileResult
     from rooftop.plan.training.plan import TrainingPlan
     from rooftop.present.document import Document
     from rooftop.validation import AccuracyReport, PublishedRun, PublishedRuns
@@ -234,25 +232,6 @@ def explain(
             chip=_roofs(on, figures),
         )
     )
-
-
-def explain_module(path: Path | str, *, on: Slice | ChipLike, mesh: AxesLike | None = None) -> CompileResult:
-    """Explain a compiled module alone: the ledger, the timeline and the operations that XLA has scheduled.
-
-    Args:
-        path: Text of an optimised module, its proto (*.hlo.pb), or a folder of ``--xla_dump_to``.
-        on: The slice it is compiled for, or the kind of chip.
-        mesh: Mesh axes in the order of partitions, 'X=2,Y=4'; by default those of its replica groups.
-
-    Raises RooftopError for other files, and for a slice with another number of devices.
-    """
-    from rooftop.explain.compiled.module import explain_module
-    from rooftop.library.compiling import CompileResult
-
-    named = isinstance(on, str) and ":" in on
-    where = on if isinstance(on, Slice) else Slice.parse(str(on)) if named else chip_of(on)
-    sizes = None if mesh is None else axes_of(mesh)
-    return CompileResult(report=explain_module(Path(path), on=where, mesh=sizes))
 
 
 def explain_operations(

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rooftop.core.quantities import format_bytes, format_seconds
-from rooftop.library.checking import CheckResult, check
-from rooftop.library.compiling import CompileResult
+from rooftop.library.programs.checking import CheckResult, check
+from rooftop.library.programs.compiling import CompileResult
 
 
 def assert_fits(compiled: CompileResult, *, share: float = 1.0) -> None:

@@ -368,8 +368,8 @@ class Session:
         """Stand-ins for the results of a program that was compiled ahead of time."""
         loaded = executable._unloaded_executable
         entry = self._by_executable.get(id(loaded.xla_executable))
-        kept = [array_of(arguments[at]) for at in sorted(executable._kept_var_idx)]
-        for one in kept:
+        taken = [array_of(arguments[at]) for at in sorted(executable._kept_var_idx)]
+        for one in taken:
             if one is not None:
                 one.require()
         if entry is not None:
@@ -377,9 +377,9 @@ class Session:
             program = self._programs[entry[1]]
             header = "" if program.result.program is None else program.result.program.hlo_text.partition("\n")[0]
             # Constants that a program closes over are its first parameters.
-            first = len(loaded.input_avals) - len(kept)
+            first = len(loaded.input_avals) - len(taken)
             numbers = sorted(number - first for number in set(aliases(header).values()) if number >= first)
-            self._delete((kept[number] for number in numbers), program.name)
+            self._delete((taken[number] for number in numbers), program.name)
         return [
             stand_in(aval, sharding, committed=True, reader=self)
             for aval, sharding in zip(loaded.output_avals, loaded.output_shardings, strict=True)

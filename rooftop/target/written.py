@@ -93,6 +93,7 @@ def result_shardings(
     It follows from ``out_shardings``, explicit types and constraints, and if no argument is split. Short programs
     without any of them are elementwise: a result is split as an argument of its shape.
     """
+    context = _as_set(context)
     inside = _constraints(jaxpr)
     placed: list[Any] = [value.sharding for value in arguments if getattr(value, "committed", False)]
     placed += [sharding for sharding in (*in_shardings, *out_shardings, *inside) if isinstance(sharding, Sharding)]
@@ -151,6 +152,14 @@ def donated(
 
 def _shard_type(aval: Any, sharding: Sharding) -> tuple[Any, ...]:
     return aval.shape, aval.dtype, sharding.shard_shape(aval.shape), sharding.memory_kind
+
+
+def _as_set(context: Mesh) -> Mesh:
+    """The mesh that is set, with the axis types of the part of the program that is running (``auto_axes``)."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if context.empty or abstract.shape != context.abstract_mesh.shape or abstract.axis_types == context.axis_types:
+        return context
+    return Mesh(context.devices, context.axis_names, axis_types=abstract.axis_types)
 
 
 def replicated(arguments: Sequence[Any], shardings: Sequence[Sharding | None]) -> Sharding:

@@ -20,7 +20,7 @@ from rooftop.compiler.ledger import compiled_ledger, read_ledger
 from rooftop.compiler.targets import PLUGIN, target_text, topology_text
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice, catalogue
-from rooftop.library.compiling import CompileResult
+from rooftop.library.programs.compiling import CompileResult
 
 NEEDS_PLUGIN = pytest.mark.skipif(importlib.util.find_spec(PLUGIN) is None, reason="no CUDA plugin: make test-gpu")
 

@@ -25,9 +25,9 @@ from rooftop.explain.advisor.rules import ProgramFinding
 from rooftop.explain.compiled.module import explain_module
 from rooftop.hardware import Slice, chip
 from rooftop.library import testing
-from rooftop.library.checking import CheckResult, check
 from rooftop.library.explaining import diff
-from rooftop.library.explaining import explain_module as explained
+from rooftop.library.programs.checking import CheckResult, check
+from rooftop.library.programs.compiling import explain_module as explained
 from rooftop.library.testing import TestLedger, assert_fits, assert_no_exposed
 from rooftop.roofline.collectives import price
 

@@ -35,8 +35,8 @@ from rooftop.explain.tuning.search import Search, Searched, SearchLimits
 from rooftop.explain.tuning.subjects import option_lines
 from rooftop.explain.tuning.trials import Trial, TrialFile, trial_key
 from rooftop.hardware import Slice
-from rooftop.library.checking import TuneResult, settings_of
 from rooftop.library.inputs import training_plan_of
+from rooftop.library.programs.tuning import TuneResult, settings_of
 from rooftop.plan.training.plan import TrainingPlan
 from tests.support.hlo_modules import dot, module_text
 

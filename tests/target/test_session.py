@@ -322,6 +322,28 @@ def test_a_deleted_array_names_the_call_that_it_was_donated_to(session: Session)
         y + 1
 
 
+def in_auto_axes() -> list[tuple[Any, ...]]:
+    """Axis types of what a function makes in the automatic mode of an explicit mesh, and of its result."""
+    with jax.sharding.set_mesh(mesh_of(AxisType.Explicit)):
+        inside = list[tuple[Any, ...]]()
+
+        def function(x: jax.Array) -> jax.Array:
+            for value in (jnp.ones(8), jax.lax.convert_element_type(4, jnp.int32), jax.jit(lambda x: x * 2)(x)):
+                inside.append(jax.typeof(value).sharding.mesh.axis_types)
+            return x + 1
+
+        result = jax.sharding.auto_axes(function, out_sharding=P())(jnp.ones(4))
+        at = jnp.int32(3)
+        row = jnp.ones((4, 8)).at[:, at - 1 : at].get(out_sharding=P(None, None))
+        return [*inside, jax.typeof(result).sharding.mesh.axis_types, row.shape]
+
+
+def test_axis_types_in_auto_axes_are_those_of_jax() -> None:
+    executed = in_auto_axes()
+    with Session(slice=SLICE, options=NEVER):
+        assert in_auto_axes() == executed
+
+
 def test_shapes_that_do_not_divide_are_refused_as_jax_does() -> None:
     def wrong() -> None:
         jax.device_put(np.zeros((7, 512)), NamedSharding(mesh_of(), P("data")))

@@ -190,9 +190,9 @@ def side_of(name: str, data: Mapping[str, Any]) -> Side:
             return _of_ledger(name, "planned", plan.ledger, "train", plan.memory_bytes, plan.memory)
         if kind == "serve" and "generate" in data:
             rows = [row for phase in ("prefill", "generate") for row in data[phase]["ledger"]]
-            held = data["memory"]["per_device"]
-            memory = {name: held[name] for name in ("weights", "scales", "kv", "activations")}
-            return _of_ledger(name, "planned", Ledger.from_json(rows), "serve", held["total"], memory)
+            per_device = data["memory"]["per_device"]
+            memory = {name: per_device[name] for name in ("weights", "scales", "kv", "activations")}
+            return _of_ledger(name, "planned", Ledger.from_json(rows), "serve", per_device["total"], memory)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise misread(f"diff {name}", error, _ACCEPTED) from None
     raise RooftopError("diff", name, _ACCEPTED)

@@ -24,9 +24,12 @@ from rooftop.hardware import Slice
 from rooftop.library.inputs import (
     AxesLike,
     CalibrationLike,
+    ChipLike,
     PlanLike,
     SliceLike,
     TimeLike,
+    axes_of,
+    chip_of,
     mesh_on,
     plan_of,
     recalibrated,
@@ -285,3 +288,21 @@ def _compile_embeddings(
     require_compiler()
     how = Compilation(checks=parse_checks(check), timeout_s=timeout_s, cache=cache, on_progress=on_progress)
     return EmbedCompileResult(report=compile_embed_plan(plan, how))
+
+
+def explain_module(path: Path | str, *, on: Slice | ChipLike, mesh: AxesLike | None = None) -> CompileResult:
+    """Explain a compiled module alone: the ledger, the timeline and the operations that XLA has scheduled.
+
+    Args:
+        path: Text of an optimised module, its proto (*.hlo.pb), or a folder of ``--xla_dump_to``.
+        on: The slice it is compiled for, or the kind of chip.
+        mesh: Mesh axes in the order of partitions, 'X=2,Y=4'; by default those of its replica groups.
+
+    Raises RooftopError for other files, and for a slice with another number of devices.
+    """
+    from rooftop.explain.compiled import module
+
+    named = isinstance(on, str) and ":" in on
+    where = on if isinstance(on, Slice) else Slice.parse(str(on)) if named else chip_of(on)
+    sizes = None if mesh is None else axes_of(mesh)
+    return CompileResult(report=module.explain_module(Path(path), on=where, mesh=sizes))

@@ -1,0 +1,177 @@
+"""``rooftop check``: what a compiled program wastes, and limits for CI."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from rooftop.cli.options import (
+    COUNT,
+    FILE,
+    GROWTH,
+    OUTPUT,
+    RUN,
+    TIME,
+    WORKLOAD,
+    frames_option,
+    json_option,
+    layout_option,
+    mesh_option,
+    on_option,
+    option,
+    report_option,
+    timeout_option,
+    top_option,
+)
+from rooftop.cli.output import emit_json, show
+from rooftop.cli.programs.words import (
+    ARGS,
+    AUTO,
+    DIMS,
+    NO_CACHE,
+    SCRIPT,
+    WITH,
+    ScriptCommand,
+    progress_line,
+)
+from rooftop.core.errors import RooftopError
+from rooftop.core.files import write_text
+
+#: Programs that ``rooftop check`` takes.
+_PROGRAM = "module:function, a module of HLO, a folder of --xla_dump_to, a saved report, or -- python SCRIPT"
+
+
+@click.command(
+    "check",
+    cls=ScriptCommand,
+    examples=(
+        "rooftop check mypkg.mymodule:step --args 'bf16[8192_X, 4096]' 'bf16[4096, 16384]' --mesh X=16 --on v5e:4x4",
+        "rooftop check --on v5e:4x4 --tokens 64Ki --save ledger.json -- python train.py",
+        "rooftop check module.hlo --on v5p:2x2x4 --mesh X=16 --tokens 1Mi --save ledger.json",
+        "rooftop check module.hlo --on v5p:2x2x4 --mesh X=16 --against ledger.json --max-time +2% --max-memory +1%",
+    ),
+)
+@click.argument("program", metavar="MODULE:FUNCTION|MODULE.hlo|FOLDER|REPORT.json|-- python SCRIPT", required=False)
+@on_option(help="The slice, or for a module the kind of chip, that the program is compiled for.")
+@ARGS
+@DIMS
+@option("--tokens", group=WORKLOAD, type=COUNT, help="Tokens of a step on all devices, for tokens a second.")
+@mesh_option(help="Mesh axes and their sizes: X=4,Y=4.")
+@layout_option()
+@AUTO
+@timeout_option(help="Give up after this time: 90s, 10m.")
+@NO_CACHE
+@WITH
+@option("--against", group=RUN, type=FILE, help="An earlier ledger to compare with, of --save or compile -o.")
+@option("--max-time", group=RUN, type=GROWTH, help="Share by which a step may take longer than before: +2%.")
+@option("--max-memory", group=RUN, type=GROWTH, help="Share by which the peak of memory may grow: +1%.")
+@option("--fail-on", group=RUN, type=TIME, help="Fail if one finding is worth more than this time: 5ms.")
+@top_option(default="10", help="Operations and buffers to list, or all.")
+@frames_option()
+@option("--save", group=OUTPUT, type=FILE, help="Write the ledger here, for --against.")
+@option("--junit", group=OUTPUT, type=FILE, help="Write limits and findings here, as JUnit's XML.")
+@report_option()
+@json_option
+def command(
+    *,
+    program: str | None,
+    on: str | None,
+    arrays: tuple[str, ...],
+    dims: str | None,
+    tokens: int | None,
+    mesh: str | None,
+    layout: str | None,
+    auto: bool,
+    timeout: float | None,
+    no_cache: bool,
+    releases: str | None,
+    against: Path | None,
+    max_time: float | None,
+    max_memory: float | None,
+    fail_on: float | None,
+    top: int | str,
+    frames: str,
+    save: Path | None,
+    junit: Path | None,
+    report: Path | None,
+    as_json: bool,
+) -> int:
+    """Check a compiled program without a plan: what it wastes, at which line, and what that is worth.
+
+    Reads a function or your own script (compiled as in 'rooftop compile'; of a script the program whose calls take
+    longest), a module of HLO or a folder of --xla_dump_to, or a saved report. Finds replicated arguments, missing
+    donation, repeated and oversized collectives, arrays that the partitioner makes whole, copies into another layout,
+    float32 traffic, padding and host transfers. With --against, compares with an earlier ledger; the status is 1 if a
+    limit does not hold.
+    """
+    script: list[str] | None = click.get_current_context().meta.get(SCRIPT)
+    if program is None and script is None:
+        raise RooftopError("program", None, _PROGRAM)
+    if program is not None and ":" not in program and not Path(program).exists():
+        raise RooftopError("program", program, f"{_PROGRAM}; there is no such path")
+    saved = program is not None and program.endswith(".json")
+    if on is None and not saved:
+        raise RooftopError("on", None, "the slice that the program is compiled for, such as v5e:4x4")
+    for field, value in (("max-time", max_time), ("max-memory", max_memory)):
+        if value is not None and against is None:
+            raise RooftopError(field, value, "a ledger to compare with: --against FILE")
+    if against is not None and not against.is_file():
+        raise RooftopError("against", str(against), "the file of a ledger; there is none")
+    from rooftop.library.programs.checking import check
+
+    subject: object = program
+    if script is not None:
+        if program is not None or arrays or dims or mesh or layout or auto:
+            raise RooftopError("program", program, "nothing with a script, which has its own arrays and meshes")
+        from rooftop.library.programs.scripts import compile_script
+
+        assert on is not None
+        with progress_line(shown=not as_json) as on_progress:
+            subject = compile_script(script, on=on, timeout=timeout, cache=not no_cache, on_progress=on_progress)
+    elif program is None:
+        raise RooftopError("program", None, _PROGRAM)
+    elif ":" in program and not saved and not Path(program).exists():
+        from rooftop.library.programs.compiling import inspect
+
+        assert on is not None
+        with progress_line(shown=not as_json) as on_progress:
+            subject = inspect(
+                program,
+                *arrays,
+                on=on,
+                mesh=mesh,
+                layout=layout,
+                dims=dims,
+                auto=auto,
+                timeout=timeout,
+                cache=not no_cache,
+                on_progress=on_progress,
+            )
+    elif arrays or dims or layout or auto:
+        raise RooftopError("program", program, "module:function with --args, --dims, --layout and --auto")
+    result = check(
+        subject,  # type: ignore[arg-type]
+        on=on,
+        mesh=mesh,
+        tokens=tokens,
+        against=against,
+        max_time=max_time,
+        max_memory=max_memory,
+        fail_on=fail_on,
+        name=program,
+    )
+    if save is not None:
+        result.save(save)
+    if junit is not None:
+        result.write_junit(junit)
+    if report is not None:
+        write_text(report, result.page())
+    data = result.to_json(top=sys.maxsize if isinstance(top, str) else top)
+    if as_json:
+        emit_json(data)
+    else:
+        count = 0 if isinstance(top, str) else top
+        show(data, {"ledger": save, "tests": junit, "page": report}, frames=frames == "all", top=count)
+    return 0 if result.holds else 1

@@ -1,0 +1,269 @@
+"""``rooftop compile``: plans, your own scripts and JAX functions, compiled by XLA without a device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from rooftop.cli.options import (
+    FILE,
+    FOLDER,
+    OUTPUT,
+    calibration_option,
+    check_option,
+    frames_option,
+    json_option,
+    layout_option,
+    mesh_option,
+    min_flops_option,
+    on_option,
+    option,
+    output_option,
+    perfetto_option,
+    report_option,
+    steps_option,
+    timeout_option,
+    top_option,
+    xla_option,
+    xprof_option,
+)
+from rooftop.cli.output import emit_json, show
+from rooftop.cli.programs.words import (
+    ARGS,
+    AUTO,
+    DIMS,
+    NO_CACHE,
+    SCRIPT,
+    WITH,
+    ScriptCommand,
+    compiler_options_of,
+    progress_line,
+)
+from rooftop.core.errors import RooftopError
+from rooftop.core.files import write_json, write_text
+
+if TYPE_CHECKING:
+    from rooftop.library.programs.compiling import CompileResult, EmbedCompileResult
+
+
+@click.command(
+    cls=ScriptCommand,
+    examples=(
+        "rooftop compile plan.json",
+        "rooftop compile --on v5e:4x4 -- python train.py --layers 2",
+        "rooftop compile mypkg.mymodule:step --args 'bf16[8192_X, 4096]' 'bf16[4096, F_Y]' \\\n"
+        "    --dims F=16384 --mesh X=4,Y=4 --on v5e:4x4",
+    ),
+)
+@click.argument("program", metavar="PLAN.json|MODULE:FUNCTION|-- python SCRIPT", required=False)
+@on_option(help="The slice to compile a script or a function for, such as v5e:4x4.")
+@ARGS
+@DIMS
+@mesh_option(help="Mesh axes and their sizes for a function: X=4,Y=4.")
+@layout_option()
+@AUTO
+@xla_option()
+@steps_option(default="3", help="The last step of a script, in calls of one program; 0 runs it to its end.")
+@min_flops_option()
+@calibration_option(help="Price a plan by the fractions that rooftop calibrate measured (JSON).")
+@check_option(help="Build checks into a plan of embeddings: nan, bounds, buffers.")
+@timeout_option(help="Give up after this time: 90s, 10m.")
+@NO_CACHE
+@WITH
+@top_option(default="10", help="Operations and buffers to list, or all.")
+@option("--out", group=OUTPUT, type=FOLDER, help="Write report and optimised HLO of all programs of a script here.")
+@frames_option()
+@option("--save", group=OUTPUT, type=FILE, help="Write the executable here, with the versions that compiled it.")
+@perfetto_option(help="Write the compiled timeline here, for ui.perfetto.dev.")
+@xprof_option()
+@report_option()
+@output_option(help="Write the JSON report here.")
+@json_option
+def command(
+    *,
+    program: str | None,
+    on: str | None,
+    arrays: tuple[str, ...],
+    dims: str | None,
+    mesh: str | None,
+    layout: str | None,
+    auto: bool,
+    compiler_options: tuple[str, ...],
+    steps: int,
+    min_flops: float,
+    calibration: Path | None,
+    check: str | None,
+    timeout: float | None,
+    no_cache: bool,
+    releases: str | None,
+    top: int | str,
+    out: Path | None,
+    frames: str,
+    save: Path | None,
+    perfetto: Path | None,
+    xprof: Path | None,
+    report: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> int:
+    """Compile ahead of time with XLA:TPU or XLA:GPU, without a TPU or a GPU, and read the compiler's result.
+
+    For -- python SCRIPT, run your own script with a slice in the place of JAX's devices: nothing is executed, and every
+    large jit is compiled and reported.
+
+    For a PLAN.json of 'rooftop plan train', compare plan and program: FLOPs, memory, collectives and time by scope and
+    phase, and what only one of them has. For a plan of 'rooftop plan embed', report the memory that SparseCores need
+    for each stack of tables, and the overlap of whole steps. For MODULE:FUNCTION, any function of JAX arrays, report
+    the compiled ledger and a roofline for every op.
+    """
+    script: list[str] | None = click.get_current_context().meta.get(SCRIPT)
+    options = {"compiler-option": compiler_options}
+    of_function = {"args": arrays, "dims": dims, "mesh": mesh, "layout": layout, "auto": auto, **options}
+    files = {"save": save, "perfetto": perfetto, "xprof": xprof, "report": report}
+    if script is not None:
+        if program is not None:
+            raise RooftopError("program", program, "nothing with a script: rooftop compile --on SLICE -- python SCRIPT")
+        _refuse(of_function | {"check": check}, "nothing with a script, which has its own")
+        _refuse({"save": save, "perfetto": perfetto, "xprof": xprof}, "nothing with a script: it has many programs")
+        if on is None:
+            raise RooftopError("on", None, "a slice, such as v5e:4x4")
+        return _compile_script(
+            script, on=on, steps=steps, min_flops=min_flops, timeout=timeout, cache=not no_cache, top=top,
+            out=out, report=report, output=output, as_json=as_json,
+        )  # fmt: skip
+    _refuse({"out": out}, "nothing but with a script: its programs are many")
+    if program is None:
+        raise RooftopError("program", None, "a plan.json, module:function, or -- python SCRIPT")
+    from rooftop.library.programs.compiling import CompileResult, compile, inspect
+
+    result: CompileResult | EmbedCompileResult
+    if Path(program).suffix == ".json":
+        _refuse(of_function | {"on": on}, "nothing with a plan, which says all that is needed")
+        from rooftop.library.inputs import plan_of
+        from rooftop.plan.embedding.plan import EmbedPlan
+
+        plan = plan_of(program)
+        if isinstance(plan, EmbedPlan):
+            _refuse(files, "nothing with a plan of embeddings: it has many programs")
+        with progress_line(shown=not as_json) as on_progress:
+            result = compile(
+                plan,
+                calibration=calibration,
+                check=check,
+                timeout=timeout,
+                cache=not no_cache,
+                save=save is not None,
+                on_progress=on_progress,
+            )
+    elif ":" in program:
+        _refuse({"calibration": calibration}, "nothing with a function, which has no plan")
+        _refuse({"check": check}, "nothing but with a plan of embeddings: its programs run on SparseCores")
+        if on is None:
+            raise RooftopError("on", None, "a slice, such as v5e:4x4")
+        with progress_line(shown=not as_json) as on_progress:
+            result = inspect(
+                program,
+                *arrays,
+                on=on,
+                mesh=mesh,
+                layout=layout,
+                dims=dims,
+                auto=auto,
+                compiler_options=compiler_options_of(compiler_options),
+                timeout=timeout,
+                cache=not no_cache,
+                save=save is not None,
+                on_progress=on_progress,
+            )
+    else:
+        raise RooftopError("program", program, "a plan.json written by rooftop plan, or module:function")
+    data = result.to_json(top=sys.maxsize if isinstance(top, str) else top)
+    if output is not None:
+        write_json(output, data)
+    if isinstance(result, CompileResult):
+        _write_files(result, **files)
+    if as_json:
+        emit_json(data)
+    elif isinstance(result, CompileResult):
+        names = {"report": output, "page": report, "executable": save, "timeline": perfetto, "profile": xprof}
+        planned = None if result.report.plan is None else result.report.plan.to_json()
+        if result.refusal is not None:
+            show(data, {name: names[name] for name in ("report", "page")}, plan=planned)
+        else:
+            show(data, names, plan=planned, cached=result.cached, frames=frames == "all")
+    else:
+        show(data, {"report": output}, plan=result.report.plan.to_json())
+    result.raise_if_infeasible()
+    return 0
+
+
+def _compile_script(
+    words: list[str],
+    *,
+    on: str,
+    steps: int,
+    min_flops: float,
+    timeout: float | None,
+    cache: bool,
+    top: int | str,
+    out: Path | None,
+    report: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> int:
+    """Run a script on a slice, and show its programs."""
+    from rooftop.target.running import Command
+
+    Command.parse(words)
+    from rooftop.library.programs.scripts import compile_script
+
+    with progress_line(shown=not as_json) as on_progress:
+        result = compile_script(
+            words,
+            on=on,
+            steps=steps or None,
+            min_flops=min_flops,
+            timeout=timeout,
+            cache=cache,
+            on_progress=on_progress,
+        )
+    data = result.to_json(top=sys.maxsize if isinstance(top, str) else top)
+    if result.report.programs or result.report.run.error is None:
+        # A script that failed before its first program has only its error.
+        if output is not None:
+            write_json(output, data)
+        if report is not None:
+            write_text(report, result.page())
+        if out is not None:
+            result.write_files(out)
+        show(data, {"report": output, "page": report, "programs": out}, as_json=as_json)
+    result.raise_if_infeasible()
+    return 0
+
+
+def _refuse(options: Mapping[str, object], accepted: str) -> None:
+    """Raise RooftopError if one of the options is given."""
+    for name, value in options.items():
+        if value:
+            shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+            raise RooftopError(name, shown, accepted)
+
+
+def _write_files(
+    result: CompileResult, save: Path | None, perfetto: Path | None, xprof: Path | None, report: Path | None
+) -> None:
+    """Write the files that are asked for; of a program that does not fit, the page alone."""
+    if report is not None:
+        write_text(report, result.page())
+    if result.refusal is not None:
+        return
+    if save is not None:
+        result.write_executable(save)
+    if perfetto is not None:
+        result.write_perfetto(perfetto)
+    if xprof is not None:
+        result.write_xprof(xprof)

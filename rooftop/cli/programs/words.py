@@ -1,0 +1,127 @@
+"""Command lines with arrays of a function, or with a script after ``--``, and the options that they share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from rooftop.cli.options import (
+    PARALLELISM,
+    RUN,
+    WORKLOAD,
+    VerbCommand,
+    option,
+)
+from rooftop.core.errors import RooftopError
+
+#: Where a command line after ``--`` stands in click's context.
+SCRIPT = "rooftop.script"
+#: Where the words of the command line stand there.
+WORDS = "rooftop.words"
+
+
+class SeveralArrays(VerbCommand):
+    """A command whose ``--args`` takes all the words that follow it, up to the next option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Repeat ``--args`` before every word that belongs to it."""
+        spread, taking = list[str](), False
+        for word in args:
+            if word.startswith("-"):
+                taking = word == "--args"
+                if not taking:
+                    spread.append(word)
+            else:
+                spread += ["--args", word] if taking else [word]
+        return super().parse_args(ctx, spread)
+
+
+class ScriptCommand(SeveralArrays):
+    """The same, where words after ``--`` are the command line of a script.
+
+    With ``--with``, the command runs in an environment with other releases.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Set the script's words aside: its options are its own."""
+        ctx.meta[WORDS] = list(args)
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta[SCRIPT], args = args[at + 1 :], args[:at]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command here, or with other releases."""
+        releases = ctx.params.get("releases")
+        if releases is None:
+            return super().invoke(ctx)
+        from rooftop.target.environments import Releases, python_with, run_rooftop
+
+        words, script = list(ctx.meta[WORDS]), list[str]()
+        if "--" in words:
+            at = words.index("--")
+            words, script = words[:at], words[at:]
+            if len(script) > 1 and os.sep in script[1] and not script[1].endswith(".py"):
+                raise RooftopError("with", releases, f"a bare python: {script[1]} has its own jax")
+        at = next(at for at, word in enumerate(words) if word == "--with" or word.startswith("--with="))
+        del words[at : at + (2 if words[at] == "--with" else 1)]
+        with progress_line(shown=not ctx.params.get("as_json")) as on_progress:
+            python = python_with(Releases.parse(releases), on_progress)
+        return run_rooftop(python, [str(ctx.info_name), *words, *script])
+
+
+#: Options of verbs that compile a function.
+ARGS = option(
+    "--args",
+    "arrays",
+    group=WORKLOAD,
+    multiple=True,
+    metavar="ARRAY...",
+    help="Arrays of a function: bf16[8192_X, D_Y].",
+)
+DIMS = option("--dims", group=WORKLOAD, metavar="SIZES", help="Sizes of the dims that arrays name: D=4096,F=16Ki.")
+AUTO = option("--auto", is_flag=True, group=PARALLELISM, help="Leave axes to the partitioner: not JAX's explicit mode.")
+WITH = option(
+    "--with",
+    "releases",
+    group=RUN,
+    metavar="jax==X,libtpu==Y",
+    help="Run the same with other releases, in an environment of their own.",
+)
+NO_CACHE = option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
+
+
+def compiler_options_of(texts: Sequence[str]) -> dict[str, bool | int | str]:
+    """Options of the compiler from NAME=VALUE. Raises RooftopError."""
+    options: dict[str, bool | int | str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise RooftopError(
+                "compiler-option", text, "NAME=VALUE, such as xla_tpu_enable_async_collective_fusion=true"
+            )
+        words: dict[str, bool] = {"true": True, "false": False}
+        number = int(value) if value.lstrip("-").isdecimal() else value
+        options[name] = words.get(value.lower(), number)
+    return options
+
+
+@contextmanager
+def progress_line(*, shown: bool) -> Iterator[Callable[[str, float], None] | None]:
+    """A callback (phase, seconds) that keeps one line on stderr up to date, or None if stderr is not a terminal."""
+    if not (shown and sys.stderr.isatty()):
+        yield None
+        return
+
+    def write(phase: str, elapsed_s: float) -> None:
+        click.echo(f"\r{phase}: {elapsed_s:.0f} s\x1b[K", err=True, nl=False)
+
+    try:
+        yield write
+    finally:
+        click.echo("\r\x1b[K", err=True, nl=False)
