@@ -125,6 +125,14 @@ def maxtext() -> float:
     return 3 * (2 * tokens * weights + 4 * tokens * seq * width) / 16
 
 
+def llama3() -> float:
+    # The prefill: 16 prompts of 1,024 against a cache of 2,048, over 16 devices; 8 heads of keys and values over 4.
+    tokens, cache, width, hidden, vocab, layers = 16 * 1024, 2048, 4096, 14336, 128256, 2
+    keys = layers * 2 * width * 1024
+    weights = layers * (2 * width**2 + 3 * width * hidden) + vocab * width
+    return (2 * tokens * weights + layers * 4 * tokens * cache * width) / 16 + 2 * tokens * keys / 4
+
+
 GUESTS: tuple[Guest, ...] = (
     Guest(
         name="flax",
@@ -193,6 +201,15 @@ GUESTS: tuple[Guest, ...] = (
         flops=maxtext(),
         variable="ROOFTOP_MAXTEXT_PYTHON",
         packages=("maxtext", "jax", "libtpu"),
+    ),
+    Guest(
+        name="llama3",
+        title="jax-llm-examples, Llama 3, prefill and decode",
+        slice="v5e:4x4",
+        words=script("llama3_serve"),
+        flops=llama3(),
+        variable="ROOFTOP_LLM_EXAMPLES_PYTHON",
+        packages=("llama3_jax", "jax"),
     ),
     Guest(
         name="splash",
