@@ -304,7 +304,8 @@ def _be_nice() -> None:
     if hasattr(os, "setpriority"):
         # Of this thread (Linux); elsewhere there may be no such thread to the system, or no right.
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
 
 
 async def _http_error(request: Request, exception: Exception) -> Response:
