@@ -2,8 +2,9 @@
 
 ``python -m tests.faults.soak --minutes 60 --output build/soak`` attacks a server (``tests.faults.serving``) and breaks
 its engine every five minutes. Meanwhile it kills, stops and damages training runs, one after another
-(``tests.faults.training``), with what is left of the processor. It prints a line every half minute and at the end the report,
-and writes ``soak.csv``, ``soak.json``, ``soak-gaps.svg`` and ``soak-memory.svg``. The status is 1 if a bound is broken.
+(``tests.faults.training``), with what is left of the processor. It prints a line every half minute and at the end the
+report, and writes ``soak.csv``, ``soak.json``, ``soak-gaps.svg`` and ``soak-memory.svg``. The status is 1 if a bound is
+broken.
 """
 
 from __future__ import annotations
