@@ -205,7 +205,7 @@ class Lead:
 
     @property
     def doing(self) -> str:
-        """How far the followers have come."""
+        """The commands that each follower has begun, in a line."""
         return "" if self._followers is None else self._followers.doing
 
     def end(self) -> None:
