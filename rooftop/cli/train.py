@@ -56,11 +56,11 @@ from rooftop.cli.output import emit_json, say
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import parse_count
 from rooftop.plan.training.plan import TrainingPlan
-from rooftop.runs.beats import DESCRIPTOR, Beats
+from rooftop.runs.beats import Beats
 from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment
 from rooftop.runs.folder import RunFolder
 from rooftop.runs.restarts import Supervision, keep_running
-from rooftop.runs.supervise import LOST_STATUS, follow_supervisor, is_worker, keep_stdout, supervise
+from rooftop.runs.supervise import LOST_STATUS, RESTARTED, follow_supervisor, is_worker, keep_stdout, supervise
 
 if TYPE_CHECKING:
     from rooftop.train.request import TrainRequest
@@ -330,7 +330,7 @@ def train_together(
     Beats.of_process()
     keep_stdout()
     # Under restarts the loss of a process has a status of its own.
-    lost = LOST_STATUS if DESCRIPTOR in os.environ else 1
+    lost = LOST_STATUS if RESTARTED in os.environ else 1
     joined = coordinator is None
     try:
         if coordinator is not None:

@@ -80,24 +80,38 @@ def keep_compilations() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("jax")))
 
 
-def join_processes(coordinator: str, processes: int | str | None, process: int | str | None) -> None:
+def process_of(coordinator: str, processes: int | str | None, process: int | str | None) -> tuple[int, int] | None:
+    """The number of processes and the index of this one; None if JAX finds them, with the coordinator 'auto'.
+
+    Raises RooftopError if the options do not go together.
+    """
+    if coordinator == "auto":
+        return None
+    if processes is None or process is None:
+        raise RooftopError("coordinator", coordinator, "--processes N and --process I with it")
+    count, index = parse_count(processes, "processes"), int(process)
+    if not 0 <= index < count:
+        raise RooftopError("process", index, f"0 to {count - 1}")
+    return count, index
+
+
+def join_processes(
+    coordinator: str, processes: int | str | None, process: int | str | None, *, patience_s: int = 300
+) -> None:
     """Join the other processes through ``coordinator``: HOST:PORT, or 'auto' on TPU pods and Slurm.
 
-    Raises RooftopError if that fails.
+    Raises RooftopError if that fails, or if not all are there after ``patience_s``.
     """
     import jax
 
+    known = process_of(coordinator, processes, process)
+
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        if coordinator == "auto":
-            jax.distributed.initialize()
+        if known is None:
+            jax.distributed.initialize(initialization_timeout=patience_s)
             return
-        if processes is None or process is None:
-            raise RooftopError("coordinator", coordinator, "--processes N and --process I with it")
-        count, index = parse_count(processes, "processes"), int(process)
-        if not 0 <= index < count:
-            raise RooftopError("process", index, f"0 to {count - 1}")
-        jax.distributed.initialize(coordinator, count, index, heartbeat_timeout_seconds=30)
+        jax.distributed.initialize(coordinator, *known, heartbeat_timeout_seconds=30, initialization_timeout=patience_s)
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise RooftopError(

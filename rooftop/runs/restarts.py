@@ -30,7 +30,7 @@ from typing import Any, TextIO
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import make_folder
 from rooftop.runs.beats import DESCRIPTOR, ProcessBeat
-from rooftop.runs.supervise import OURS, WORKER, is_stopped
+from rooftop.runs.supervise import OURS, RESTARTED, WORKER, is_stopped
 from rooftop.runs.vigil import Vigil
 
 #: Seconds that a generation waits for processes that were lost, before it goes on without them.
@@ -45,6 +45,8 @@ _HELLO_S = 10.0
 #: Axes by which a smaller mesh has fewer devices: first those that change no matmul.
 _SHRINKING = ("data", "fsdp", "expert", "context", "tensor", "stage")
 _KEY_FILE = ".supervisor"
+#: The file of a run that says what its processes did when they hung.
+HANGS = "hangs.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +284,9 @@ class _Lead:
                     ends.append(end)
                     if end.status != 0 and not end.killed:
                         reason = reason or str(end)
-            if not reason and not saving:
-                reason = vigil.problem(self._stopped) or ""
+            if not reason and not saving and (problem := vigil.problem(self._stopped)):
+                reason = problem
+                self._keep_report(problem, vigil)
             if reason and not killed:
                 killed = True
                 for process in running:
@@ -301,6 +304,13 @@ class _Lead:
         if signalled and own[0] is not signalled[0] and reason == str(own[0]):
             reason = str(signalled[0])
         return reason or (_BACK if saving else ""), None
+
+    def _keep_report(self, problem: str, vigil: Vigil) -> None:
+        """Append what all processes said last to a file of the run: their steps, collectives and stacks."""
+        line = json.dumps({"unix_s": time.time(), "problem": problem, "processes": vigil.report()})
+        # A disk that fails keeps no run from going on.
+        with contextlib.suppress(OSError), open(self.of.run / HANGS, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     def _finish(self, status: int) -> None:
         for connection in self.members.values():
@@ -407,7 +417,7 @@ class _Agent:
         self._killed = False
         self._worker = worker = subprocess.Popen(
             [sys.executable, "-m", "rooftop", *self.of.arguments, *extra],
-            env=os.environ | {WORKER: str(os.getpid()), DESCRIPTOR: str(write)},
+            env=os.environ | {WORKER: str(os.getpid()), DESCRIPTOR: str(write), RESTARTED: "1"},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(write,),
             start_new_session=True,
         )  # fmt: skip

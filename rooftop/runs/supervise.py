@@ -17,12 +17,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from rooftop.runs.beats import DESCRIPTOR, ProcessBeat
+
 #: The environment variable of a worker; its value is the supervisor's process id.
 WORKER = "ROOFTOP_SUPERVISOR"
+#: The environment variable of a worker that is started again when it is lost.
+RESTARTED = "ROOFTOP_RESTARTED"
 OURS = b"rooftop: "
 #: Exit status of a worker under restarts that has lost another process (EX_TEMPFAIL).
 LOST_STATUS = 75
@@ -31,6 +35,8 @@ _PAGES = re.compile(
     rb"[EFWI]\d{4} |\*\*\* |    @ |Fatal Python error|Current thread|Thread 0x|  File |  <no Python|  \.\.\."
     rb"|Extension mod|\n"
 )
+#: Processes of which JAX's coordinator has had no heartbeat, each in a line that ends with its number.
+_SILENT_TASKS = re.compile(rb"stopped sending heartbeats\):\n((?:.*\d\n)+)")
 #: Seconds within which further lines belong to a page.
 _PAGE_S = 1.0
 #: Last such lines that are kept.
@@ -56,10 +62,15 @@ def follow_supervisor() -> None:
 def keep_stdout() -> None:
     """Reserve stdout for Python: gloo logs its connections there, where --json allows one object."""
     stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    drop_stdout()
+    sys.stdout = stdout
+
+
+def drop_stdout() -> None:
+    """Drop what libraries write to stdout."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
-    sys.stdout = stdout
 
 
 def supervise(arguments: Sequence[str], how_to_resume: str) -> int:
@@ -69,16 +80,27 @@ def supervise(arguments: Sequence[str], how_to_resume: str) -> int:
 
     A worker that a signal or its runtime has ended had lost the other processes: one line says so, and the status is 1.
     """
+    beats, write = os.pipe()
     worker = subprocess.Popen(
         [sys.executable, "-m", "rooftop", *arguments],
-        env=os.environ | {WORKER: str(os.getpid())},
+        env=os.environ | {WORKER: str(os.getpid()), DESCRIPTOR: str(write)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        pass_fds=(write,),
         # Ctrl-C reaches the supervisor alone, which passes it on once.
         start_new_session=True,
     )
+    os.close(write)
     pages, ours = deque[bytes](maxlen=_LINES), 0
+    last: ProcessBeat | None = None
+
+    def copy_beats() -> None:
+        nonlocal last
+        with os.fdopen(beats, "rb") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    last = ProcessBeat.read(line)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -106,7 +128,7 @@ def supervise(arguments: Sequence[str], how_to_resume: str) -> int:
             sys.stderr.buffer.flush()
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    threads = [threading.Thread(target=target) for target in (copy_stdout, copy_stderr)]
+    threads = [threading.Thread(target=target) for target in (copy_stdout, copy_stderr, copy_beats)]
     stopped = False
     try:
         for thread in threads:
@@ -120,13 +142,24 @@ def supervise(arguments: Sequence[str], how_to_resume: str) -> int:
     status = worker.returncode
     if status < 0:
         status = 1
-        what = "this process was stopped, and is ended" if stopped else "the run has lost one of its processes"
+        what = "this process was stopped, and is ended" if stopped else _loss(pages, last)
         if not ours:
             sys.stderr.buffer.write(f"rooftop: {what}; {how_to_resume}\n".encode())
     elif not ours:
         sys.stderr.buffer.writelines(pages)
     sys.stderr.buffer.flush()
     return status
+
+
+def _loss(pages: Iterable[bytes], last: ProcessBeat | None) -> str:
+    """A line about a lost process: which one, if JAX's pages say so, and in what this one waited for it."""
+    silent = _SILENT_TASKS.search(b"".join(pages))
+    lost = [] if silent is None else sorted({int(number) for number in re.findall(rb"(\d+)\n", silent.group(1))})
+    named = f" ({', '.join(f'process {number}' for number in lost)})" if lost else ""
+    waits = ""
+    if last is not None and last.waits:
+        waits = f"; this one was in {last} since {last.seconds:.0f} s, in {last.waits}"
+    return f"the run has lost one of its processes{named}{waits}"
 
 
 def is_stopped(process: int) -> bool:

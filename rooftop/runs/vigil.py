@@ -56,7 +56,8 @@ class Vigil:
         for process, (at, beat) in sorted(self._last.items()):
             if now - at > (SILENT_AT_START_S if beat.activity == STARTING else SILENT_S):
                 why = " (stopped)" if (stopped or {}).get(process) else ""
-                return f"process {process} does not answer since {now - at:.0f} s{why}; it was in {beat}"
+                line = f"process {process} does not answer since {now - at:.0f} s{why}; it was in {beat}"
+                return line + self._waiting(besides=process)
         if not self._last:
             return None
         slow = [beat for _, beat in self._last.values() if beat.seconds > self._patience_s(beat)]
@@ -65,7 +66,23 @@ class Vigil:
         process, (_, beat) = min(self._last.items(), key=lambda item: (item[1][1].step, item[1][1].activity == STEP))
         others = [other for number, (_, other) in self._last.items() if number != process]
         wait = f", and the others in {others[0]}" if others else ""
-        return f"no process goes on: process {process} is in {beat} since {beat.seconds:.0f} s{wait}"
+        line = f"no process goes on: process {process} is in {beat} since {beat.seconds:.0f} s{wait}"
+        return line + self._waiting()
+
+    def report(self) -> list[dict[str, object]]:
+        """The last beat of each process, as JSON, with the seconds since it came."""
+        now = self.clock()
+        return [
+            {"process": process, "silent_s": round(now - at, 3), **vars(beat)}
+            for process, (at, beat) in sorted(self._last.items())
+        ]
+
+    def _waiting(self, besides: int | None = None) -> str:
+        """The first other process that says in which collectives of its step it can wait."""
+        for process, (_, beat) in sorted(self._last.items()):
+            if process != besides and beat.waits:
+                return f"; process {process} is in {beat}, in {beat.waits}"
+        return ""
 
     def _patience_s(self, beat: ProcessBeat) -> float:
         if beat.activity not in (STEP, DATA) or not self._steps:

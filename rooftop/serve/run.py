@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -12,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.errors import Infeasible
 from rooftop.core.records import Record
-from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment
-from rooftop.runs.supervise import keep_stdout
+from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment, process_of
 from rooftop.serve.engine.configuration import Configuration, configuration_of
 from rooftop.serve.hosts.engine_process import EngineTask
-from rooftop.serve.hosts.parts import EnginePart, Lead, choose_part, end_process, follow, replicas_of
+from rooftop.serve.hosts.keeper import Keeper
+from rooftop.serve.hosts.parts import EnginePart, Lead, choose_part, follow, replicas_of
 from rooftop.serve.logs import start_logging
 from rooftop.serve.request import ServeRequest, named_as_options, shrunk
 from rooftop.serve.sockets import address_of, bind
@@ -46,6 +47,8 @@ _PACKAGES = (
     "jax", "jaxtyping", "safetensors", "tokenizers", "starlette", "uvicorn", "httptools", "prometheus_client", "jinja2",
     "llguidance", "cryptography",
 )  # fmt: skip
+#: Options of a process that the others have otherwise, or that no log may have.
+_OWN = ("--process", "--api-key", "--link-key", "--port", "--host")
 #: Seconds between two log lines about compilation.
 _LOG_EVERY_S = 5.0
 
@@ -128,18 +131,32 @@ def run(
     weights or the cache do not fit. Call it in the main thread of a process that has not imported JAX.
     """
     prepare_environment(request.devices, packages=_PACKAGES, extra="serve")
-    if request.coordinator is None:
-        _run(request, on_ready, on_progress)
-        return
-    keep_stdout()
-    try:
-        join_processes(request.coordinator, request.processes, request.process)
-        _run(request, on_ready, on_progress)
-    except (RooftopError, Infeasible) as error:
-        end_process(str(error), error.exit_status)
+    if request.coordinator is not None:
+        known = process_of(request.coordinator, request.processes, request.process)
+        if known is None or known[1] > 0 or request.role == "generate":
+            Keeper(request, on_ready, start_logging(request.log_level, sys.stderr)).run()
+            return
+    _run(request, on_ready, on_progress)
 
 
-def _run(request: ServeRequest, on_ready: Callable[[ReadyProcess], None], on_progress: Progress | None) -> None:
+def run_member(request: ServeRequest, on_ready: Callable[[ReadyProcess], None]) -> None:
+    """Run one of several processes of an engine, in this process, until the engine ends.
+
+    Raises RooftopError and Infeasible.
+    """
+    assert request.coordinator is not None
+    join_processes(request.coordinator, request.processes, request.process)
+    _run(request, on_ready, None, joined=True)
+
+
+def _run(
+    request: ServeRequest,
+    on_ready: Callable[[ReadyProcess], None],
+    on_progress: Progress | None,
+    *,
+    joined: bool = False,
+) -> None:
+    """``joined``: this process is one of several of an engine, and has joined the others."""
     began_s = time.monotonic()
     part = choose_part(request)
     request = part.requested(request)
@@ -150,15 +167,15 @@ def _run(request: ServeRequest, on_ready: Callable[[ReadyProcess], None], on_pro
     with named_as_options():
         configuration = part.configured(request.configuration(planned, model))
     request.settings(model.name)  # Checked now, used once the model is there.
-    # The engine has a process of its own, which alone starts JAX; of several processes, each is one of the engine.
-    apart = request.coordinator is None and part.role != "generate"
+    # The engine has a process of its own, which alone starts JAX.
+    apart = not joined and part.role != "generate"
     tls: ssl.SSLContext | None = None
     if request.tls_cert is not None and request.tls_key is not None and part.role != "generate":
         from rooftop.serve.http import tls_context
 
         tls = tls_context(request.tls_cert, request.tls_key)
     # One of several processes does not know yet if it listens.
-    early = bind(request.host, request.port) if request.coordinator is None else None
+    early = None if joined else bind(request.host, request.port)
     try:
         if source is None:
             folder = make_example_apart(request.checkpoint) if apart else make_example(request.checkpoint)
@@ -169,7 +186,7 @@ def _run(request: ServeRequest, on_ready: Callable[[ReadyProcess], None], on_pro
 
             if request.shrink:
                 configuration = shrunk(configuration, len(jax.devices()))
-            if request.coordinator is not None and jax.process_index() > 0:
+            if joined and jax.process_index() > 0:
                 name, process, processes = source.folder.resolve().name, jax.process_index(), jax.process_count()
                 ready = ReadyFollower(model=name, process=process, processes=processes)
                 follow(source.folder, configuration, request.draft, lambda: on_ready(ready))
@@ -182,7 +199,7 @@ def _run(request: ServeRequest, on_ready: Callable[[ReadyProcess], None], on_pro
     with bound:
         log = start_logging(request.log_level, sys.stderr)
         lead: Lead | None = None
-        if request.coordinator is not None:
+        if joined and request.coordinator is not None:
             draft = None if part.role == "generate" else request.draft
             lead = Lead(coordinator=request.coordinator, draft=draft, log=log)
         if part.role == "generate":
@@ -267,7 +284,7 @@ class _Server:
             task = EngineTask(request=self.request, part=self.part, configuration=configuration, folder=folder)
             child = self._child = EngineChild(
                 task, hang_s=self.request.step_timeout_s, log=self.log, on_progress=on_progress,
-                on_failed=self._serving.refuse,
+                on_failed=self._serving.refuse, on_end=self._serving.stop, others=_other_commands(self.request),
             )  # fmt: skip
             child.start()
             return child
@@ -294,6 +311,26 @@ class _Server:
                 seconds=round(time.monotonic() - self.began_s, 3),
             )
         )
+
+
+def _other_commands(request: ServeRequest) -> str | None:
+    """The command lines of the engine's other processes, from that of this one; None where it has no such line.
+
+    Keys are left out.
+    """
+    words, skipped = list[str](), False
+    for word in sys.argv[1:]:
+        name, _, value = word.partition("=")
+        if not skipped and name not in _OWN:
+            words.append(word)
+        skipped = name in _OWN and not value
+    if request.processes is None or len(words) == len(sys.argv) - 1:
+        return None
+    commands = (
+        [*words, "--process", str(process)] + (["--link-key", "KEY"] if request.link_key else [])
+        for process in range(1, int(request.processes))
+    )
+    return "; ".join(shlex.join(["rooftop", *command]) for command in commands)
 
 
 def _log_progress(log: logging.Logger) -> Progress:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.checkpoints.huggingface import load_weights
+from rooftop.compiler.collectives.waits import axes_over_processes, waiting_line
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
 from rooftop.hardware import chip_of_kind
@@ -89,6 +90,10 @@ class TrainJob:
             step = jax.jit(train_step(self.program, self.program.specs(self.mesh)), donate_argnums=0)
             lowered = step.lower(abstract_state(self.program, self.mesh), abstract_batch(self.program, self.mesh))
             return lowered.compile(compiler_options=self.compiler_options)
+
+    def waits(self) -> str:
+        """The collectives in which the step can wait for other processes, in a line."""
+        return waiting_line(self.step.as_text() or "", dict(self.mesh.shape), axes_over_processes(self.mesh))
 
     @property
     def compiler_options(self) -> dict[str, bool | str]:
@@ -176,6 +181,7 @@ class TrainEngine:
         self.watch.on_message("compiling the step")
         self.beats.enter("compiling the step", start)
         step = self.job.step
+        self.beats.describe = self.job.waits
         request = self.request
         if request.profile is not None and jax.process_index() == 0 and (module := step.as_text()):
             # Traces of CPUs lack the module of a program that comes out of the compilation cache.

@@ -196,6 +196,8 @@ class Images:
         run, stops = self._new()
         stops.mkdir()
         running = self._begun(run)
+        # Before there is a folder a kill leaves no image: one that waits for its last image would wait for ever.
+        _wait_for(run, running)
         # The first moments are those while it starts; later ones are close together: a step takes milliseconds.
         for number in range(count):
             time.sleep(self.draw.choice((0.0, 0.005, 0.02, 0.05)))
@@ -221,7 +223,8 @@ class Images:
         return [begin(first, **fault), *(begin(words) for words in others)]
 
     def _resume_all(self, images: Path, kind: str) -> None:
-        for image in sorted(images.iterdir()):
+        # Of a run that reached none of its moments there is no folder.
+        for image in sorted(images.iterdir()) if images.exists() else []:
             # The last line may be torn.
             before = dict[int, str]()
             with suppress(ValueError, OSError):
@@ -234,7 +237,7 @@ class Images:
                 self.figures.wrong.append(f"{kind} {image.name}: {error or self._difference(result, before)}")
                 self.say(self.figures.wrong[-1])
             shutil.rmtree(image)
-        images.rmdir()
+        shutil.rmtree(images, ignore_errors=True)
         self.say(str(self.figures))
 
     def _difference(self, result: dict[int, str], before: dict[int, str]) -> str:

@@ -44,6 +44,10 @@ def test_crash_images_are_resumed_bit_for_bit_and_damage_is_named(tmp_path: Path
         damage_files(images.calm, 10 * count, draw, figures, "damage")
         images.cut(count)
         images.kill(count)
+        # The last one of many is alone, and has an image too.
+        kills = figures.done[f"kill of {processes}"]
+        images.kill(1)
+        assert figures.done[f"kill of {processes}"] == kills + 1
     finally:
         images.close()
     assert figures.wrong == []

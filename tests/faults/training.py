@@ -48,6 +48,8 @@ DEVICES = 2
 #: The environment variable of what ``prepare`` does in a process.
 PREPARED = "ROOFTOP_TESTS_FAULT"
 _RECORDING = ExitStack()
+#: Seconds for which a process may wait for one that was killed while both started.
+_JOINING_S = 30.0
 #: Bytes beyond which no file grows on a full disk: records fit, arrays do not.
 FULL_BYTES = 40 << 10
 
@@ -222,9 +224,17 @@ class Schedule:
         return hit.exists()
 
     def _kill(self, folder: Path, processes: int, environment: Mapping[str, str] | None = None) -> bool:
+        before = _lines(folder)
         running = self._begun(folder, processes, environment)
         killed = self.draw.choice(running)
         killed.send_signal(signal.SIGKILL)
+        if _lines(folder) == before:
+            # A process whose coordinator never came waits for it for five minutes: it is killed too.
+            until_s = time.monotonic() + _JOINING_S
+            while any(process.poll() is None for process in running) and time.monotonic() < until_s:
+                time.sleep(0.05)
+            for process in running:
+                process.send_signal(signal.SIGKILL)
         return _ended(running)[running.index(killed)] == -signal.SIGKILL
 
     def _term(self, folder: Path, processes: int) -> bool:

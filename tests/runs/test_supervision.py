@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rooftop.runs import beats
 from rooftop.runs.beats import ProcessBeat
 from rooftop.runs.restarts import mesh_for
 from rooftop.runs.vigil import Vigil
@@ -156,3 +157,46 @@ def test_a_worker_that_stays_stopped_is_ended(tmp_path: Path) -> None:
     process = supervised(tmp_path, "kill -STOP $$", stopped_s=0.5)
     line = "rooftop: this process was stopped, and is ended; to resume: again\n"
     assert process.communicate(timeout=60) == ("", line) and process.returncode == 1
+
+
+def test_a_hang_is_named_with_the_collectives_of_the_others(clock: Clock, vigil: Vigil) -> None:
+    waits = "one of its 3 collectives over processes: 3 all_gather over fsdp of layers/mlp/up"
+    clock.now = 61.0
+    vigil.take(0, ProcessBeat(activity="step", step=40, seconds=21.0, waits=waits, stack=("engine.py:1 train",)))
+    line = f"process 1 does not answer since 21 s; it was in step 40; process 0 is in step 40, in {waits}"
+    assert vigil.problem() == line
+    report = vigil.report()
+    assert [one["process"] for one in report] == [0, 1] and report[1]["silent_s"] == 21.0
+    assert report[0]["waits"] == waits and report[0]["stack"] == ("engine.py:1 train",)
+
+
+def test_beats_of_a_slow_step_have_its_collectives_and_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    monkeypatch.setenv(beats.DESCRIPTOR, str(write))
+    monkeypatch.setattr(beats, "_SLOW_S", 0.05)
+    monkeypatch.setattr(beats, "_PERIOD_S", 0.02)
+    own = beats.Beats()
+    own.describe = lambda: "its all_reduce over fsdp"
+    own.enter(beats.STEP, 7)
+    with os.fdopen(read, "rb") as lines:
+        come = [ProcessBeat.read(lines.readline())]
+        while not come[-1].waits:
+            come.append(ProcessBeat.read(lines.readline()))
+    assert (come[-1].activity, come[-1].step, come[-1].waits) == ("step", 7, "its all_reduce over fsdp")
+    assert come[0].stack == () and any("test_supervision" in frame for frame in come[-1].stack)
+    # The next write ends its thread.
+
+
+def test_a_lost_process_is_named_and_so_is_what_this_one_waited_in(tmp_path: Path) -> None:
+    """JAX's page has the number of the silent process; the worker's last beat has the collectives of its step."""
+    beat = '["step", 33, 31.2, "one of its 2 collectives over processes: 2 all_reduce over data", []]'
+    page = (
+        "F1126 12:00:00.0 1 client.h:80] UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):"
+    )
+    script = f"echo '{beat}' >&$ROOFTOP_BEATS; echo '{page}' >&2; echo 1 >&2; echo 'The tasks' >&2; kill -ABRT $$"
+    out, err = supervised(tmp_path, f'eval "{script.replace(chr(34), chr(92) + chr(34))}"').communicate(timeout=60)
+    assert (out, err) == (
+        "",
+        "rooftop: the run has lost one of its processes (process 1); this one was in step 33 since 31 s, in one of its "
+        "2 collectives over processes: 2 all_reduce over data; to resume: again\n",
+    )

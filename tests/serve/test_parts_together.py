@@ -37,8 +37,12 @@ class Part:
             f"127.0.0.1:{free_port()}", "--processes", "2", "--json",
         ]  # fmt: skip
         self.first = [*command, "--process", "0", "--port", port]
+        self._second = [*command, "--process", "1"]
+        self.begin_second()
+
+    def begin_second(self) -> None:
         self.second = subprocess.Popen(
-            [*command, "--process", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+            self._second, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
         )
 
     def end(self) -> None:
@@ -48,13 +52,15 @@ class Part:
 
 
 @contextmanager
-def generating(folder: Path, *arguments: str, port: str = "0") -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
-    """Where a part listens that generates, and its processes."""
+def generating(
+    folder: Path, *arguments: str, port: str = "0"
+) -> Iterator[tuple[str, tuple[subprocess.Popen[str], Part]]]:
+    """Where a part listens that generates, its first process, and itself."""
     part = Part(folder, [*arguments, "--role", "generate"], port)
     first = subprocess.Popen(part.first, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
     try:
         assert first.stdout is not None
-        yield json.loads(first.stdout.readline())["address"], [first, part.second]
+        yield json.loads(first.stdout.readline())["address"], (first, part)
     finally:
         first.kill()
         first.communicate()
@@ -86,7 +92,7 @@ def test_two_parts_of_two_processes_answer_as_one(
 ) -> None:
     more = ["--preemption", "swap", "--kv-split", "batch", *SHORT] if swaps else []
     with (
-        generating(model, "--mesh", meshes[1], *more) as (address, (first, second)),
+        generating(model, "--mesh", meshes[1], *more) as (address, (first, part)),
         prefilling(model, address, "--mesh", meshes[0], *more[4:6]) as (served, other),
     ):
         assert (texts(served), adjusted(served)) == expected
@@ -97,19 +103,19 @@ def test_two_parts_of_two_processes_answer_as_one(
         finishes_when_told(served, other, max_tokens=40)
         assert other.wait(60) == 0
         assert first.poll() is None
-        second.send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in (first, second)] == [0, 0]
-        assert second.communicate()[1] == ""
+        part.second.send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in (first, part.second)] == [0, 0]
+        assert part.second.communicate()[1] == ""
 
 
 @pytest.mark.slow
 def test_a_part_that_is_lost_is_linked_when_it_is_there_again(
     model: Path, expected: tuple[list[str], list[str]]
 ) -> None:
-    """A killed process ends its part; what it had is prefilled again, and no answer is another one."""
+    """Its first process waits for one that was killed; what they had is prefilled again, and no answer differs."""
     port, mesh = str(free_port()), ["--mesh", "tensor=2,context=2"]
     with (
-        generating(model, *mesh, port=port) as (address, (first, second)),
+        generating(model, *mesh, port=port) as (address, (first, part)),
         prefilling(model, address, *mesh) as (served, _),
     ):
         assert texts(served) == expected[0]
@@ -120,13 +126,12 @@ def test_a_part_that_is_lost_is_linked_when_it_is_there_again(
         ) as stream:
             lines = stream.iter_lines()
             begun = [next(lines) for _ in range(8)]
-            second.kill()
-            assert first.wait(60) == 1
-            with generating(model, *mesh, port=port):
-                events = [line.removeprefix("data: ") for line in (*begun, *lines) if line]
-                assert events.pop() == "[DONE]"
-                assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == whole
-                assert texts(served) == expected[0]
-                served.wait_until_idle()
-                assert served.metric("rooftop_compilations_total") == 0
-                assert served.stop()[0] == 0
+            part.end()
+            part.begin_second()
+            events = [line.removeprefix("data: ") for line in (*begun, *lines) if line]
+            assert events.pop() == "[DONE]"
+            assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == whole
+        assert texts(served) == expected[0]
+        served.wait_until_idle()
+        assert served.metric("rooftop_compilations_total") == 0
+        assert first.poll() is None and served.stop()[0] == 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,24 +30,67 @@ from tests.support.serving_process import (
 SHORT = ["--page-tokens", "4", "--pages", "32", "--host-pages", "80"]
 
 
+def command_of(folder: Path, *arguments: str, mesh: str = "tensor=2,context=2") -> list[str]:
+    """The command of both processes, with two emulated devices each, but for --process."""
+    return [
+        ROOFTOP, "serve", str(folder), *ENGINE, *arguments, "--mesh", mesh, "--devices", "2",
+        "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--json",
+    ]  # fmt: skip
+
+
+@contextmanager
+def follower(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """The process that does not answer."""
+    words = [*command, "--process", "1"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def leader(command: list[str], folder: Path, port: int = 0) -> Iterator[Served]:
+    """The server."""
+    with started([*command, "--process", "0", "--port", str(port)], folder, env=ENVIRONMENT) as served:
+        yield served
+
+
 @contextmanager
 def together(
     folder: Path, *arguments: str, mesh: str = "tensor=2,context=2"
 ) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
-    """The server of two processes with two emulated devices each, and the process that does not answer."""
-    command = [
-        ROOFTOP, "serve", str(folder), *ENGINE, *arguments, "--mesh", mesh, "--devices", "2",
-        "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--json",
-    ]  # fmt: skip
-    other = subprocess.Popen(
-        [*command, "--process", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
-    try:
-        with started([*command, "--process", "0", "--port", "0"], folder.parent, env=ENVIRONMENT) as served:
-            yield served, other
-    finally:
-        other.kill()
-        other.communicate()
+    """The server of two processes, and the one that does not answer."""
+    command = command_of(folder, *arguments, mesh=mesh)
+    with follower(command) as other, leader(command, folder.parent) as served:
+        yield served, other
+
+
+def child_of(parent: int) -> int:
+    """The process that another one keeps."""
+    while True:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with suppress(OSError, IndexError):
+                    if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                        return int(entry.name)
+
+
+def likeliest(served: Served) -> str:
+    """An answer, which may have to wait until the engine is back."""
+    answer = served.complete(timeout=600, temperature=0, max_tokens=20)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def wait_until(served: Served, doing: str) -> None:
+    """Ask /ready until the server says that it is restarting, and what it does."""
+    while True:
+        answer = served.http.get("/ready")
+        if answer.status_code == 503 and doing in answer.json()["doing"]:
+            assert answer.json()["status"] == "restarting"
+            return
 
 
 @pytest.mark.slow
@@ -90,29 +135,48 @@ def test_two_processes_are_copies_or_apart_or_swap_to_their_hosts(
 
 
 @pytest.mark.slow
-def test_a_lost_process_ends_requests_with_an_error_and_the_server(model: Path) -> None:
+def test_a_process_that_is_lost_or_stopped_is_started_again(model: Path) -> None:
+    """A stream that has begun ends with an error; requests that have sent nothing are repeated, and answered."""
     with together(model) as (served, other):
+        expected = likeliest(served)
         with served.http.stream(
             "POST", "/v1/completions",
             json={"model": served.model, "prompt": "a", "max_tokens": 50, "ignore_eos": True, "stream": True},
         ) as stream:  # fmt: skip
             lines = stream.iter_lines()
             next(lines)
-            other.kill()
+            os.kill(child_of(other.pid), signal.SIGKILL)
             last = [line for line in lines if line][-1]
         # Said by the link, or by the collective that the step was in: whichever hears of it first.
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
-        assert served.process.wait(60) == 1
-        assert served._log.read_text().splitlines()[-1].startswith("rooftop: process 1 of the engine is lost")
+        assert likeliest(served) == expected
+        assert served.metric("rooftop_engine_restarts_total") == 1
+        os.kill(child_of(other.pid), signal.SIGSTOP)
+        assert likeliest(served) == expected
+        assert served.metric("rooftop_engine_restarts_total") == 2
+        status, log = served.stop()
+        assert status == 0 and other.wait(60) == 0
+    losses = [line["event"] for line in log if line["event"].startswith("the engine is lost")]
+    assert "process 1 of the engine is lost" in losses[0] and "has not answered for" in losses[1]
 
 
 @pytest.mark.slow
-def test_the_others_end_with_the_first(model: Path) -> None:
-    with together(model) as (served, other):
-        served.process.kill()
-        out, err = other.communicate(timeout=60)
-        assert other.returncode == 1 and json.loads(out)["process"] == 1
-        assert err.splitlines()[-1].startswith("rooftop: the first process of the engine is lost")
+def test_an_engine_waits_for_a_process_that_others_start(model: Path) -> None:
+    """Either end is killed with its keeper, as with its machine; the same command brings the engine back."""
+    command, port = command_of(model), free_port()
+    with ExitStack() as first, ExitStack() as second:
+        other = second.enter_context(follower(command))
+        served = first.enter_context(leader(command, model.parent, port))
+        expected = likeliest(served)
+        second.close()
+        wait_until(served, "waiting for the other processes of the engine")
+        other = second.enter_context(follower(command))
+        assert likeliest(served) == expected
+        first.close()
+        served = first.enter_context(leader(command, model.parent, port))
+        assert likeliest(served) == expected
+        assert other.poll() is None
+        assert served.stop()[0] == 0 and other.wait(60) == 0
 
 
 @pytest.mark.slow

@@ -41,6 +41,9 @@ class EchoChild(EchoEngine):
     def wake(self) -> None:
         pass
 
+    def waits(self) -> str:
+        return "one of its 2 collectives"
+
     def beat(self) -> Beat:
         stuck_s = self._stuck_s
         return Beat(age_s=0.0 if stuck_s is None else time.monotonic() - stuck_s, doing="echoing")

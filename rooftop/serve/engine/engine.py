@@ -179,6 +179,11 @@ class PagedEngine:
             return Beat(age_s=age_s, doing=f"its thread has ended: {doing}")
         return Beat(age_s=0.0 if resting or self._state == "stopped" else age_s, doing=doing)
 
+    def waits(self) -> str:
+        """The collectives in which the programs of the last steps can wait; it reads them, which may take a while."""
+        lines = dict.fromkeys(server.replica.waits() for server in self._servers)
+        return "; ".join(filter(None, lines))
+
     def wake(self) -> None:
         """Have the engine look for work: a mask has arrived. From any thread."""
         with self._wake:

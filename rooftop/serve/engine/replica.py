@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding
 
+from rooftop.compiler.collectives.waits import axes_over_processes, waiting_line
 from rooftop.programs.parameters import Transformer
 from rooftop.programs.serving.decode import HEAD, SLOT, Chosen, Decoder, heads_of_each, only_likeliest
 from rooftop.scheduling.serving.prefixes import Copy
@@ -79,6 +80,8 @@ class Replica:
         )
         self._weights = jax.tree.leaves(weights)
         self._pools, self._adjustments = list[jax.Array](), list[jax.Array]()
+        #: The program of the last step.
+        self._begun: Key | None = None
         self._host_pages = host_pages
         self._host = HostPages(self._programs.contents, host_pages)
         #: Emulated devices share threads: one program at a time (see JAX's notes on CPU collectives).
@@ -151,6 +154,7 @@ class Replica:
         ``stream`` comes from the stage before.
         """
         key = "check" if every else "step", *(_shape(*part) for part in parts)
+        self._begun = key
         outputs: Any = None
         if self._here:
             packed = [self._given(part) for part, _ in parts]
@@ -172,6 +176,13 @@ class Replica:
             Chosen(tokens=likeliest) if self._is_plain(asked) else self._chosen(token, asked)
             for likeliest, token, asked in zip(tokens, logits, _heads(parts, every), strict=True)
         ]
+
+    def waits(self) -> str:
+        """The collectives in which the program of the last step can wait, in a line; empty if it has none."""
+        across = axes_over_processes(self.mesh) if self._here and self._begun is not None else ()
+        if not across or self._begun is None:
+            return ""
+        return waiting_line(self._programs[self._begun].as_text() or "", dict(self.mesh.shape), across)
 
     def _is_plain(self, asked: Ints) -> bool:
         """True if the likeliest token of each row is all that is asked for."""

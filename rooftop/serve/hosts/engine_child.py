@@ -3,6 +3,9 @@
 Two threads belong to it. One starts the process, hears it, and starts it again when it is lost; the other one watches
 its heartbeat. A process that is silent, or whose step takes too long, is killed, and so counts as lost. Of the requests
 of a lost process those that have sent nothing are submitted again, once; the others end with an error.
+
+It may be the first of several processes of the engine. It then counts as lost with any of them, and waits for the
+others when it starts again.
 """
 
 from __future__ import annotations
@@ -31,15 +34,13 @@ from rooftop.core.records import read_record
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine.admission import Admission
 from rooftop.serve.engine.requests import Beat, Constraint, Deliver, EngineStats, GenerationRequest, Overloaded, Token
-from rooftop.serve.hosts.engine_process import COMMAND, EngineTask
+from rooftop.serve.hosts.engine_process import COMMAND, JOINING, EngineTask
 from rooftop.serve.hosts.link import Buffer, Link, LinkLost, Message
 from rooftop.serve.hosts.messages import sampling_fields, token_of
-from rooftop.serve.hosts.processes import SILENT_S
+from rooftop.serve.hosts.processes import AWAY_S, LOADING_S, SILENT_S, STARVED_S
 
-#: Seconds without a beat while the process loads: the compiler may keep it busy.
-_LOADING_S = 300.0
-#: Seconds between two looks at the heartbeat, and after which this process itself was stopped or starved.
-_LOOK_S, _STARVED_S = 0.5, 2.0
+#: Seconds between two looks at the heartbeat.
+_LOOK_S = 0.5
 #: Most losses in a row of processes that have served nothing.
 _FRUITLESS = 3
 #: Most losses of the process while it has a request that has sent nothing: the request may be the cause.
@@ -64,7 +65,8 @@ class _Open:
 class EngineChild:
     """A ``serve.engine.requests.ServingEngine`` that runs in a process of its own, which it starts.
 
-    A step that takes longer than ``hang_s`` hangs. ``on_failed`` is called if the engine cannot be started again.
+    A step that takes longer than ``hang_s`` hangs. ``on_failed`` is called if the engine cannot be started again, and
+    ``on_end`` if another process of the engine is told to end. ``others`` is what its other processes are started by.
     """
 
     def __init__(
@@ -75,10 +77,16 @@ class EngineChild:
         log: logging.Logger,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         on_failed: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
+        others: str | None = None,
         command: Sequence[str] = COMMAND,
     ) -> None:
         self._task, self._hang_s, self._log = task, hang_s, log
-        self._on_progress, self._on_failed, self._command = on_progress, on_failed, command
+        self._on_progress, self._on_failed, self._on_end, self._command = on_progress, on_failed, on_end, command
+        self._others = others
+        #: Since when other processes of the engine are away; None if they are not.
+        self._away_s: float | None = None
+        self._waits = ""
         #: Guards everything below.
         self._changed = threading.Condition()
         self._open = dict[int, _Open]()
@@ -205,8 +213,8 @@ class EngineChild:
         if failed is not None:
             return Beat(age_s=silent_s, doing=failed, restarts=restarts)
         if not ready:
-            return Beat(age_s=0.0, doing=beat.doing, restarting=True, restarts=restarts)
-        late = silent_s > _STARVED_S
+            return Beat(age_s=0.0, doing=self._waits or beat.doing, restarting=True, restarts=restarts)
+        late = silent_s > STARVED_S
         age_s = beat.age_s + silent_s if beat.age_s or late else 0.0
         return Beat(age_s=age_s, doing=beat.doing, restarts=restarts)
 
@@ -293,6 +301,9 @@ class EngineChild:
             status = self._kill()
             with self._changed:
                 self._ready, self._link = False, None
+                if self._number and self._beat.doing == JOINING:
+                    self._away_s = self._away_s or time.monotonic()
+                    self._verdict = self._verdict or "not all of them have come back"
                 reason = self._verdict or f"{reason}{status}"
                 self._verdict = None
                 self._changed.notify_all()
@@ -302,6 +313,11 @@ class EngineChild:
                     self._error = self._error or Infeasible("the engine ended before it was ready", reason)
                     self._changed.notify_all()
                     return
+            if self._away_s is not None and self._error is None:
+                self._say_away(reason)
+                if time.monotonic() - self._away_s < AWAY_S:
+                    continue
+                self._error = Infeasible("the engine", f"{reason}, for {AWAY_S:.0f} s")
             self._lost(reason)
             if self._error is not None or self._fruitless > _FRUITLESS:
                 self._give_up(reason if self._error is None else str(self._error))
@@ -314,6 +330,7 @@ class EngineChild:
             self._task,
             descriptor=theirs.fileno(),
             parent=os.getpid(),
+            again=self._number > 0,
             asks=secrets.token_bytes(32),
             answers=secrets.token_bytes(32),
         )
@@ -369,6 +386,13 @@ class EngineChild:
                         self._problem = fields["problem"]
                     self._answered = max(self._answered, fields["number"])
                     self._changed.notify_all()
+            case "lost":
+                with self._changed:
+                    self._verdict = self._verdict or fields["reason"]
+                    if fields["away"]:
+                        self._away_s = self._away_s or time.monotonic()
+            case "end":
+                self._on_end()
             case "progress":
                 self._on_progress(fields["done"], fields["total"])
             case "ready":
@@ -387,7 +411,7 @@ class EngineChild:
             self._prefix_cache, self.devices = fields["prefix_cache"], fields["devices"]
             self._stats = read_record(EngineStats, fields["stats"], "stats")
             self._number += 1
-            self._ready = True
+            self._ready, self._away_s, self._waits = True, None, ""
             left = [entry.request for entry in self._open.values()]
             self._changed.notify_all()
         if self._number > 1:
@@ -446,6 +470,12 @@ class EngineChild:
         fields = {"failed": failed, "again": len(self._open), "doing": self._beat.doing}
         self._log.error(f"the engine is lost: {reason}; it is started again", extra={"fields": fields})
 
+    def _say_away(self, reason: str) -> None:
+        """Say that the engine waits for others, which are not started here, and by which command they come back."""
+        self._waits = f"{JOINING}: {reason}"
+        fields = {} if self._others is None else {"run": self._others}
+        self._log.warning(f"the engine waits for its other processes: {reason}", extra={"fields": fields})
+
     def _give_up(self, reason: str) -> None:
         with self._changed:
             self.failed = f"the engine was lost {self._fruitless} times before it served anything: {reason}"
@@ -484,14 +514,14 @@ class EngineChild:
             with self._changed:
                 if self._state == "stopped" or self._error is not None:
                     return
-                if now_s - looked_s > _STARVED_S:
+                if now_s - looked_s > STARVED_S:
                     # This process was stopped, or had no core: what the other one said is yet to be heard.
                     self._heard_s = now_s
                 looked_s = now_s
                 process, beat, silent_s = self._process, self._beat, now_s - self._heard_s
                 if process is None or self._verdict is not None:
                     continue
-                if silent_s > (SILENT_S if self._ready else _LOADING_S):
+                if silent_s > (SILENT_S if self._ready else LOADING_S):
                     verdict = f"it has not answered for {silent_s:.0f} s; it was {beat.doing or 'waiting'}"
                 elif self._ready and beat.age_s > self._hang_s:
                     verdict = f"its step has taken {beat.age_s + silent_s:.0f} s; it was {beat.doing}"

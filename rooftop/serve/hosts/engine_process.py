@@ -8,6 +8,9 @@ The process that answers says
 
 This one says ``progress`` while it loads, ``ready`` or ``failed`` once, ``tokens``, ``stats``, ``checked`` and, twice a
 second, ``beat``.
+
+The engine may have several processes, under ``jax.distributed``: this is the first one then. It says ``lost`` and ends
+when it has lost another one, and ``end`` when another one is told to end.
 """
 
 from __future__ import annotations
@@ -32,13 +35,14 @@ import numpy as np
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import plain
-from rooftop.runs.environment import keep_compilations
+from rooftop.runs.environment import join_processes, keep_compilations
+from rooftop.runs.supervise import LOST_STATUS, drop_stdout
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.requests import Beat, GenerationRequest, Overloaded, Token
 from rooftop.serve.hosts.link import Link, LinkLost, Message
 from rooftop.serve.hosts.masks import RemoteMasks
 from rooftop.serve.hosts.messages import sampling_of, token_fields
-from rooftop.serve.hosts.parts import EnginePart
+from rooftop.serve.hosts.parts import EnginePart, Lead
 from rooftop.serve.hosts.processes import BEAT_S, end_with
 from rooftop.serve.logs import start_logging
 from rooftop.serve.request import ServeRequest, named_as_options, shrunk
@@ -47,11 +51,19 @@ if TYPE_CHECKING:
     from rooftop.serve.engine.engine import PagedEngine
 
 
+#: Seconds for which an engine that starts again waits at a time for its other processes; JAX aborts after that.
+_BACK_S = 60
+#: Seconds after which a step is slow: beats then say more about it.
+_SLOW_S = 2.0
+#: Activity of a process that waits for them.
+JOINING = "waiting for the other processes of the engine"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineTask:
     """Task of an engine's process: what to serve, and the ``descriptor`` and the keys of its link.
 
-    ``parent`` is the process that starts it, with which it ends.
+    ``parent`` is the process that starts it, with which it ends. The engine has served before if it starts ``again``.
     """
 
     request: ServeRequest
@@ -60,18 +72,28 @@ class EngineTask:
     folder: Path
     descriptor: int = -1
     parent: int = 0
+    again: bool = False
     asks: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     answers: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
 
 class EngineProcess:
-    """An engine over a link. ``build`` makes it, not yet started; it may raise RooftopError and Infeasible."""
+    """An engine over a link. ``build`` makes it, not yet started; it may raise RooftopError and Infeasible.
 
-    def __init__(self, link: Link, build: Callable[[Callable[[int, int], None]], PagedEngine]) -> None:
-        self._link, self._build = link, build
+    With a ``lead`` it is the first process of several.
+    """
+
+    def __init__(
+        self, link: Link, build: Callable[[Callable[[int, int], None]], PagedEngine], lead: Lead | None = None
+    ) -> None:
+        self._link, self._build, self._lead = link, build, lead
+        if lead is not None:
+            lead.on_lost, lead.stop = self._lost, lambda: link.send("end")
         self._engine: PagedEngine | None = None
         self._masks = dict[int, RemoteMasks]()
         self._prompt: tuple[int, ...] = ()
+        #: The last step that was slow, and the collectives in which it can wait.
+        self._slow = ("", "")
         #: Tokens to send, and an event for their thread.
         self._tokens, self._come = deque[Token](), threading.Event()
 
@@ -81,6 +103,10 @@ class EngineProcess:
         try:
             engine = self._build(lambda done, total: self._link.send("progress", done=done, total=total))
             engine.start()
+            if self._lead is not None:
+                self._lead.started(engine)
+        except _Away as error:
+            self._lost(str(error), away=True)
         except RooftopError as error:
             # It is shown as it was given: a number without quotes.
             number = isinstance(error.given, int | float | None)
@@ -108,6 +134,14 @@ class EngineProcess:
         while (message := self._link.receive()).kind != "stop":
             self._heard(engine, message)
         engine.drain(0.0)
+        if self._lead is not None:
+            self._lead.end()
+
+    def _lost(self, reason: str, *, away: bool = False) -> None:
+        """Report the loss of another process and end: collectives with it never do. ``away``: it has not come back."""
+        self._link.send("lost", reason=reason, away=away)
+        self._link.finish()
+        os._exit(LOST_STATUS)
 
     def _heard(self, engine: PagedEngine, message: Message) -> None:
         fields = message.fields
@@ -178,26 +212,59 @@ class EngineProcess:
 
     def _say_beat(self) -> None:
         engine = self._engine
-        beat = Beat(age_s=0.0, doing="loading") if engine is None else engine.beat()
-        self._link.send("beat", age_s=beat.age_s, doing=beat.doing)
+        joins = self._lead is not None and not self._lead.joined
+        beat = Beat(age_s=0.0, doing=JOINING if joins else "loading") if engine is None else engine.beat()
+        parts = [beat.doing]
+        if engine is not None and beat.age_s > _SLOW_S:
+            parts += [self._waits_in(engine, beat.doing), "" if self._lead is None else self._lead.doing]
+        self._link.send("beat", age_s=beat.age_s, doing="; ".join(filter(None, parts)))
+
+    def _waits_in(self, engine: PagedEngine, doing: str) -> str:
+        """The collectives in which a slow step can wait, once they are read: beats go on meanwhile."""
+        step, line = self._slow
+        if step != doing:
+            self._slow = (doing, line := "")
+
+            def read() -> None:
+                # Whatever the runtime of a hung program raises: the step is named without them.
+                with suppress(Exception):
+                    self._slow = (doing, engine.waits())
+
+            threading.Thread(target=read, name="rooftop collectives", daemon=True).start()
+        return line and f"in {line}"
 
 
-def load_engine(task: EngineTask, log: logging.Logger, on_progress: Callable[[int, int], None]) -> PagedEngine:
+class _Away(Exception):
+    """Processes of an engine that starts again have not come back yet."""
+
+
+def load_engine(
+    task: EngineTask, log: logging.Logger, on_progress: Callable[[int, int], None], lead: Lead | None = None
+) -> PagedEngine:
     """The engine of a task, not yet started. Starts JAX. Raises RooftopError and Infeasible as ``load`` does."""
+    request, configuration = task.request, task.configuration
+    if lead is not None:
+        try:
+            patience_s = {"patience_s": _BACK_S} if task.again else {}
+            join_processes(lead.coordinator, request.processes, request.process, **patience_s)
+        except RooftopError as error:
+            if task.again:
+                raise _Away(error.accepted) from None
+            raise
+        lead.joined = True
     keep_compilations()
     import jax
 
-    configuration = task.configuration
-    if task.request.shrink:
+    if request.shrink:
         configuration = shrunk(configuration, len(jax.devices()))
     with named_as_options():
         return task.part.engine(
-            task.folder, configuration, draft=task.request.draft, lead=None, on_progress=on_progress, log=log
+            task.folder, configuration, draft=request.draft, lead=lead, on_progress=on_progress, log=log
         )
 
 
-def main(load: Callable[[EngineTask, logging.Logger, Callable[[int, int], None]], Any] = load_engine) -> NoReturn:
-    """Run the engine that ``load`` makes for the process that started this one, until that ends."""
+def main(load: Callable[[EngineTask, logging.Logger, Callable[[int, int], None]], Any] | None = None) -> NoReturn:
+    """Run an engine for the process that started this one, until that ends. ``load`` replaces ``load_engine``."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # Everything that is printed goes to stderr: stdout is the other process's.
@@ -207,9 +274,21 @@ def main(load: Callable[[EngineTask, logging.Logger, Callable[[int, int], None]]
     threading.Thread(target=_end_with_pipe, args=(sys.stdin.buffer,), daemon=True).start()
     link = Link(socket.socket(fileno=task.descriptor), send_key=task.answers, receive_key=task.asks)
     log = start_logging(task.request.log_level, sys.stderr)
+    coordinator, lead = task.request.coordinator, None
+    if coordinator is not None:
+        # Gloo logs its connections there.
+        drop_stdout()
+        lead = Lead(coordinator=coordinator, draft=task.request.draft, log=log)
+
+    def build(on_progress: Callable[[int, int], None]) -> PagedEngine:
+        engine: PagedEngine = (
+            load_engine(task, log, on_progress, lead) if load is None else load(task, log, on_progress)
+        )
+        return engine
+
     # If the other process has ended, everyone who waits for a token has.
     with suppress(LinkLost):
-        EngineProcess(link, lambda on_progress: load(task, log, on_progress)).run()
+        EngineProcess(link, build, lead).run()
     sys.stderr.flush()
     # Threads of the runtime may be in the middle of something, and nobody waits for them.
     os._exit(0)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.runs.supervise import LOST_STATUS
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.hosts.processes import Child, Other, Remote
 from rooftop.serve.request import ServeRequest
@@ -166,13 +167,17 @@ def _share_devices() -> dict[str, str]:
 class Lead:
     """The first process: its links to the followers, and the end of its ``serving`` when one of them is lost.
 
-    ``draft`` is the folder of a draft model. ``stop`` is called when a follower is told to end.
+    ``draft`` is the folder of a draft model. ``stop`` is called when a follower is told to end. ``on_lost`` is called
+    when one is lost; without it requests end with an error, and this process soon.
     """
 
     coordinator: str
     draft: Path | None
     log: logging.Logger
     stop: Callable[[], None] = lambda: None
+    on_lost: Callable[[str], None] | None = None
+    #: True once all processes are there.
+    joined: bool = False
     serving: Serving | None = None
     _followers: Followers | None = field(default=None, init=False)
     _engine: PagedEngine | None = field(default=None, init=False)
@@ -198,20 +203,28 @@ class Lead:
         self._followers.wait()
         self._engine = engine
 
+    @property
+    def doing(self) -> str:
+        """The commands that each follower has begun, in a line."""
+        return "" if self._followers is None else self._followers.doing
+
     def end(self) -> None:
         """End the followers after the last request."""
         if self._lost is not None:
-            end_process(self._lost, 1)
+            end_process(self._lost, LOST_STATUS)
         if self._followers is not None:
             self._followers.stop()
 
     def fail(self, message: str) -> None:
         """End every request with an error, and all processes soon: one of them is lost, or a step hangs."""
         self._lost = message
+        if self.on_lost is not None:
+            self.on_lost(message)
+            return
         if self._engine is None or self.serving is None:
-            end_process(message, 1)
+            end_process(message, LOST_STATUS)
         self.log.error(message)
-        threading.Timer(_GRACE_S, end_process, (message, 1)).start()
+        threading.Timer(_GRACE_S, end_process, (message, LOST_STATUS)).start()
         self._engine.abandon(message)
         self.serving.refuse()
 
@@ -220,7 +233,9 @@ def follow(checkpoint: Path, configuration: Configuration, draft: Path | None, o
     """Follow the first process until it ends. Raises RooftopError and Infeasible."""
     from rooftop.serve.hosts.together import Follower
 
-    follower = Follower(checkpoint, configuration, draft=draft, on_lost=lambda message: end_process(message, 1))
+    follower = Follower(
+        checkpoint, configuration, draft=draft, on_lost=lambda message: end_process(message, LOST_STATUS)
+    )
 
     def stop(number: int, frame: object) -> None:
         # Running requests are finished first, and that needs all processes.

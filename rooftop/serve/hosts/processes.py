@@ -30,6 +30,12 @@ from rooftop.serve.hosts.link import Link, LinkLost, connect
 BEAT_S = 0.5
 #: Seconds without a beat after which a process counts as stopped.
 SILENT_S = 6.0
+#: The same while it loads: the compiler may keep it busy.
+LOADING_S = 300.0
+#: Seconds after which a thread that watches others was itself stopped, or had no core.
+STARVED_S = 2.0
+#: Seconds that an engine of several processes waits for one that was lost.
+AWAY_S = 600.0
 #: Seconds for which to try to reach a process on another machine, and between attempts.
 _PATIENCE_S, _EVERY_S = 60.0, 1.0
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux

@@ -5,7 +5,8 @@ it sends to the others over a link (``link``) before it begins the step itself; 
 in the same order. What comes out is alike on all of them, and the first one reads it.
 
 The first one says ``begin``, then the methods of ``Replica`` by their names, and ``stop``. The others say ``here``
-(what they serve), ``ready`` when their programs are compiled, and ``stop`` when they are told to end.
+(what they serve), ``ready`` when their programs are compiled, twice a second ``beat`` with the commands that they have
+begun, and ``stop`` when they are told to end.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import json
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from queue import Queue
@@ -35,6 +37,7 @@ from rooftop.serve.engine.programs import COPIED, Key
 from rooftop.serve.engine.replica import Adjusted, Content, Ints, Replica
 from rooftop.serve.hosts.handover import fingerprint
 from rooftop.serve.hosts.link import Buffer, Link, LinkListener, LinkLost, Message, connect
+from rooftop.serve.hosts.processes import BEAT_S, LOADING_S, SILENT_S, STARVED_S
 from rooftop.serve.sockets import bind
 
 
@@ -77,10 +80,20 @@ def page_parts(contents: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any,
 _WHERE = 512
 
 
+@dataclass
+class _Heard:
+    """A follower as it was heard last: when, if it has compiled, and the commands that it has begun."""
+
+    at_s: float
+    ready: bool = False
+    commands: int = 0
+
+
 class Followers:
     """The other processes, seen from the first.
 
-    From other threads ``on_lost`` is called when one of them is lost, and ``on_stop`` when one is told to end.
+    From other threads ``on_lost`` is called when one of them is lost or silent, and ``on_stop`` when one is told to
+    end.
     """
 
     def __init__(self, links: Sequence[Link], on_lost: Callable[[str], None], on_stop: Callable[[], None]) -> None:
@@ -88,11 +101,22 @@ class Followers:
         self._links, self._numbers = list(links), count()
         self._ready = threading.Semaphore(0)
         self._ended = False
+        self._told = 0
+        self._heard = {process: _Heard(time.monotonic()) for process in range(1, len(self._links) + 1)}
         for process, link in enumerate(self._links, 1):
             threading.Thread(target=self._hear, args=(process, link), name="rooftop follower", daemon=True).start()
+        threading.Thread(target=self._watch, name="rooftop watchdog", daemon=True).start()
+
+    @property
+    def doing(self) -> str:
+        """The commands that each process has begun, of those that it was sent: for those who ask why a step hangs."""
+        return ", ".join(
+            f"process {process} in command {heard.commands} of {self._told}" for process, heard in self._heard.items()
+        )
 
     def tell(self, kind: str, arrays: Sequence[np.ndarray[Any, Any]] = (), **fields: Any) -> None:
         """Send command ``kind`` to all followers; ``arrays`` are copied before this returns."""
+        self._told += 1
         shapes = [[list(array.shape), array.dtype.str] for array in arrays]
         sent: list[Buffer] = [array.tobytes() for array in arrays]
         for link in self._links:
@@ -115,16 +139,39 @@ class Followers:
             link.finish()
 
     def _hear(self, process: int, link: Link) -> None:
+        heard = self._heard[process]
         try:
             while True:
-                kind = link.receive().kind
-                if kind == "ready":
+                message = link.receive()
+                heard.at_s = time.monotonic()
+                if message.kind == "ready":
+                    heard.ready = True
                     self._ready.release()
-                elif kind == "stop":
+                elif message.kind == "beat":
+                    heard.commands = message.fields["commands"]
+                elif message.kind == "stop":
                     self.on_stop()
         except LinkLost as lost:
             if not self._ended:
                 self.on_lost(f"process {process} of the engine is lost ({lost})")
+
+    def _watch(self) -> None:
+        """Notice a follower that is silent: the kernel keeps the link of a process that is stopped."""
+        looked_s = time.monotonic()
+        while not self._ended:
+            time.sleep(BEAT_S)
+            now_s = time.monotonic()
+            if now_s - looked_s > STARVED_S:
+                # This process was stopped, or had no core: what the others said is yet to be heard.
+                for heard in self._heard.values():
+                    heard.at_s = now_s
+            looked_s = now_s
+            for process, heard in self._heard.items():
+                silent_s = now_s - heard.at_s
+                if silent_s > (SILENT_S if heard.ready else LOADING_S) and not self._ended:
+                    where = f"command {heard.commands} of {self._told}"
+                    self.on_lost(f"process {process} of the engine has not answered for {silent_s:.0f} s, in {where}")
+                    return
 
 
 class Leading(JoinedReplica):
@@ -264,9 +311,12 @@ class Follower:
             ) from None
         facts = _facts(checkpoint, configuration, draft)
         self._link.send("here", process=jax.process_index(), facts=facts)
+        self._commands = 0
         threading.Thread(target=self._hear, name="rooftop leader", daemon=True).start()
+        threading.Thread(target=self._beat, name="rooftop beat", daemon=True).start()
         # If we serve something else, the first process reports that and ends.
         self._messages.get()
+        self._commands += 1
         self._made = parts(checkpoint, configuration, draft, None, options, replica=JoinedReplica)
 
     def stop(self) -> None:
@@ -278,6 +328,7 @@ class Follower:
         replicas = [*self._made.replicas, *([] if self._made.draft is None else [self._made.draft])]
         waiting, taken = len(replicas), list[jax.Array]()
         while (message := self._messages.get()).kind != "stop":
+            self._commands += 1
             _do(replicas[message.fields["replica"]], message, taken)
             if message.kind == "compile":
                 waiting -= 1
@@ -285,6 +336,11 @@ class Follower:
                     self._link.send("ready")
                     on_ready()
         self._link.close()
+
+    def _beat(self) -> None:
+        while self._link.open:
+            self._link.send("beat", commands=self._commands)
+            time.sleep(BEAT_S)
 
     def _hear(self) -> None:
         try:
