@@ -387,14 +387,17 @@ class _EmbeddingOptions(TypedDict):
 )
 @host_threads_option()
 @calibration_option()
+@report_option()
 @output_option(help="Write plan.json here.")
 @json_option
-def embed(*, output: Path | None, as_json: bool, **options: Unpack[_EmbeddingOptions]) -> int:
+def embed(*, report: Path | None, output: Path | None, as_json: bool, **options: Unpack[_EmbeddingOptions]) -> int:
     """Plan the embedding TABLES (a TOML file) on a slice: memory, step time, and what binds."""
     from rooftop.library.embedding import plan_embedding
 
     with no_answer(as_json=as_json):
         result = plan_embedding(**options)
+    if report is not None:
+        write_text(report, result.page())
     if output is not None:
         result.write_plan(output)
     if as_json:

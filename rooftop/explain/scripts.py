@@ -143,6 +143,7 @@ class ProgramReport:
             kind="compiled",
             schema=SCHEMA,
             rooftop_version=__version__,
+            plan=None,
             slice=PlannedSlice.of(self.slice),
             mesh=self.mesh.described,
             fits=False,

@@ -43,10 +43,11 @@ def to_data(document: Document, widths: Widths | None = None) -> dict[str, Any]:
         _chart(chart, place, sizes, f"chart-{at}")
         for at, (chart, place) in enumerate(zip(shown, places(shown), strict=True))
     ]
+    verdict = document.verdict
     return {
-        "verdict": document.verdict.text,
-        "no": document.verdict.no,
-        "details": list(document.verdict.details),
+        "verdict": verdict.refusal if verdict.text == verdict.no else verdict.text,
+        "no": verdict.refusal,
+        "details": list(verdict.details),
         "figures": [figure.to_json() for figure in document.figures],
         "charts": charts,
         "notes": [*document.notes, *prose],

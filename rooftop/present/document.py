@@ -64,6 +64,11 @@ class ShownVerdict:
         """Subject and sentence in one line."""
         return f"{self.subject}. {self.says}" if self.subject and self.says else self.subject or self.says
 
+    @property
+    def refusal(self) -> str:
+        """The reason as a line of its own; empty for an answer that is not no."""
+        return self.no[:1].upper() + self.no[1:]
+
 
 @dataclass(frozen=True)
 class ShownFigure(Record):

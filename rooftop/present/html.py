@@ -13,6 +13,8 @@ from rooftop.present.svg import chart_table, picture
 
 #: Pixels that charts are drawn for.
 _WIDTH = 860
+#: Characters of a cell from which on it wraps.
+_LONG = 60
 #: Nothing may be loaded.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
@@ -91,7 +93,7 @@ def _head(document: Document) -> Html:
     verdict = document.verdict
     lines: list[Content] = []
     if verdict.no:
-        lines.append(tag("p", f"{verdict.no[0].upper()}{verdict.no[1:]}", class_="verdict no"))
+        lines.append(tag("p", verdict.refusal, class_="verdict no"))
     if verdict.text and verdict.text != verdict.no:
         lines.append(tag("p", verdict.text, class_="verdict differs" if verdict.differs else "verdict"))
     lines += [tag("p", detail, class_="quiet") for detail in verdict.details]
@@ -154,7 +156,13 @@ def _rows(
         ],
     )
     body = [
-        tag("tr", [tag("td", cell, class_=class_) for cell, class_ in zip(row, classes, strict=True)]) for row in rows
+        tag("tr", [tag("td", cell, class_=class_ or _long(cell)) for cell, class_ in zip(row, classes, strict=True)])
+        for row in rows
     ]
     whole = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", body))
     return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
+
+
+def _long(cell: str) -> str | None:
+    """The class of a text that wraps: it stays wide enough to be read next to many columns of figures."""
+    return "long" if len(cell) > _LONG else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from rich.text import Text
 
@@ -28,7 +29,7 @@ def _lines(document: Document, width: int) -> Iterator[Text]:
     verdict = document.verdict
     colour = "red" if verdict.no else "yellow" if verdict.differs else "green"
     if verdict.no:
-        yield from _wrapped(f"{verdict.no[0].upper()}{verdict.no[1:]}", width, style="bold red")
+        yield from _wrapped(verdict.refusal, width, style="bold red")
     if verdict.subject:
         yield from _wrapped(verdict.subject, width, style="bold")
     for detail in verdict.details:
@@ -127,12 +128,11 @@ def _table(table: Table, width: int) -> Iterator[Text]:
         if not row:
             yield Text("")
             continue
-        parts = [
-            [line for part in cell.split("\n") for line in _fold(part, size)]
-            for cell, size in zip(row, widths, strict=True)
-        ]
-        for at in range(max(map(len, parts))):
-            yield _row(columns, [part[at] if at < len(part) else "" for part in parts], widths, indent, gap)
+        for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
+            # What stands on one line of a cell stays next to the same line of the others.
+            folded = [_fold(part, size) for part, size in zip(line, widths, strict=True)]
+            for cells in zip_longest(*folded, fillvalue=""):
+                yield _row(columns, cells, widths, indent, gap)
     if table.about:
         yield from _wrapped(table.about, width, indent=indent, style="dim")
     if len(table.rows) > len(rows):

@@ -30,9 +30,10 @@ def compiled_document(answer: CompiledReport | Refusal) -> Document:
     """A compilation next to its plan, with both timelines; of a refusal, what fills the memory that is too small."""
     plan = answer.plan
     lanes = [] if plan is None else [planned_lanes(plan)]
-    if isinstance(answer, CompiledReport):
-        lanes.append(compiled_lanes(answer.compiled.module, answer.timeline, title="compiled: the schedule of XLA"))
-    return document(answer.to_json(), plan=None if plan is None else plan.to_json(), lanes=lanes)
+    if isinstance(answer, Refusal):
+        return document(answer.to_json(), lanes=lanes)
+    lanes.append(compiled_lanes(answer.compiled.module, answer.timeline, title="compiled: the schedule of XLA"))
+    return document(answer.to_json(), cached=answer.compiled.cached, lanes=lanes)
 
 
 def measured_document(explained: Explained) -> Document:

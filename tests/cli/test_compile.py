@@ -23,6 +23,7 @@ from rooftop.models import MoE, load_model
 from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
+from tests.support import faces
 
 Run = Callable[..., Any]
 TOY = {
@@ -123,6 +124,18 @@ def test_a_function_is_compiled_by_name(rooftop: Run) -> None:
     tables = rooftop("compile", *FUNCTION).out
     for part in ("v5e:4x4: X 4 x Y 4", "all_gather", "step.py:5", "mxu", "peak memory"):
         assert part in tables
+
+
+def test_page_and_report_show_what_the_terminal_shows(
+    rooftop: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")
+    make_plan("plan.json")
+    answer = rooftop("compile", "plan.json", "--no-cache", "--top", "20", "-o", "whole.json", "--report", "whole.html")
+    assert answer.status == 0
+    assert sum(1 for _ in faces.cells(answer.out)) > 100
+    assert faces.missing(answer.out, faces.of_page((folder / "whole.html").read_text())) == []
+    assert faces.missing(answer.out, faces.of_browser(folder / "whole.json")) == []
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 
 from rooftop.explain.demo import _ARCHIVE, demo_run
 from tests.conftest import Answer
+from tests.support import faces
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,18 @@ def test_the_recorded_run_is_explained_next_to_its_plan(rooftop: Callable[..., A
     assert answer["kind"] == "explained"
     assert {"measured", "compiled", "planned"} <= set(answer["rows"][0])
     assert any(row["planned"] and row["measured"] for row in answer["rows"])
+
+
+def test_page_and_browser_show_what_the_terminal_shows(
+    rooftop: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")
+    page, file = tmp_path / "page.html", tmp_path / "run.json"
+    terminal = rooftop("explain", "--demo", "--report", str(page)).out
+    file.write_text(rooftop("explain", "--demo", "--json").out)
+    assert sum(1 for _ in faces.cells(terminal)) > 100
+    assert faces.missing(terminal, faces.of_page(page.read_text(encoding="utf-8"))) == []
+    assert faces.missing(terminal, faces.of_browser(file)) == []
 
 
 def test_the_recorded_run_is_unpacked_once() -> None:

@@ -211,6 +211,15 @@ def test_what_is_wrong_is_said_as_it_was_given(served: Served, body: bytes, mess
     assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(message)
 
 
+@pytest.mark.parametrize("model", [{}, {"model": None}, {"model": "echo"}])
+def test_a_request_without_a_model_asks_the_one_that_is_served(served: Served, model: dict[str, Any]) -> None:
+    chat = served.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], **model})
+    text = served.http.post("/v1/completions", json={"prompt": "a", **model})
+    assert [(answer.status_code, answer.json().get("model")) for answer in (chat, text)] == [(200, "echo")] * 2
+    schemas = {"components": served.http.get("/openapi.json").json()["components"]}
+    jsonschema.validate({"prompt": "a", **model}, {"$ref": "#/components/schemas/CompletionRequest", **schemas})
+
+
 def test_a_part_that_is_no_text_is_named(client: openai.OpenAI) -> None:
     picture: Any = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     with pytest.raises(openai.BadRequestError) as wrong:

@@ -16,10 +16,12 @@ from urllib.parse import urlencode, urlsplit
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Error, Page, sync_playwright
 
-from rooftop.present.document import format_value
+from rooftop.present import html
+from rooftop.present.document import Document, ShownVerdict, Table, TableColumn, format_value
 from rooftop.ui.explorers import EXPLORERS, explorer
 from rooftop.ui.server import address, application, bind
 from tests.conftest import Answer
+from tests.support import faces
 from tests.support.chromium import CHROMIUM, needs_browser
 from tests.support.ui_figures import FIGURES, figure_of
 
@@ -35,7 +37,9 @@ def serving(files: Sequence[Path]) -> Iterator[str]:
     import uvicorn
 
     listening = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(application(files=files), log_level="error", lifespan="off"))
+    # Logging is not configured: that would close the streams of handlers that others have.
+    config = uvicorn.Config(application(files=files), log_config=None, log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     yield address(listening)
@@ -83,6 +87,42 @@ def page(browser: Browser, site: str) -> Iterator[Page]:
     yield one
     context.close()
     assert wrong == []
+
+
+def test_a_file_is_shown_as_on_the_terminal(
+    browser: Browser, rooftop: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fleet with its runners-up, and a plan that does not fit."""
+    monkeypatch.setenv("COLUMNS", "2000")
+    fleet = ("--on", "v5e", "--requests-per-second", "10", "--ttft", "1s", "--tpot", "50ms")
+    answers = {
+        "fleet.json": ("plan", "serve", "llama3-8b", *fleet),
+        "none.json": ("plan", "train", "llama3-70b", "--on", "v5e:4x4", "--batch-seqs", "16"),
+    }
+    said = {file: rooftop(*words, "-o", str(tmp_path / file)).out for file, words in answers.items()}
+    with serving([tmp_path / file for file in answers]) as where:
+        page = browser.new_page(viewport=DESKTOP)
+        for index, terminal in enumerate(said.values()):
+            page.goto(f"{where}open?file={index}")
+            page.wait_for_selector(".answer .notes, .answer .chart")
+            assert faces.missing(terminal, page.inner_text("main")) == []
+        page.close()
+
+
+def test_a_table_that_is_cut_says_so(browser: Browser, tmp_path: Path) -> None:
+    """A wide table of a page scrolls inside its place, under a shadow, and its texts stay wide enough to read."""
+    columns = (*(TableColumn(f"figure {at}") for at in range(30)), TableColumn("says", "text", wrap=True))
+    rows = ((*("123.4 ms" for _ in range(30)), "all_gather over fsdp; " * 8),)
+    file = tmp_path / "page.html"
+    file.write_text(html.page(Document(verdict=ShownVerdict(), charts=(Table(title="t", columns=columns, rows=rows),))))
+    page = browser.new_page(viewport=DESKTOP)
+    page.goto(f"file://{file}")
+    place = page.locator(".scroll")
+    assert place.evaluate("it => it.scrollWidth > it.clientWidth")
+    assert place.evaluate("it => getComputedStyle(it).backgroundImage").count("gradient") == 4
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.locator("td.long").evaluate("it => it.getBoundingClientRect()")["width"] > 300
+    page.close()
 
 
 def _open(page: Page, where: str) -> None:

@@ -190,13 +190,12 @@ def command(
         emit_json(data)
     elif isinstance(result, CompileResult):
         names = {"report": output, "page": report, "executable": save, "timeline": perfetto, "profile": xprof}
-        planned = None if result.report.plan is None else result.report.plan.to_json()
         if result.refusal is not None:
-            show(data, {name: names[name] for name in ("report", "page")}, plan=planned)
+            show(data, {name: names[name] for name in ("report", "page")})
         else:
-            show(data, names, plan=planned, cached=result.cached, frames=frames == "all")
+            show(data, names, cached=result.cached, frames=frames == "all")
     else:
-        show(data, {"report": output}, plan=result.report.plan.to_json())
+        show(data, {"report": output})
     result.raise_if_infeasible()
     return 0
 

@@ -36,13 +36,15 @@ Versions = Mapping[str, str]
 class CompilationRecord(Record):
     """A program given to the compiler. Bytes are of one device; planned figures are None without a plan.
 
-    ``peak_bytes`` are alive at the peak (or needed, if the program does not fit), ``capacity_bytes`` usable. ``memory``
-    and ``planned_memory`` have the bytes at the peak by class, and ``buffers`` the largest arrays.
+    ``plan`` is the whole plan.json. ``peak_bytes`` are alive at the peak (or needed, if the program does not fit),
+    ``capacity_bytes`` usable. ``memory`` and ``planned_memory`` have the bytes at the peak by class, and ``buffers``
+    the largest arrays.
     """
 
     kind: Literal["compiled"]
     schema: Literal[1]
     rooftop_version: str
+    plan: Mapping[str, Any] | None
     slice: PlannedSlice
     mesh: MeshLayout
     peak_bytes: Amount
@@ -270,6 +272,7 @@ class CompiledReport:
             kind="compiled",
             schema=SCHEMA,
             rooftop_version=__version__,
+            plan=None if plan is None else plan.to_json(),
             slice=PlannedSlice.of(mesh.slice),
             mesh=mesh.described,
             fits=True,

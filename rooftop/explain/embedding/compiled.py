@@ -53,7 +53,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedCompilationRecord(Record):
-    """A plan of embedding tables given to the compiler. ``capacity_bytes`` are a device's HBM that programs may use.
+    """A ``plan`` of embedding tables given to the compiler. Programs may use ``capacity_bytes`` of a device's HBM.
 
     ``batch`` is in samples, in ``sample_passes`` parts. ``tile_capacity_bytes`` is the memory of a SparseCore's tile.
     """
@@ -61,6 +61,7 @@ class EmbedCompilationRecord(Record):
     kind: Literal["compiled_embed"]
     schema: Literal[1]
     rooftop_version: str
+    plan: Mapping[str, Any]
     slice: PlannedSlice
     sparse_cores: Positive
     batch: Positive
@@ -373,6 +374,7 @@ def _head(plan: EmbedPlan, checks: tuple[str, ...]) -> dict[str, Any]:
         "kind": "compiled_embed",
         "schema": SCHEMA,
         "rooftop_version": __version__,
+        "plan": plan.to_json(),
         "slice": PlannedSlice.of(problem.slice),
         "sparse_cores": problem.cores,
         "batch": problem.batch,

@@ -159,7 +159,7 @@ class EmbedCompileResult(Result):
     @property
     def document(self) -> Document:
         """Planned and compiled memory of each stack."""
-        return document(self.to_json(), plan=self.report.plan.to_json())
+        return document(self.to_json())
 
     @property
     def summary(self) -> str:

@@ -18,7 +18,7 @@ def checked(data: Mapping[str, Any], *, frames: bool = False, top: int = 0) -> D
 
     With ``frames``, sources are whole stacks.
     """
-    whole = compilation(data["compiled"], frames=frames)
+    whole = compilation(data["compiled"], cached=None, frames=frames)
     broken = not all(gate["holds"] for gate in data["gates"])
     return replace(
         whole,

@@ -39,18 +39,13 @@ _TIMES = (
 )
 
 
-def compilation(
-    data: Mapping[str, Any],
-    *,
-    plan: Mapping[str, Any] | None = None,
-    cached: bool | None = None,
-    frames: bool = False,
-) -> Document:
-    """A compilation, next to its ``plan`` in JSON if there is one. ``cached`` says whether it was compiled before.
+def compilation(data: Mapping[str, Any], *, cached: bool | None = False, frames: bool = False) -> Document:
+    """A compilation, next to its plan if there is one. With ``frames``, sources are whole stacks.
 
-    With ``frames``, sources are whole stacks.
+    ``cached`` says whether it was compiled before (None: say nothing about the time of compiling).
     """
     where, ledger = data["slice"]["name"], Ledger.from_json(data.get("ledger", []))
+    plan = data["plan"]
     subject = f"{where}: {mesh_text(data['mesh']['axes'])}{calibrated_text(data['slice'])}"
     if plan is not None:
         count = microbatches_text(plan["microbatches"])

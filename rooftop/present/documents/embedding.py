@@ -140,12 +140,11 @@ _ROWS = {
 }
 
 
-def compiled_embedding(data: Mapping[str, Any], *, plan: Mapping[str, Any] | None = None) -> Document:
+def compiled_embedding(data: Mapping[str, Any]) -> Document:
     """The compilation of a plan of embedding tables: high-water marks of memory next to the planned ones."""
     passes = f", {data['sample_passes']} passes over samples" if data["sample_passes"] > 1 else ""
-    tables = ""
-    if plan is not None:
-        tables = f"{sum(len(stack['tables']) for stack in plan['stacks'])} tables in {len(plan['stacks'])} stacks on "
+    stacks = data["plan"]["stacks"]
+    tables = f"{sum(len(stack['tables']) for stack in stacks)} tables in {len(stacks)} stacks on "
     return Document(
         title=f"Embedding tables compiled for {data['slice']['name']}",
         verdict=ShownVerdict(

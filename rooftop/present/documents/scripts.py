@@ -21,7 +21,7 @@ def script(data: Mapping[str, Any]) -> Document:
     where = data["slice"]["name"]
     shown = None if data["costliest"] is None else data["programs"][data["costliest"]]
     compiled = None if shown is None else shown["compiled"] or shown["refused"]
-    detail = None if compiled is None else compilation(compiled)
+    detail = None if compiled is None else compilation(compiled, cached=None)
     mesh = "" if compiled is None else f": {_mesh(compiled['mesh']['axes'])}"
     return Document(
         title=f"Compiled for {where}",

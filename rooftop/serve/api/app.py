@@ -236,7 +236,8 @@ class Api:
 
     def _prepare(self, body: bytes, chat: bool, max_model_len: int) -> tuple[AnyRequest, PreparedRequest]:
         requested = read_request(body, chat=chat)
-        self._require_model(requested.model)
+        if requested.model is not None:
+            self._require_model(requested.model)
         return requested, prepare(requested, body, self.texts, max_model_len)
 
     async def _body(self, request: Request, engine: ServingEngine) -> bytes:

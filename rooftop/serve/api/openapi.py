@@ -109,7 +109,7 @@ def document(model: str | None = None, *, keys: bool = False) -> dict[str, Any]:
     if model is not None:
         for name in ("CompletionRequest", "ChatRequest"):
             properties = components[name]["properties"]
-            properties = properties | {"model": properties["model"] | {"enum": [model]}}
+            properties = properties | {"model": properties["model"] | {"enum": [model, None]}}
             components[name] = components[name] | {"properties": properties}
     return {
         "openapi": "3.1.0",

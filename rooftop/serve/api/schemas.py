@@ -67,7 +67,7 @@ class RequestOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of both kinds of requests.
 
     Fields:
-        model: The name that /v1/models lists.
+        model: The name that /v1/models lists. Default: that one.
         max_tokens: Most tokens to generate. Default: 16; in a chat, as many as there is room for.
         temperature: Divides the logits; 0 takes the likeliest token each time. Default: 1.
         top_p: Sample from the fewest tokens whose probabilities add up to this. Default: 1.
@@ -89,7 +89,7 @@ class RequestOptions(Struct, kw_only=True, forbid_unknown_fields=True):
         guided_regex: A regular expression that the whole answer matches. An extension.
     """
 
-    model: str
+    model: str | None = None
     max_tokens: Positive | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None

@@ -79,7 +79,7 @@ def answer(state: State) -> Document:
         ShownFigure("tile_bytes", "A tile's memory", memory["tile"], "B", "expected",
             formula=f"worst stack, of {format_bytes(memory['tile_capacity'])}", source="deep dive, 7"),
         ShownFigure("memory_bytes", "HBM of a device", memory["total"]["sequential"], "B", "expected",
-            formula=f"of {format_bytes(memory['capacity'])}", source="deep dive, 7"),
+            formula=f"of {format_bytes(memory['capacity'])} usable", source="deep dive, 7"),
         ShownFigure("host_ids", "Ids a host prepares", plan.host["ids"], "ids", formula="a step, all features"),
         ShownFigure("sparse_cores", "SparseCores", float(problem.cores), formula="of the slice"),
     )  # fmt: skip

@@ -157,7 +157,6 @@ def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[
     cost = plan.cost_per_million_tokens["output"]
     # The book's formulas at peak rates are rules of thumb.
     level: Level = "rule" if plan.problem.book else "expected"
-    room = "the book's size" if plan.problem.book else "usable"
     return (
         ShownFigure(
             "step_s",
@@ -202,7 +201,7 @@ def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[
             memory["total"],
             "B",
             "expected",
-            formula=f"of {format_bytes(memory['capacity'])}, {room}",
+            formula=f"of {format_bytes(memory['capacity'])} {_room(plan)}",
         ),
         ShownFigure(
             "kv_bytes",
@@ -280,8 +279,13 @@ def _memory(plan: ServingPlan, memory: dict[str, float]) -> Bars:
         about=f"{plan.batch} sequences beside the weights.",
         unit="B",
         bars=(Bar(plan.problem.slice.name, classes),),
-        limit=(memory["capacity"], "there is"),
+        limit=(memory["capacity"], _room(plan)),
     )
+
+
+def _room(plan: ServingPlan) -> str:
+    """The size of HBM that memory is compared with: docs/chips.md has both."""
+    return "nominal, as in the book" if plan.problem.book else "usable"
 
 
 _DTYPES = ("bf16", "int8", "int4", "f8_e4m3")
