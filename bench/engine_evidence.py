@@ -20,7 +20,10 @@ def main() -> None:
     evidence.write_ratios(ratios, path)
     print(f"{len(ratios)} latencies in {path}")
     for engine, overheads in overheads_of_engines(runs).items():
-        print(f"{engine} = {{ gap_us = {1e6 * overheads.gap_s:.1f}, host_us = {1e6 * overheads.host_s:.1f} }}")
+        figures = ", ".join(
+            f"{name.replace('_s', '_us')} = {1e6 * value:.1f}" for name, value in vars(overheads).items()
+        )
+        print(f"{engine} = {{ {figures} }}")
 
 
 if __name__ == "__main__":

@@ -206,6 +206,7 @@ def simulate(
         prefill_servers=prefillers or 0,
         routing=Routing(kind=routing),
         prefix_cache=prefix_cache,
+        front_end=planned.problem.front_end,
         host_kv_tokens=0 if host_dram is None else times.host_tokens(parse_bytes(host_dram, "host-dram")),
     )
     work = planned.problem.workload

@@ -58,11 +58,13 @@ class AttentionFit:
     """Attention kernels with square blocks of ``block`` queries and keys.
 
     ``vector_cycles`` maps a kernel ('fwd', 'dq', 'dkv') to the cycles of one core, per 1024 scores, in which the
-    matrix unit waits for the vector unit and for the loop around them.
+    matrix unit waits for the vector unit and for the loop around them. ``fused``: the time of one kernel for all
+    gradients over that of 'dq' and 'dkv'.
     """
 
     block: int
     vector_cycles: Mapping[str, float] = field(hash=False)
+    fused: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +175,8 @@ def _by_ranks(small: Mapping[str, Any], ranks: Sequence[float], **large: Any) ->
 def _kernels(figures: Mapping[str, Any]) -> AttentionFit | AttentionCurve:
     if "sizes" in figures:
         return AttentionCurve(**figures)
-    return AttentionFit(block=figures["block"], vector_cycles=MappingProxyType(figures["vector_cycles"]))
+    cycles = MappingProxyType(figures["vector_cycles"])
+    return AttentionFit(block=figures["block"], vector_cycles=cycles, fused=figures["fused"])
 
 
 def matmul_fraction(chip: Chip | str, m: Number, k: Number, n: Number, dtype: str = "bf16") -> Number:
@@ -213,24 +216,33 @@ def batched_matmul_seconds(
     return seconds / alone.layer
 
 
-def kernel_flops(chip: Chip, d_qk: int, d_v: int, *, backward: bool = False) -> int:
+def kernel_flops(chip: Chip, d_qk: int, d_v: int, *, backward: bool = False, fused: bool = False) -> int:
     """FLOPs of the attention kernels per (query, key, head) that they execute.
 
-    2 matmuls forward; backward 7 in two kernels on TPU, 5 in one on GPU. Each contracts or produces the size of a query
-    head (``d_qk``) or of a value head (``d_v``).
+    2 matmuls forward; backward 7 in two kernels on TPU, 5 in one on GPU, and on TPU where they are ``fused``. Each
+    contracts or produces the size of a query head (``d_qk``) or of a value head (``d_v``).
     """
-    matmuls = [KERNEL_MATMULS[kernel] for kernel in (_BACKWARD[chip.kind] if backward else ("fwd",))]
+    backwards = ("bwd",) if fused else _BACKWARD[chip.kind]
+    matmuls = [KERNEL_MATMULS[kernel] for kernel in (backwards if backward else ("fwd",))]
     return sum(2 * (of_qk * d_qk + of_v * d_v) for of_qk, of_v in matmuls)
 
 
 def attention_seconds(
-    chip: Chip, scores: Number, d_qk: int, d_v: int, *, backward: bool = False, queries: Number = 0.0
+    chip: Chip,
+    scores: Number,
+    d_qk: int,
+    d_v: int,
+    *,
+    backward: bool = False,
+    fused: bool = False,
+    queries: Number = 0.0,
 ) -> tuple[Number, Number]:
     """Expected seconds of an attention kernel on one device: the matrix unit's, and those in which it waits.
 
     Their sum is how long the kernel takes. ``scores`` is the (query, key, head) triples that it executes: whole blocks
     of its side, masked ones skipped; ``queries`` the (query, head) pairs. Heads fill a TPU's matrix unit in whole
-    multiples of its side. ``backward`` prices the kernels of the backward pass, which compute the scores again.
+    multiples of its side. ``backward`` prices the kernels of the backward pass, which compute the scores again, or the
+    one kernel in which they are ``fused``.
     """
     fit, slower = fractions(chip).attention, 1.0 if chip.calibrated is None else chip.calibrated.compute
     if isinstance(fit, AttentionCurve):
@@ -245,4 +257,9 @@ def attention_seconds(
         waits += fit.vector_cycles[kernel] / _REGISTER if fit else 0.0
     rate = chip.flops_per_s["bf16"] / chip.devices
     matrix_s, waiting_s = 2.0 * scores * matrix / rate, scores * waits * chip.devices / (chip.cores * chip.clock_hz)
+    if fit and backward and fused:
+        of_qk, of_v = KERNEL_MATMULS["bwd"]
+        whole_s = fit.fused * (matrix_s + waiting_s)
+        matrix_s = 2.0 * scores * (of_qk * next_multiple(d_qk, side) + of_v * next_multiple(d_v, side)) / rate
+        waiting_s = whole_s - matrix_s
     return matrix_s, waiting_s + (slower - 1.0) * (matrix_s + waiting_s)

@@ -97,13 +97,17 @@ class Rates:
         """Expected seconds to read and convert weights in groups for a matmul; 0 where no program was compiled."""
         return weights * self.fractions.convert_s.get(dtype, 0.0)
 
-    def attention_s(self, scores: Number, d_qk: int, d_v: int, *, backward: bool, queries: Number = 0.0) -> Number:
+    def attention_s(
+        self, scores: Number, d_qk: int, d_v: int, *, backward: bool, fused: bool = False, queries: Number = 0.0
+    ) -> Number:
         """Expected seconds of an attention kernel: its matrix unit's, and those in which that waits.
 
         ``scores`` is the (query, key, head) triples that the kernel executes on a device, ``queries`` its (query, head)
-        pairs.
+        pairs. ``fused``: the backward pass is one kernel.
         """
-        matrix_s, waiting_s = attention_seconds(self.chip, scores, d_qk, d_v, backward=backward, queries=queries)
+        matrix_s, waiting_s = attention_seconds(
+            self.chip, scores, d_qk, d_v, backward=backward, fused=fused, queries=queries
+        )
         return matrix_s + waiting_s
 
 

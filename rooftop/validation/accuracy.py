@@ -197,12 +197,13 @@ class AccuracyReport:
         return tuple(sorted(self.comparisons, key=lambda one: -abs(one.error(one.best_level) or 0.0))[:count])
 
 
-def leave_one_model_out(values: npt.ArrayLike, runs: Sequence[PublishedRun], *, pools_gpus: bool = False) -> _Floats:
+def leave_one_model_out(values: npt.ArrayLike, runs: Sequence[PublishedRun], *, pools: bool = False) -> _Floats:
     """For each run the median of ``values`` (one per run) over dense runs of other models with its chip and framework.
 
     A model is its sizes, not its name: one architecture published under two names is not another model. NaN where
-    there is no other model. With ``pools_gpus`` runs on GPUs that have none take those of their framework on other
-    GPUs, or else those of all frameworks; and there each model counts once, with the median of its runs.
+    there is no other model. With ``pools`` runs on GPUs that have none take those of their framework on other GPUs, or
+    else those of all frameworks; mixtures of experts on TPUs take other mixtures, on their chip or else on all TPUs;
+    and in both each model counts once, with the median of its runs.
     """
     array = np.asarray(values, dtype=np.float64)
     chips = np.array([run.slice.chip.name for run in runs])
@@ -212,10 +213,11 @@ def leave_one_model_out(values: npt.ArrayLike, runs: Sequence[PublishedRun], *, 
     models = np.array([model_key(run.model) for run in runs])
     medians = np.full(len(runs), np.nan)
     for index in range(len(runs)):
-        others = dense & (models != models[index])
+        experts = pools and not gpus[index] and not dense[index]
+        others = (~dense if experts else dense) & (models != models[index]) & (gpus == gpus[index])
         framework = frameworks == frameworks[index]
-        pooled = pools_gpus and gpus[index]
-        for peers in (others & framework & (chips == chips[index]), others & framework & gpus, others & gpus):
+        pooled = pools and (gpus[index] or experts)
+        for peers in (others & framework & (chips == chips[index]), others & framework, others):
             if peers.any():
                 known = [np.median(array[peers & (models == model)]) for model in sorted(set(models[peers]))]
                 medians[index] = np.median(known if pooled else array[peers])
@@ -231,10 +233,10 @@ def null_seconds(runs: Sequence[PublishedRun]) -> _Floats:
 
 
 def calibrated_seconds(runs: Sequence[PublishedRun], uncalibrated_s: npt.ArrayLike) -> _Floats:
-    """Uncalibrated seconds times the factor of other models' runs, on GPUs those of other chips too; NaN if none."""
+    """Uncalibrated seconds times the factor of other models' runs: ``leave_one_model_out`` with pools; NaN if none."""
     uncalibrated = np.asarray(uncalibrated_s, dtype=np.float64)
     measured = np.array([run.step_s for run in runs])
-    return uncalibrated * leave_one_model_out(measured / uncalibrated, runs, pools_gpus=True)
+    return uncalibrated * leave_one_model_out(measured / uncalibrated, runs, pools=True)
 
 
 def training_ratios(runs: Sequence[PublishedRun], expected_s: Sequence[float]) -> tuple[MeasuredRatio, ...]:

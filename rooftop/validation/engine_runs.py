@@ -138,6 +138,7 @@ def _run(row: TableRow) -> EngineRun:
     else:
         (prefill_on, generate_on), assumed = _workers(row, chip), ()
     numerics, from_numerics = _numerics(row, model, own, find_chip(chip).flops_per_s)
+    prompt, margin = row.required_count("isl"), source.get("margin")
     return EngineRun(
         id=f"{row.cells['where_found'].split('id=')[-1]}",
         source=row.required("source"),
@@ -148,13 +149,13 @@ def _run(row: TableRow) -> EngineRun:
         numerics=numerics,
         generate_on=generate_on,
         prefill_on=prefill_on,
-        prompt=row.required_count("isl"),
+        prompt=prompt,
         generate=row.required_count("osl"),
         clients=clients,
         requests=float(source["requests"]),
         shortest=float(source["shortest"]),
-        budget=int(own["budget"]),
-        memory=float(own["memory"]),
+        budget=int(own["budget"]) if margin is None else clients + prompt + int(margin),
+        memory=float(source.get("memory", {}).get(engine, own["memory"])),
         memory_of_free=bool(own["memory_of_free"]),
         reserved=float(own["reserved"]),
         balanced=bool(own["balanced"]),

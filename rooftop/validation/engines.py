@@ -48,6 +48,8 @@ _STEPS = ("active", "chunks", "step_s", "mixed_s", "full_s", "full_tokens", "tog
 #: Overheads that are tried, in seconds of a kernel.
 _GAPS = tuple(1e-7 * gap for gap in (0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32))
 _HOST = tuple(1e-6 * host for host in (0, 10, 20, 30, 40, 50, 60, 70, 80, 100, 120))
+#: The same of the front end: seconds of a request and of a token of its prompt, [2, N].
+_FRONT = np.array([(1e-3 * request, 1e-6 * token) for request in range(0, 25, 4) for token in range(0, 21, 4)]).T
 
 Floats = npt.NDArray[np.float64]
 
@@ -56,11 +58,14 @@ Floats = npt.NDArray[np.float64]
 class Overheads:
     """Seconds next to each kernel of an engine: ``gap_s``, and ``host_s`` at least in steps that prefill.
 
-    They are an engine's constants, fitted on runs: ``fit_overheads``.
+    ``request_s`` of a request and ``token_s`` of a token of its prompt pass in the front end, one request after
+    another. They are an engine's constants, fitted on runs: ``fit_overheads``.
     """
 
     gap_s: float = 0.0
     host_s: float = 0.0
+    request_s: float = 0.0
+    token_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +104,14 @@ class EngineComparison:
 def engine_comparisons(runs: Sequence[EngineRun]) -> tuple[EngineComparison, ...]:
     """Predict the runs, with the overheads that the runs of other models have with the engine."""
     loads = _Loads.of(runs)
-    kernels = loads.times(np.zeros(len(runs)), np.zeros(len(runs)))
-    gap_s, host_s = np.zeros(len(runs)), np.zeros(len(runs))
+    chosen = [Overheads()] * len(runs)
+    kernels = loads.times(chosen)
     for (engine, model), members in _by_model(runs).items():
         others = [index for index, run in enumerate(runs) if run.engine == engine and model_key(run.model) != model]
         overheads = fit_overheads(runs, loads, others) or Overheads()
-        gap_s[members], host_s[members] = overheads.gap_s, overheads.host_s
-    expected = loads.times(gap_s, host_s)
+        for index in members:
+            chosen[index] = overheads
+    expected = loads.times(chosen)
     nulls = {metric: _null_seconds(runs, metric) for metric in METRICS}
     comparisons = tuple(
         EngineComparison(
@@ -120,7 +126,7 @@ def engine_comparisons(runs: Sequence[EngineRun]) -> tuple[EngineComparison, ...
                 for metric in METRICS
             },
             active=float(expected.active[index]),
-            overheads=Overheads(gap_s=float(gap_s[index]), host_s=float(host_s[index])),
+            overheads=chosen[index],
             interval_s={metric: None for metric in METRICS},
         )
         for index, run in enumerate(runs)
@@ -203,11 +209,14 @@ def fit_overheads(runs: Sequence[EngineRun], loads: _Loads, members: Sequence[in
     best, least = Overheads(), np.inf
     for gap_s in _GAPS:
         for host_s in _HOST:
-            times = loads.aggregated(np.full(len(runs), gap_s), np.full(len(runs), host_s), chosen)
+            times = loads.aggregated(gap_s, host_s, _FRONT[:, :, np.newaxis], chosen)
             errors = [np.abs(getattr(times, f"{metric}_s") / measured[metric] - 1) for metric in METRICS]
-            error = float(sum(np.sum(weights * np.minimum(one, 1.0)) for one in errors))
-            if error < least:
-                best, least = Overheads(gap_s=gap_s, host_s=host_s), error
+            error = sum(np.sum(weights * np.minimum(one, 1.0), axis=-1) for one in errors)
+            at = int(np.argmin(error))
+            if error[at] < least:
+                request_s, token_s = _FRONT[:, at].tolist()
+                best = Overheads(gap_s=gap_s, host_s=host_s, request_s=request_s, token_s=token_s)
+                least = float(error[at])
     return best
 
 
@@ -279,29 +288,40 @@ class _Loads:
             steps=LoopSteps(**{name: columns[name] for name in _STEPS}),
         )
 
-    def aggregated(self, gap_s: Floats, host_s: Floats, members: npt.NDArray[np.int64]) -> LoopTimes:
-        """Times of ``members``, whose servers also prefill, with overheads of a kernel."""
+    def aggregated(
+        self, gap_s: Floats | float, host_s: Floats | float, front_s: Floats, members: npt.NDArray[np.int64]
+    ) -> LoopTimes:
+        """Times of ``members``, whose servers also prefill, with overheads of a kernel, one or one for each member.
+
+        ``front_s``, of a request and of a token: [2, members], or [2, N, 1], and times are then [N, members].
+        """
         load = replace(self.load, **{name: getattr(self.load, name)[members] for name in (*_LOAD, "equal")})
         steps = replace(self.steps, **{name: getattr(self.steps, name)[members] for name in _STEPS})
         kernels = self.kernels[members]
-        return loop_times(load, steps.with_overheads(kernels * gap_s[members], kernels * host_s[members]))
+        request_s = front_s[0] + load.prompt * front_s[1]
+        return loop_times(load, steps.with_overheads(kernels * gap_s, kernels * host_s, request_s))
 
-    def times(self, gap_s: Floats, host_s: Floats) -> LoopTimes:
-        """Times of all runs, with overheads of a kernel."""
+    def times(self, overheads: Sequence[Overheads]) -> LoopTimes:
+        """Times of all runs, each with its overheads."""
         count = len(self.kernels)
         result = LoopTimes(ttft_s=np.zeros(count), tpot_s=np.zeros(count), active=np.zeros(count))
         together = np.array(
             [index for one in self.configurations if one.prefill is None for index in one.members], dtype=np.int64
         )
-        parts = [(together, self.aggregated(gap_s, host_s, together))] if len(together) else []
+        parts = []
+        if len(together):
+            gap_s, host_s, *front_s = np.array(
+                [(one.gap_s, one.host_s, one.request_s, one.token_s) for one in (overheads[at] for at in together)]
+            ).T
+            parts.append((together, self.aggregated(gap_s, host_s, np.array(front_s), together)))
         for one in self.configurations:
             if one.prefill is not None:
-                kernels, at = one.kernels, one.members[0]
+                own = overheads[one.members[0]]
                 times = disaggregated_loop(
                     one.load,
                     one.servers,
-                    _with_gap(one.costs, kernels * gap_s[at]),
-                    _with_host(one.prefill, kernels * gap_s[at], kernels * host_s[at]),
+                    _with_gap(one.costs, one.kernels * own.gap_s),
+                    _with_overheads(one.prefill, one.kernels, own),
                 )
                 parts.append((np.array(one.members), times))
         for members, times in parts:
@@ -314,9 +334,12 @@ def _with_gap(costs: StepCosts, gap_s: float) -> StepCosts:
     return replace(costs, generate_s=lambda batch, context: costs.generate_s(batch, context) + gap_s)
 
 
-def _with_host(prefill: PrefillServers, gap_s: float, host_s: float) -> PrefillServers:
+def _with_overheads(prefill: PrefillServers, kernels: float, overheads: Overheads) -> PrefillServers:
+    gap_s, host_s = kernels * overheads.gap_s, kernels * overheads.host_s
     return replace(
-        prefill, prefill_s=lambda tokens, together: np.maximum(prefill.prefill_s(tokens, together) + gap_s, host_s)
+        prefill,
+        prefill_s=lambda tokens, together: np.maximum(prefill.prefill_s(tokens, together) + gap_s, host_s),
+        front_s=lambda tokens: overheads.request_s + overheads.token_s * tokens,
     )
 
 
@@ -343,7 +366,7 @@ def _price(runs: Sequence[EngineRun], members: list[int]) -> tuple[_Configuratio
         generate=np.array([run.generate for run in runs]) * mean,
         requests=first.requests,
         equal=first.shortest == 1.0,
-        budget=float(first.budget),
+        budget=np.array([run.budget for run in runs], np.float64),
         reserved=first.reserved,
     )
     problem, placement = _server(first, first.generate_on, assumptions)
@@ -457,7 +480,7 @@ class EngineRunRecord(Record):
     """A benchmark of an engine next to its predictions: seconds and errors by metric ('tpot', 'ttft') and level.
 
     ``active``: sequences that have a place in the cache at once. ``overheads_s`` of a kernel: 'gap_s', and 'host_s' in
-    steps that prefill. None: not known.
+    steps that prefill; of the front end: 'request_s' of a request and 'token_s' of a token. None: not known.
     """
 
     id: str

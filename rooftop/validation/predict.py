@@ -56,6 +56,7 @@ def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Predic
             attention=facts.get("attention", "flash"),
             own_program=False,
             narrow_gradients=facts.get("narrow_gradients", False),
+            fused_attention_gradients=facts.get("fused_attention_gradients", False),
         ),
         framework=_program(run),
         axes=run.mesh,

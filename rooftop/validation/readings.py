@@ -27,7 +27,7 @@ _ARCHITECTURE = ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "vo
 _MESH_COLUMNS = {"pp": "stage", "dp": "data", "fsdp": "fsdp", "tp": "tensor"}
 _REMAT_WORDS = ("full", "minimal", "selective", "none")
 #: Keys of a recipe that say which rows it is about.
-_MATCHED = ("source", "releases", "model", "chip", "dtype", "pp")
+_MATCHED = ("source", "releases", "model", "chip", "dtype", "pp", "num_chips", "seq_len")
 
 
 class Gap(Exception):
@@ -63,7 +63,8 @@ def source_facts(name: str) -> Mapping[str, Any]:
 def run_facts(row: TableRow) -> Mapping[str, Any]:
     """Facts about a run: its source's, and those of each [[recipe]] whose ``source``, ``model``... are the row's.
 
-    ``program`` has the fields of ``rooftop.plan.training.assumptions.Framework``.
+    ``program`` has the fields of ``rooftop.plan.training.assumptions.Framework``, ``mesh`` the devices by axis where
+    the columns do not say.
     """
     facts = dict(source_facts(row.required("source")))
     program = dict(readings()["program"].get(facts.get("program"), {}))
@@ -225,6 +226,8 @@ def read_mesh(row: TableRow, devices: int) -> tuple[Mapping[str, int] | None, tu
         if expert and expert != sizes["expert"]:
             notes = (f"experts split {sizes['expert']} ways, not {expert}: over the axis data alone",)
         return {axis: sizes[axis] for axis in order if sizes[axis] > 1}, notes
+    if (mesh := run_facts(row).get("mesh")) is not None and math.prod(mesh.values()) == devices:
+        return mesh, ()
     if all(size is not None for size in stated.values()):
         published = " x ".join(f"{column} {row.cells[column]}" for column in _MESH_COLUMNS)
         raise RooftopError(f"{row.table} line {row.number} mesh", published, f"axes that multiply to {devices} devices")
@@ -251,7 +254,9 @@ def read_dtype(row: TableRow) -> str:
 
 def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
     """The remat policy: a word of MaxText, Megatron or JAX, 'custom(a+b offload)' or 'custom(a+b save, c offload)'."""
-    word = row.text("recompute") or run_facts(row).get("recompute")
+    word, recipe = row.text("recompute"), run_facts(row).get("recompute")
+    if word is None or (word.startswith("custom/full") and recipe is not None):
+        word = recipe
     if word is None:
         return Remat(published=None, policy=None), ("remat policy not stated",)
     if word in _REMAT_WORDS:

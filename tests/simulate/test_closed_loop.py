@@ -17,6 +17,7 @@ from rooftop.plan.serving.engines.closed_loop import (
     loop_times,
 )
 from rooftop.scheduling.serving.scheduler import Policy
+from rooftop.scheduling.serving.times import FrontEnd
 from rooftop.simulate.serving.engine import simulate
 from rooftop.simulate.serving.metrics import ServingMetrics, Targets
 from rooftop.simulate.serving.records import Deployment
@@ -33,8 +34,10 @@ def closed(clients: int, requests: int, prompt: int, output: int, *, shortest: f
     )
 
 
-def served(trace: RequestTrace, times: AffineTimes, policy: Policy, **servers: int) -> ServingMetrics:
-    simulation = simulate(trace, Deployment(policy=policy, times=times, **servers))
+def served(
+    trace: RequestTrace, times: AffineTimes, policy: Policy, front_end: FrontEnd | None = None, **servers: int
+) -> ServingMetrics:
+    simulation = simulate(trace, Deployment(policy=policy, times=times, front_end=front_end or FrontEnd(), **servers))
     return ServingMetrics(simulation=simulation, targets=Targets())
 
 
@@ -60,6 +63,12 @@ def test_there_are_never_more_requests_than_clients(servers: dict[str, int]) -> 
         assert np.sum((arrival_s <= now) & (last_s > now)) <= 7
     # After the first seven each comes at the end of an answer.
     assert set(arrival_s[7:]) <= set(last_s)
+
+
+def test_the_front_end_takes_one_request_after_another() -> None:
+    times, front_end = AffineTimes(context_token_s=0.0), FrontEnd(request_s=1.0, token_s=0.01)
+    metrics = served(closed(3, 3, 100, 1), times, Policy(max_batch=8), front_end)
+    assert metrics.ttft_s == pytest.approx([(1 + number) * 2.0 + times.prefill_s([(100, 0)]) for number in range(3)])
 
 
 def test_a_refused_request_makes_room_for_the_next() -> None:
@@ -90,7 +99,9 @@ LOADS = [
 ]
 
 
-def in_closed_form(clients: int, prompt: int, output: int, times: AffineTimes) -> LoopTimes:
+def in_closed_form(
+    clients: int, prompt: int, output: int, times: AffineTimes, front_end: FrontEnd | None = None
+) -> LoopTimes:
     load = ClosedLoop(
         clients=np.array([float(clients)]),
         prompt=np.array([0.9 * prompt]),
@@ -109,15 +120,19 @@ def in_closed_form(clients: int, prompt: int, output: int, times: AffineTimes) -
         ),
         kv_tokens=float(times.kv_tokens),
     )
-    return closed_loop(load, costs)
+    front_s = (front_end or FrontEnd()).seconds(0.9 * prompt)
+    return loop_times(load, LoopSteps.of(load, costs).with_overheads(0.0, 0.0, front_s))
 
 
+@pytest.mark.parametrize("front_end", [None, FrontEnd(request_s=8e-3, token_s=12e-6)])
 @pytest.mark.parametrize(("clients", "prompt", "output", "room"), LOADS)
-def test_the_closed_form_has_the_means_of_the_simulation(clients: int, prompt: int, output: int, room: int) -> None:
+def test_the_closed_form_has_the_means_of_the_simulation(
+    clients: int, prompt: int, output: int, room: int, front_end: FrontEnd | None
+) -> None:
     times = AffineTimes(kv_tokens=room, prefill_kv_tokens=room)
     policy = Policy(max_batch=clients, chunk_tokens=BUDGET)
-    metrics = served(closed(clients, 10 * clients, prompt, output, shortest=0.8), times, policy)
-    predicted = in_closed_form(clients, prompt, output, times)
+    metrics = served(closed(clients, 10 * clients, prompt, output, shortest=0.8), times, policy, front_end)
+    predicted = in_closed_form(clients, prompt, output, times, front_end)
     # Chunks, collisions of prompts, and the end of a benchmark, when clients have no more requests, are rough there.
     assert predicted.tpot_s[0] == pytest.approx(np.mean(metrics.tpot_s), rel=0.12)
     assert predicted.ttft_s[0] == pytest.approx(np.mean(metrics.ttft_s), rel=0.25)
@@ -150,21 +165,45 @@ def test_the_closed_form_of_disaggregated_servers_has_the_means_of_the_simulatio
     assert predicted.ttft_s[0] == pytest.approx(np.mean(metrics.ttft_s), rel=0.35)
 
 
-def test_requests_of_equal_length_wait_longer_than_others_and_less_than_in_full_bunches() -> None:
+@pytest.mark.parametrize("clients", [1, 2, 16, 64])
+def test_requests_of_equal_length_come_in_a_chain(clients: int) -> None:
+    """In steady state a prompt waits for two steps, each of which prefills one, and has its own: by hand."""
     times = AffineTimes()
-    steps = {
-        "generate_s": lambda batch, context: times.generate_base_s + 0.0 * batch,
-        "mixed_s": lambda tokens, count, batch, context: times.generate_base_s + times.prefill_token_s * tokens * count,
-        "kv_tokens": 1e9,
-    }
-    loads = [
-        ClosedLoop(clients=np.array([32.0]), prompt=np.array([1024.0]), generate=np.array([256.0]), equal=equal)
-        for equal in (False, True)
-    ]
-    spread, bunched = (closed_loop(load, StepCosts(**steps)) for load in loads)
-    full_s = times.generate_base_s + times.prefill_token_s * 8192
-    assert spread.tpot_s == pytest.approx(bunched.tpot_s)
-    assert spread.ttft_s[0] < bunched.ttft_s[0] < 2 * full_s + 0.1 * 5 * full_s / 2
+    load = ClosedLoop(
+        clients=np.array([float(clients)]),
+        prompt=np.array([1024.0]),
+        generate=np.array([256.0]),
+        equal=True,
+        budget=1024.0 + 500 + clients,
+        requests=1e9,
+    )
+    costs = StepCosts(
+        generate_s=lambda batch, context: times.generate_base_s + 0.0 * batch,
+        mixed_s=lambda tokens, count, batch, context: times.generate_base_s + times.prefill_token_s * tokens * count,
+        kv_tokens=1e9,
+    )
+    step_s = times.generate_base_s + times.prefill_token_s * 1024
+    assert closed_loop(load, costs).ttft_s[0] == pytest.approx(min(clients, 3) * step_s, rel=0.15)
+
+
+def test_more_clients_than_steps_of_an_answer_wait_for_one_another() -> None:
+    times = AffineTimes()
+    load = ClosedLoop(
+        clients=np.array([100.0]),
+        prompt=np.array([1024.0]),
+        generate=np.array([11.0]),
+        equal=True,
+        budget=1124.0,
+        requests=1e9,
+    )
+    costs = StepCosts(
+        generate_s=lambda batch, context: times.generate_base_s + 0.0 * batch,
+        mixed_s=lambda tokens, count, batch, context: times.generate_base_s + times.prefill_token_s * tokens * count,
+        kv_tokens=1e9,
+    )
+    # Each step prefills one of 100 prompts, and a sequence generates during 10 of them.
+    step_s = times.generate_base_s + times.prefill_token_s * 1024
+    assert closed_loop(load, costs).ttft_s[0] == pytest.approx(90 * step_s, rel=0.02)
 
 
 def test_overheads_make_steps_longer_and_those_that_prefill_at_least_as_long_as_the_host_needs() -> None:

@@ -100,8 +100,8 @@ def test_how_far_predictions_are_off(report: EngineReport) -> None:
     tpot, ttft = (everything.errors[metric]["expected"] for metric in METRICS)
     assert tpot is not None
     assert ttft is not None
-    assert tpot.mean_absolute < 0.13
-    assert ttft.mean_absolute < 0.32
+    assert tpot.mean_absolute < 0.12
+    assert ttft.mean_absolute < 0.25
     for metric in METRICS:
         errors = everything.errors[metric]
         assert errors["bound"].mean_absolute > 2 * errors["expected"].mean_absolute
@@ -137,7 +137,7 @@ def test_plans_have_the_overheads_and_the_evidence_of_todays_predictions(report:
     fitted = overheads_of_engines([one.run for one in report.comparisons])
     for engine, overheads in fitted.items():
         kernels = engine_kernels(engine, "b200")
-        assert (kernels.gap_s, kernels.host_s) == pytest.approx((overheads.gap_s, overheads.host_s))
+        assert {name: getattr(kernels, name) for name in vars(overheads)} == pytest.approx(vars(overheads))
     ratios, written = engine_ratios(report.comparisons), measured_ratios("engine_evidence.csv")
     assert [one.cells for one in written] == [one.cells for one in ratios]
 

@@ -8,6 +8,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -82,11 +83,42 @@ def test_the_dense_tpu_runs() -> None:
     assert [run.id for run in DENSE if run.dtype != "bf16"] == [
         "tpu-recipes/gpt3-175b/v6e:16x16/768x2048/int8/full",
         "tpu-recipes/gpt3-175b/v5p:8x8x8/2048x2048/int8/full",
-        "tpu-recipes-ironwood-table/llama3.1-70b/tpu7x:4x4x4/256x8192/f8_e4m3/unstated",
-        "tpu-recipes-ironwood-table/llama3.1-70b/tpu7x:4x8x8/1024x8192/f8_e4m3/unstated",
-        "tpu-recipes-ironwood-table/llama3.1-70b/tpu7x:4x8x8/64x131072/f8_e4m3/unstated",
+        "tpu-recipes-ironwood-table/llama3.1-70b/tpu7x:4x4x4/256x8192/f8_e4m3/block,attn_core=save,qkv=save",
+        "tpu-recipes-ironwood-table/llama3.1-70b/tpu7x:4x8x8/1024x8192/f8_e4m3/block,attn_core=save,qkv=save",
+        "tpu-recipes-ironwood-table/llama3.1-70b/tpu7x:4x8x8/64x131072/f8_e4m3/block,attn_core=save,qkv=save,mlp_down=save",
     ]
     assert Counter(run.over_dcn for run in DENSE) == {False: 30, True: 19}
+
+
+def test_recipes_say_what_the_table_of_ironwood_does_not() -> None:
+    runs = [run for run in RUNS if run.slice.chip.name == "tpu7x"]
+    assert {run.model.name: run.remat.policy or run.remat.offloaded for run in runs if run.seq_len == 8192} == {
+        "llama3.1-70b": "block,attn_core=save,qkv=save"
+    }
+    (long, _) = (run for run in runs if run.seq_len == 131072)
+    assert long.mesh == {"fsdp": 64, "context": 8}
+    experts = [run for run in runs if run.model.moe is not None]
+    assert [(run.remat.offloaded, run.mesh) for run in experts] == [
+        (("layer_input",), {"fsdp": devices}) for devices in (256, 256, 512, 512)
+    ]
+    assert all(run.facts["fused_attention_gradients"] for run in runs)
+    assert {run.dtype for run in runs if run.facts.get("narrow_gradients")} == {"f8_e4m3"}
+
+
+def test_one_kernel_for_the_gradients_of_attention_makes_a_step_shorter() -> None:
+    (run,) = (run for run in DENSE if run.slice.name == "tpu7x:4x4x4" and run.dtype == "bf16")
+    fused, separate = (
+        predict(replace(run, facts={**run.facts, "fused_attention_gradients": one})) for one in (True, False)
+    )
+    rows = [
+        next(row for row in one.plan.ledger.rows if (row.scope, row.phase) == ("layers/attn/core", "backward"))
+        for one in (fused, separate)
+    ]
+    # 5 matmuls in place of 7, and 0.67 of the time (bench/results/compiler_fractions.csv: 5,612 of 8,283 cycles).
+    assert rows[0].kernel_flops / rows[1].kernel_flops == pytest.approx(5 / 7)
+    assert rows[0].expected_s / rows[1].expected_s == pytest.approx(0.67, rel=0.02)
+    shorter_s = rows[1].count * (rows[1].expected_s - rows[0].expected_s)
+    assert separate.uncalibrated_s - fused.uncalibrated_s == pytest.approx(shorter_s, rel=0.05)
 
 
 def test_the_runs_on_gpus() -> None:
@@ -465,6 +497,18 @@ def test_one_architecture_under_two_names_is_one_model() -> None:
     pair = [run for run in RUNS if run.model.name in ("gpt-1008.0b", "megatron-1T")]
     assert len(pair) == 3
     assert np.isnan(accuracy.leave_one_model_out(np.ones(3), pair)).all()
+
+
+def test_experts_on_tpus_learn_from_other_mixtures_and_those_on_gpus_from_dense_models() -> None:
+    runs = [run for run in RUNS if run.model.moe is not None and run.slice.chip.kind == "tpu"]
+    mixtral = next(index for index, run in enumerate(runs) if run.model.name == "mixtral-8x7b")
+    # DeepSeek-V3 counts once with its five runs, on two chips, and DeepSeek-V2-Lite once.
+    values = [{"mixtral-8x7b": 5.0, "deepseek-v3": 2.0}.get(run.model.name, 3.0) for run in runs]
+    assert accuracy.leave_one_model_out(values, runs, pools=True)[mixtral] == 2.5
+    gpus = [run for run in RUNS if run.slice.chip.name == "b200" and run.framework == "Megatron Core"]
+    of_kind = [1.0 if run.model.moe is None else 9.0 for run in gpus]
+    learnt = accuracy.leave_one_model_out(of_kind, gpus, pools=True)
+    assert {factor for factor, run in zip(learnt, gpus, strict=True) if run.model.moe is not None} == {1.0}
 
 
 def test_a_model_alone_on_its_chip_stays_uncalibrated_and_says_so() -> None:

@@ -42,7 +42,8 @@ class ServingAssumptions:
 
     ``engine``: the engine whose kernels are priced on a GPU; None: our own programs. ``gap_s`` are seconds next to each
     kernel in which the engine runs none that was measured, ``host_s`` those that a kernel of a step that prefills takes
-    at least: they are launched one by one. None: as ``kernels.toml`` has them.
+    at least: they are launched one by one. ``request_s`` of a request and ``token_s`` of a token of its prompt pass in
+    the front end (HTTP, tokenising). None: as ``kernels.toml`` has them.
     """
 
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -50,6 +51,8 @@ class ServingAssumptions:
     engine: str | None = None
     gap_s: float | None = None
     host_s: float | None = None
+    request_s: float | None = None
+    token_s: float | None = None
 
     def __post_init__(self) -> None:
         require_shares(self.shares, SHARES, "assume", positive=("hbm_read",))

@@ -293,7 +293,7 @@ class ServingPlan:
     @property
     def ttft_s(self) -> float:
         """Time to first token (see DEFINITIONS)."""
-        return self.prefill_s
+        return self.problem.front_end.seconds(self.problem.workload.prompt) + self.prefill_s
 
     @property
     def tpot_s(self) -> float:

@@ -43,6 +43,7 @@ from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWo
 from rooftop.plan.shapes import require_planned
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.rules import distinct_experts, generate_step_s, prefill_s
+from rooftop.scheduling.serving.times import FrontEnd
 
 Mode = Literal["disaggregated", "interleaved"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -277,6 +278,18 @@ class ServingProblem:
             kernels=kernels,
             gap_s=kernels.gap_s if self.assumptions.gap_s is None else self.assumptions.gap_s,
             host_s=kernels.host_s if self.assumptions.host_s is None else self.assumptions.host_s,
+        )
+
+    @property
+    def front_end(self) -> FrontEnd:
+        """The front end of the engine whose kernels are priced; ours takes no time in a plan."""
+        engine, own = self.assumptions.engine, self.assumptions
+        if engine is None:
+            return FrontEnd()
+        kernels = engine_kernels(engine, self.slice.chip.name)
+        return FrontEnd(
+            request_s=kernels.request_s if own.request_s is None else own.request_s,
+            token_s=kernels.token_s if own.token_s is None else own.token_s,
         )
 
     def prompts_s(self, placement: Placed, prompt: Number, count: Number) -> Number:

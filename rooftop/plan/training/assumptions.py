@@ -80,7 +80,9 @@ class Assumptions(Record):
     it. Its pipeline stages pass from slot to slot together, and on TPUs nothing hides behind attention kernels, which
     XLA takes to need no time. Published runs are tuned: each stage goes on as soon as it can, and all computation hides
     transfers. ``narrow_gradients``: gradients of weights are multiplied in the dtype of the layers' matmuls too, as
-    Transformer Engine does; our program multiplies them in that of activations.
+    Transformer Engine does; our program multiplies them in that of activations. ``fused_attention_gradients``: all
+    gradients of attention come from one kernel, as with ``use_fused_bwd_kernel`` of splash attention on TPUs; our
+    program has two.
     """
 
     closed = True
@@ -91,6 +93,7 @@ class Assumptions(Record):
     calibration: float = 1.0
     own_program: bool = True
     narrow_gradients: bool = False
+    fused_attention_gradients: bool = False
 
     def __post_init__(self) -> None:
         require_shares(self.hidden, HIDDEN, "assume")

@@ -209,6 +209,8 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
         in_hbm = step.in_hbm(padded * queries) if model.mla is None else 1.0
         return np.where(ring > 1, ringed * (1 - step.staged) * in_hbm * moved, 0.0)
 
+    fused = step.assumptions.fused_attention_gradients
+
     def core(phase: Phase, per_pair: Number, exchanged: Number, factor: Number = 1.0) -> Work:
         """``per_pair`` FLOPs per (query, key, head); keys and values go round ``exchanged`` times, or are gathered."""
         executed = per_pair / (d_qk + d_v)
@@ -228,7 +230,9 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             kernel_flops=0.0 if reference else per_pair * scores,
             hbm_bytes=(executed / 2) * (queries_keys + values + per_score * scores),
             elementwise_bytes=merging + {"forward": stacked, "backward": unstacked}.get(phase, 0.0),
-            matmul_s=step.rates.attention_s(scores, d_qk, d_v, backward=phase == "backward", queries=tokens * heads)
+            matmul_s=step.rates.attention_s(
+                scores, d_qk, d_v, backward=phase == "backward", fused=fused, queries=tokens * heads
+            )
             / step.framework.attention_speed,
             collectives=(moves if np.any(step.staged) else moves[:1]) + (() if phase == "recompute" else window),
             formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
@@ -249,7 +253,8 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
     )  # fmt: skip
     recomputed = step.strategies.recomputed
     per_pair = float(kernel_flops(step.slice.chip, d_qk, d_v))
-    per_pair_backward = 2 * per_pair if reference else float(kernel_flops(step.slice.chip, d_qk, d_v, backward=True))
+    gradients = float(kernel_flops(step.slice.chip, d_qk, d_v, backward=True, fused=fused))
+    per_pair_backward = 2 * per_pair if reference else gradients
     core_again = recomputed("attn_core")
     nested = step.staged if step.assumptions.own_program else 0.0
     # Keys and values go round, then their gradients; the first hop is the one that the recomputation has made.

@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontEnd:
+    """The front end of servers: one request after another takes ``request_s``, and ``token_s`` a token of its prompt.
+
+    Both are seconds: HTTP and tokenising, before a server's scheduler sees the request.
+    """
+
+    request_s: float = 0.0
+    token_s: float = 0.0
+
+    def seconds(self, prompt_tokens: float) -> float:
+        """Seconds of a request with such a prompt."""
+        return self.request_s + self.token_s * prompt_tokens
 
 
 class StepTimes(Protocol):

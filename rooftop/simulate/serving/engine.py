@@ -30,7 +30,7 @@ from rooftop.simulate.serving.records import (
 from rooftop.simulate.serving.traces import RequestTrace
 
 #: Order of events at the same instant: a server sees all arrivals before it decides.
-_ARRIVED, _DONE, _WAKE = 0, 1, 2
+_ARRIVED, _ENTERED, _DONE, _WAKE = 0, 1, 2, 3
 
 
 def simulate(
@@ -84,6 +84,8 @@ class _Events:
         self.joined: dict[int, tuple[int, int, int]] = {}
         self.stay_numbers = 0
         self.handovers = 0
+        #: When the front end has taken all requests that came.
+        self.front_free_s = 0.0
         self.heap: list[
             tuple[float, int, int, SimulatedServer, int, CachedSequence | None, SimulatedServer | None]
         ] = []
@@ -104,6 +106,9 @@ class _Events:
                 elif what == _WAKE:
                     server.meter(now)
                     self.begin(server, now)
+                elif what == _ENTERED:
+                    assert sequence is not None
+                    self.entered(sequence, now)
                 elif sequence is not None and sender is not None:
                     self.landed(server, sequence, sender, now)
             else:
@@ -143,14 +148,23 @@ class _Events:
             return
         sequence = CachedSequence(id=request, prompt_tokens=prompt, max_tokens=output, keys=keys)
         self.sequences[request] = sequence
+        front_s = self.deployment.front_end.seconds(prompt)
+        if front_s:
+            self.front_free_s = max(self.front_free_s, self.arrival_s[request]) + front_s
+            self.push(self.front_free_s, _ENTERED, self.front[0], sequence)
+        else:
+            self.entered(sequence, self.arrival_s[request])
+
+    def entered(self, sequence: CachedSequence, now: float) -> None:
+        """Hand a request that the front end has taken to a server."""
         if self.deployment.lockstep:
             # The process that drives all servers looks at what has come between two steps.
             self.came.append(sequence)
-            self.nudge(self.front[0], self.arrival_s[request], certain=True)
+            self.nudge(self.front[0], now, certain=True)
             return
-        server = self.route(request, sequence)
+        server = self.route(sequence.id, sequence)
         server.scheduler.submit(sequence)
-        self.nudge(server, self.arrival_s[request], certain=False)
+        self.nudge(server, now, certain=False)
 
     def route(self, number: int, sequence: CachedSequence) -> SimulatedServer:
         """The server that prefills ``sequence``."""

@@ -9,7 +9,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.scheduling.serving.cache import CachedSequence, KvCache
 from rooftop.scheduling.serving.groups import AnyScheduler, make_scheduler
 from rooftop.scheduling.serving.scheduler import EngineStep, Policy, Routing, StaticScheduler
-from rooftop.scheduling.serving.times import StepTimes
+from rooftop.scheduling.serving.times import FrontEnd, StepTimes
 from rooftop.simulate.serving.traces import RequestTrace
 
 #: Phases that a server runs.
@@ -23,7 +23,7 @@ class Deployment:
     With ``prefix_cache`` pages of prompts are kept, up to ``host_kv_tokens`` tokens more in the host's memory of each
     server; sequences that are swapped out go there too. Groups of devices have equal parts of all that, but with static
     batching, which knows of none. In ``lockstep`` all servers are driven by one process: each begins its next step when
-    all have ended theirs.
+    all have ended theirs. Requests go through one ``front_end`` to the servers.
     """
 
     policy: Policy
@@ -34,6 +34,7 @@ class Deployment:
     prefix_cache: bool = False
     host_kv_tokens: int = 0
     lockstep: bool = False
+    front_end: FrontEnd = field(default_factory=FrontEnd)
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

@@ -5,7 +5,8 @@ generates a token for every active sequence, and fills up to ``budget`` tokens w
 its n tokens, each of the others is prefilled once, and makes one of those steps (or several) longer: that is all that
 TPOT needs. A new request waits for the step that is under way, shares its own with prompts that came at the same time,
 and waits for a place where the KV cache has room for fewer sequences than there are clients. At the beginning all
-clients come at once, and their prompts are prefilled one after another.
+clients come at once, and their prompts are prefilled one after another. Before that the front end (HTTP and tokenising)
+takes the prompts, one after another too.
 
 Not counted: sequences that lose their place and are prefilled again, and the end of a benchmark, when clients have no
 more requests. ``rooftop.simulate`` steps through the same server; a test holds the two together.
@@ -23,6 +24,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 #: Steps that a prompt waits at most for another, where copies of attention prefill together: assumed, engines set it.
 _LONGEST_WAIT = 10.0
+#: Steps from an answer's end to the end of the prefill of its client's next prompt, where each step prefills a prompt:
+#: the host reads a step's tokens while the next one runs, which is why the prompt misses the one after that too.
+_TURNAROUND = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,7 @@ class LoopSteps:
     """Steps of a closed loop, arrays [R]: ``active`` sequences have a place, a prompt takes ``chunks`` steps.
 
     Seconds of a step that generates, of one that also prefills (a chunk of) ``together`` prompts, and of a full one, of
-    ``full_tokens`` tokens of prompts on each copy of attention.
+    ``full_tokens`` tokens of prompts on each copy of attention; ``front_s`` those of a prompt in the front end.
     """
 
     active: Floats
@@ -86,6 +90,7 @@ class LoopSteps:
     full_s: Floats
     full_tokens: Floats
     together: Floats | float = 1.0
+    front_s: Floats | float = 0.0
 
     @classmethod
     def of(cls, load: ClosedLoop, costs: StepCosts) -> LoopSteps:
@@ -104,10 +109,11 @@ class LoopSteps:
             together=float(costs.together),
         )
 
-    def with_overheads(self, gap_s: Floats | float, host_s: Floats | float) -> LoopSteps:
-        """Steps with ``gap_s`` more each; one that prefills takes ``host_s`` at least."""
+    def with_overheads(self, gap_s: Floats | float, host_s: Floats | float, front_s: Floats | float = 0.0) -> LoopSteps:
+        """Steps with ``gap_s`` more each; one that prefills takes ``host_s`` at least, the front end ``front_s``."""
         return replace(
             self,
+            front_s=front_s,
             step_s=self.step_s + gap_s,
             mixed_s=np.maximum(self.mixed_s + gap_s, host_s),
             full_s=np.maximum(self.full_s + gap_s, host_s),
@@ -143,24 +149,34 @@ def loop_times(load: ClosedLoop, steps: LoopSteps) -> LoopTimes:
     own_s = own_s + (steps.together - 1) / 2 * np.minimum(cycle_s / active, _LONGEST_WAIT * steps.step_s)
     waves = load.prompt * active / (steps.full_tokens * steps.together)
     if np.any(load.equal):
-        own_s = np.where(load.equal, _bunched_s(own_s, steps, waves), own_s)
+        own_s = np.where(load.equal, _chained_s(own_s, load, steps), own_s)
+    own_s = own_s + _front_s(load, steps.front_s, cycle_s)
     # A queue for places: the clients that have none wait for as many answers to end.
     queued_s = (load.clients - active) / active * cycle_s
     # At first all come at once: full steps, and half of them in the mean.
-    first_s = np.maximum(steps.full_s * (waves + 1.0) / 2, steps.full_s)
+    first_s = np.maximum(steps.full_s * (waves + 1.0) / 2, steps.full_s) + steps.front_s
+    first_s = np.maximum(first_s, steps.front_s * (load.clients + 1.0) / 2 + chunks * mixed_s)
     share = 1.0 / load.requests
     return LoopTimes(ttft_s=(1 - share) * own_s + share * first_s + queued_s, tpot_s=tpot_s, active=active)
 
 
-def _bunched_s(own_s: Floats, steps: LoopSteps, waves: Floats) -> Floats:
-    """Seconds of a prefill between requests that are spread evenly and requests that come in bunches.
+def _front_s(load: ClosedLoop, front_s: Floats | float, cycle_s: Floats) -> Floats:
+    """Seconds of a prompt in the front end, with those of the prompts that it waits for."""
+    busy = np.minimum(load.clients * front_s / cycle_s, 0.95)
+    return cast(Floats, front_s * (1 + busy / (2 * (1 - busy))))
 
-    Requests of equal length that were prefilled in one step end in one step, and their clients' next ones come at once.
-    How long such bunches last depends on the client, so that the mean of both is taken, of logarithms.
+
+def _chained_s(own_s: Floats, load: ClosedLoop, steps: LoopSteps) -> Floats:
+    """Seconds of a prefill among requests of equal length.
+
+    Those that were prefilled in successive steps end in successive steps, so that their clients' next ones come one
+    step after another, in a chain that lasts: each step of it prefills what a step has room for.
     """
-    # A bunch waits for the one before it, where all do not fit into one step.
-    bunched_s = np.where(waves > 1, 2.0, 1.0) * steps.full_s
-    return cast(Floats, np.sqrt(own_s * np.maximum(bunched_s, own_s)))
+    rounds = np.minimum(_TURNAROUND, steps.active)
+    step_s = steps.chunks * np.where(steps.full_tokens > load.prompt, steps.full_s, steps.mixed_s)
+    # Where there are more prompts than steps of an answer they wait for one another.
+    longer_s = steps.active * steps.mixed_s * steps.chunks - load.intervals * steps.mixed_s
+    return cast(Floats, np.maximum(own_s, np.maximum(rounds * step_s, longer_s)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +184,15 @@ class PrefillServers:
     """``count`` servers that only prefill, each with so many ``copies`` of attention.
 
     ``prefill_s`` takes the tokens of a prompt, and the prompts that each copy prefills at once; under load those that
-    fill a step. ``transfer_s``: seconds of a prompt's KV on its way to a server that generates.
+    fill a step. ``transfer_s``: seconds of a prompt's KV on its way to a server that generates; ``front_s`` those of a
+    prompt in the front end.
     """
 
     count: float
     copies: float
     prefill_s: Callable[[Floats, Floats], Floats]
     transfer_s: Callable[[Floats], Floats]
+    front_s: Callable[[Floats], Floats] = np.zeros_like
 
 
 def disaggregated_loop(load: ClosedLoop, servers: float, costs: StepCosts, prefill: PrefillServers) -> LoopTimes:
@@ -183,7 +201,8 @@ def disaggregated_loop(load: ClosedLoop, servers: float, costs: StepCosts, prefi
     together = np.maximum(np.floor(load.budget / load.prompt), 1.0)
     prompt_s = prefill.prefill_s(load.prompt, together) / (together * prefill.copies * prefill.count)
     own_s = prefill.prefill_s(load.prompt, np.ones_like(load.prompt)) + prefill.transfer_s(load.prompt)
-    ttft_s = own_s
+    front_s = prefill.front_s(load.prompt)
+    ttft_s = own_s + front_s
     active = np.minimum(load.clients / servers, most)
     tpot_s = costs.generate_s(active, load.context)
     # The batch depends on how many are generating, and that on how long a step is: a few rounds settle it.
@@ -195,7 +214,7 @@ def disaggregated_loop(load: ClosedLoop, servers: float, costs: StepCosts, prefi
         busy = np.minimum(load.clients * prompt_s / cycle_s, 0.95)
         # Others in front; where prompts come faster than they are prefilled, all clients wait for them.
         waiting_s = np.maximum(prompt_s * busy / (2 * (1 - busy)), load.clients * prompt_s - answer_s - own_s)
-        ttft_s = (ttft_s + own_s + waiting_s) / 2
+        ttft_s = (ttft_s + own_s + waiting_s + _front_s(load, front_s, cycle_s)) / 2
     share = 1.0 / load.requests
-    first_s = own_s + load.clients * prompt_s / 2
+    first_s = own_s + load.clients * np.maximum(prompt_s, front_s) / 2
     return LoopTimes(ttft_s=(1 - share) * ttft_s + share * first_s, tpot_s=tpot_s, active=active)

@@ -21,15 +21,20 @@ ENGINES: Mapping[str, str] = {"vllm": "vLLM", "trtllm": "TensorRT-LLM"}
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFit:
-    """A kernel: ``start_s``, then the longer of its bytes and its FLOPs at these shares of the device's peaks."""
+    """A kernel: ``start_s``, then the longer of its bytes and its FLOPs at these shares of the device's peaks.
+
+    ``quantise``: share of the HBM rate at which what comes in is quantised before; None: it is not.
+    """
 
     start_s: float
     hbm: float
     peak: float
+    quantise: float | None = None
 
-    def seconds(self, hbm_s: Number, matmul_s: Number) -> Number:
-        """Seconds of a kernel whose bytes and FLOPs take so long at peak."""
-        return self.start_s + np.maximum(hbm_s / self.hbm, matmul_s / self.peak)
+    def seconds(self, hbm_s: Number, matmul_s: Number, quantise_s: Number = 0.0) -> Number:
+        """Seconds of a kernel whose bytes and FLOPs, and whose quantising, take so long at peak."""
+        before_s = 0.0 if self.quantise is None else quantise_s / self.quantise
+        return self.start_s + before_s + np.maximum(hbm_s / self.hbm, matmul_s / self.peak)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +43,8 @@ class EngineKernels:
 
     ``matmul``, ``experts`` and ``attention`` (of one token of each sequence) are by dtype; 'f8_block' is FP8 with a
     scale for each block of weights. ``latent`` is attention to latents. ``all_reduce``: seconds by ranks, of
-    ``payloads`` bytes. ``gap_s`` and ``host_s`` of a kernel: see ``ServingAssumptions``.
+    ``payloads`` bytes. ``gap_s`` and ``host_s`` of a kernel, ``request_s`` and ``token_s`` of the front end: see
+    ``ServingAssumptions``.
     """
 
     engine: str
@@ -51,6 +57,8 @@ class EngineKernels:
     all_reduce: Mapping[int, npt.NDArray[np.float64]] = field(hash=False)
     gap_s: float
     host_s: float
+    request_s: float
+    token_s: float
 
     def all_reduce_s(self, payload: Number, ranks: Number) -> Number:
         """Seconds of an AllReduce of ``payload`` bytes by ``ranks`` GPUs of a node; 0 by one.
@@ -84,6 +92,7 @@ def engine_kernels(engine: str, chip_name: str) -> EngineKernels:
     if "like" in entry:
         base = table[chip_name][entry["like"]]
         entry = base | {name: base[name] | entry[name] for name in entry if name != "like"}
+    overheads = {name: 1e-6 * figure for name, figure in table["overheads"][engine.split("-")[0]].items()}
     return EngineKernels(
         engine=engine,
         chip=chip_name,
@@ -91,8 +100,10 @@ def engine_kernels(engine: str, chip_name: str) -> EngineKernels:
         latent=_fit(entry["latent"]),
         payloads=np.array(table["bytes"], dtype=np.float64),
         all_reduce={int(ranks): 1e-6 * np.array(figures) for ranks, figures in entry["all_reduce"].items()},
-        gap_s=1e-6 * table["overheads"][engine.split("-")[0]]["gap_us"],
-        host_s=1e-6 * table["overheads"][engine.split("-")[0]]["host_us"],
+        gap_s=overheads["gap_us"],
+        host_s=overheads["host_us"],
+        request_s=overheads["request_us"],
+        token_s=overheads["token_us"],
     )
 
 
@@ -106,4 +117,6 @@ def _fits(entry: Mapping[str, Mapping[str, float]]) -> dict[str, KernelFit]:
 
 
 def _fit(figures: Mapping[str, float]) -> KernelFit:
-    return KernelFit(start_s=1e-6 * figures["start_us"], hbm=figures["hbm"], peak=figures["peak"])
+    return KernelFit(
+        start_s=1e-6 * figures["start_us"], hbm=figures["hbm"], peak=figures["peak"], quantise=figures.get("quantise")
+    )

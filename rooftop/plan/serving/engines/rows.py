@@ -25,6 +25,9 @@ from rooftop.plan.serving.workload import ROUTER_DTYPE
 from rooftop.roofline.achievable import kernel_flops
 from rooftop.roofline.rules import distinct_experts
 
+#: Bytes of a number that is quantised: BF16 read, a byte written.
+QUANTISED_BYTES = 3.0
+
 
 def launches(phase: Phase) -> Number:
     """Kernels of a step, without those of its head: matmuls, each with one that quantises, and what is between them."""
@@ -245,7 +248,13 @@ class KernelStep:
             sum(phase.weight_bytes(matmuls, stored)) + rows * sum((m.k + m.n for m in matmuls), 0.0) * ACTIVATION_BYTES
         )
         fit = self._fit(kernel)
-        seconds = fit.seconds(moved / phase.rates.hbm_bytes_per_s, flops / phase.rates.flops_per_s[flops_dtype])
+        # The rows are the same for all: they are quantised once.
+        quantised = rows * matmuls[0].k * QUANTISED_BYTES
+        seconds = fit.seconds(
+            moved / phase.rates.hbm_bytes_per_s,
+            flops / phase.rates.flops_per_s[flops_dtype],
+            quantised / phase.rates.hbm_bytes_per_s,
+        )
         return self._row(
             scope, count, seconds, hbm_bytes=moved, flops=flops, flops_dtype=flops_dtype,
             formula=" + ".join("2 B k n" for _ in matmuls),
