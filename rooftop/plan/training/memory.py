@@ -259,6 +259,11 @@ def _layer_backward(step: TrainingStep) -> Number:
     streams = 3.0 * hidden + 5.0 * step.tensor * model.d_model
     if step.rates.overlap.asynchronous == "all":
         streams = streams + _kept_late(step, hidden, heads)
+    if step.rates.overlap.asynchronous == "gathers" and moe is None and step.assumptions.own_program:
+        # On v5e sums of gradients end where they begin: in the MLP's backward pass nothing of the attention block's is
+        # there yet. Where nothing is gathered over tensor, only the residual streams are, and attention's output twice.
+        alone = 3.0 * hidden + heads * d_v
+        streams = np.where((step.tensor > 1) | (step.staged > 0), streams, alone)
     if step.operand_bytes < step.element_bytes and model.mla is None:
         streams = np.maximum(streams, 2.0 * hidden + 8.0 * step.tensor * model.d_model)
     inside = queries_and_keys + ring + sent + 4.0 * model.d_model
