@@ -46,8 +46,9 @@ def training_memory(step: TrainingStep) -> Memory:
 
     State is split over fsdp, tensor, expert and stage, and saved activations of every layer are alive at the start of
     the backward pass. The peak is one of two moments: the loss, when no layer has a gradient yet, or the backward pass
-    of a loop's last layer, when the loop's gradients have their place and the table's copies in the compute dtype are
-    gone. Layers that are alike are one loop (``_at_worst_loop``).
+    of a loop's last layer, when the loop's gradients have their place. Tables have no copies in the compute dtype then:
+    that of the embedding ends with the lookup, and that of the unembedding with its gather, whose result the loss
+    counts. Layers that are alike are one loop (``_at_worst_loop``).
 
     A pipeline's stage runs both in a loop: all weights, copies and float32 sums of gradients stay. Its backward pass
     takes one microbatch's activations out of the buffer of all, and makes a chunk's gradients before they are added.
@@ -75,9 +76,9 @@ def training_memory(step: TrainingStep) -> Memory:
     # XLA:GPU makes the zeros of the layers' gradients before the loss.
     early = step.assumptions.own_program and step.slice.chip.kind == "gpu"
     zeros = (1 - staged) * in_layers if early else 0.0
-    at_loss = weights + sums + zeros + loss + ended > weights - copies + gradients - unmade + layer + taken
+    at_loss = sums + zeros + loss + ended > gradients - unmade + layer + taken
     return Memory(
-        weights=np.where(at_loss, weights, weights - copies),
+        weights=weights - copies,
         optimizer=optimizer,
         gradients=np.where(at_loss, sums + zeros, gradients - unmade),
         activations=saved + under_way + np.where(at_loss, 0.0, taken - ended),
