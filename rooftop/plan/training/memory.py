@@ -312,10 +312,14 @@ def _stage_loss(step: TrainingStep) -> Number:
 def _loss(step: TrainingStep) -> Number:
     """The unembedding as gathered and its gradient, a chunk's float32 logits, the stream before and its gradient.
 
-    On GPUs the gradient of the logits is there too, rounded for its matmuls.
+    On GPUs the gradient of the logits is there too, rounded for its matmuls. On TPU7x a SparseCore copies a tied table,
+    as it is gathered, into the layout of the matmul: before the first logits it is there twice.
     """
     table = step.model.d_model * step.widths.vocab
     chunk = step.tokens / step.loss_chunks * step.widths.vocab
     streams = (2.0 * step.tensor + 1.0) * _own(step) * step.model.d_model
     rounded = chunk if step.assumptions.own_program and step.slice.chip.kind == "gpu" else 0.0
-    return (2.0 * table + streams + rounded) * step.element_bytes + 4.0 * chunk
+    logits = 4.0 * chunk
+    if step.model.tied_embeddings and step.assumptions.own_program and step.rates.overlap.asynchronous == "all":
+        logits = np.maximum(logits, step.element_bytes * table)
+    return (2.0 * table + streams + rounded) * step.element_bytes + logits
