@@ -4,9 +4,10 @@ Each case is planned, its program compiled ahead of time by XLA:TPU (no TPU; hal
 cores, one at a time) and set beside the plan. Writes bench/results/compile.csv, a row at a time, and prints the table
 of docs/compile.md. A case whose program cannot be built, or does not fit, says so in ``note``.
 
-    python bench/compile.py [NAME ...]
+    python bench/compile.py [NAME ... | --planned]
 
-NAME picks cases (all of them otherwise); rows of the others stay as they are.
+NAME picks cases (all of them otherwise); rows of the others stay as they are. With ``--planned`` nothing is compiled:
+all rows get today's planned time, memory and FLOPs of kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rooftop.capabilities import MATMUL_DTYPES
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.files import write_text
 from rooftop.core.ledger import Ledger
-from rooftop.explain.compiled.report import CompiledReport, bytes_by_axes
+from rooftop.explain.compiled.report import PEAK, TIME, Check, CompiledReport, bytes_by_axes
 from rooftop.explain.compiled.training import Refusal, compile_plan
 from rooftop.hardware import Slice
 from rooftop.models import load_model
@@ -224,7 +225,7 @@ def compiled_figures(plan: TrainingPlan) -> dict[str, Any]:
 
 
 def priced_again(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with today's planned figures for the strategy that was compiled."""
+    """A row with today's planned time, memory and FLOPs of kernels for the strategy that was compiled."""
     model = load_model(row["model"])
     problem = Problem(
         model=replace(model, layers=int(row["layers"])),
@@ -239,7 +240,21 @@ def priced_again(row: Mapping[str, Any]) -> dict[str, Any]:
         experts_over_tensor=row.get("experts_over_tensor") == "yes",
     )
     plan = plan_training(problem, alternatives=0).plan
-    return {**row, "planned_s": plan.expected_s, "planned_peak_bytes": plan.memory_bytes}
+    over, under = PEAK
+    memory, time = (float(row[f"compiled_{name}"]) for name in ("peak_bytes", "s"))
+    again = (
+        Check.of("peak memory", "B", plan.memory_bytes, memory, above=over, below=under),
+        Check.of("expected time", "s", plan.expected_s, time, above=TIME, below=TIME),
+    )
+    names = tuple(check.name for check in again)
+    others = [text for text in row["differs"].split("; ") if text and not text.startswith(names)]
+    return {
+        **row,
+        "planned_s": plan.expected_s,
+        "planned_peak_bytes": plan.memory_bytes,
+        "planned_kernel_flops": float(plan.ledger.flops() - plan.ledger.flops(kernels=False)),
+        "differs": "; ".join([str(check) for check in again if not check.holds] + others),
+    }
 
 
 def _compared(report: CompiledReport) -> dict[str, Any]:
@@ -332,14 +347,17 @@ def _parsed(text: str) -> dict[str, float]:
 
 def main(names: list[str], cases: Sequence[Case], results: Path) -> None:
     """Compile the cases, one after another, and write the table."""
-    known = {case.name: case for case in cases}
-    for name in names:
+    known, planned = {case.name: case for case in cases}, names == ["--planned"]
+    for name in () if planned else names:
         if name not in known:
             sys.exit(f"{name}: one of {', '.join(known)}")
     rows = read_rows(results)
-    for name in names or known:
+    for name in () if planned else names or known:
         rows[name] = {column: "" for column in COLUMNS} | row(known[name])
         print(f"{name}: {rows[name]['note'] or rows[name]['differs'] or 'as planned'}", file=sys.stderr, flush=True)
+        write_rows(results, COLUMNS, (rows[name] for name in known if name in rows))
+    if planned:
+        rows = {name: priced_again(line) if line["compiled_s"] else line for name, line in rows.items()}
         write_rows(results, COLUMNS, (rows[name] for name in known if name in rows))
     print(table(rows[name] for name in known if name in rows))
 

@@ -28,6 +28,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import load_model
 from rooftop.plan.training.answer import plan_training
+from rooftop.plan.training.memory import HEADROOM
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
@@ -105,8 +106,14 @@ class Draw:
 def summary(rows: Iterable[Mapping[str, Any]]) -> str:
     """Distribution of the figures over the rows, in a few lines."""
     every = list(rows)
-    done = [line for line in every if line["compiled_s"]]
-    lines = [f"{len(every)} plans; {len(every) - len(done)} do not compile or do not fit."]
+    compiled = [line for line in every if line["compiled_s"]]
+    done = [line for line in compiled if not _is_lower_bound(line)]
+    lines = [f"{len(every)} plans; {len(every) - len(compiled)} do not compile or do not fit."]
+    tight = [line for line in compiled if _is_lower_bound(line)]
+    if tight:
+        ratios = ((row["name"], float(row["planned_s"]) / float(row["compiled_s"])) for row in tight)
+        bounds = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios)
+        lines.append(f"{len(tight)} leave no room in HBM, and their time is a lower bound: {bounds}. Of the others:")
     for name, what in (("flops", "matmul FLOPs"), ("peak_bytes", "peak memory"), ("s", "expected time")):
         ratios = sorted(float(line[f"planned_{name}"]) / float(line[f"compiled_{name}"]) for line in done)
         near = sum(0.95 <= ratio <= 1.05 for ratio in ratios)
@@ -115,9 +122,14 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
                 f"{what}: {ratios[0]:.3f} to {ratios[-1]:.3f}, median {median(ratios):.3f}; {near} of {len(ratios)} "
                 "within 5 %."
             )
-    again = [line for line in done if float(line["rematerialised_s"] or 0) > 0.001 * float(line["compiled_s"])]
+    again = [line for line in compiled if float(line["rematerialised_s"] or 0) > 0.001 * float(line["compiled_s"])]
     lines.append(f"{len(again)} with work that XLA repeats unasked.")
     return "\n".join(lines)
+
+
+def _is_lower_bound(line: Mapping[str, Any]) -> bool:
+    """True for a plan that leaves the compiler no room in HBM."""
+    return float(line["planned_peak_bytes"]) > (1 - HEADROOM) * Slice.parse(line["slice"]).chip.hbm_usable_bytes
 
 
 def _order(name: str) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rooftop.arrays.mesh import Floats
+from rooftop.capabilities import block_size
 from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import ceil_div
 from rooftop.models.attention import MatmulShape
@@ -63,11 +64,19 @@ class MixerMatmuls:
         return self.into + self.inside + self.out
 
 
-def attended_pairs(seq_len: int, window: int | None, block: int) -> float:
+def attended_pairs(seq_len: int, window: int | None, block: int, *, chunks: int = 1) -> float:
     """(query, key) pairs of one sequence that a causal kernel executes when it skips whole blocks of ``block``.
 
-    Block row i runs its i + 1 block columns (the diagonal block whole), less those wholly outside the window.
+    Block row i runs its i + 1 block columns (the diagonal block whole), less those wholly outside the window. Devices
+    that split a sequence have ``chunks`` of it, each with the keys of the window before it. Their kernels are one
+    program, so that the first chunk has them too, though none of them exists.
     """
+    if window is not None and chunks > 1 and window < seq_len:
+        chunk = seq_len // chunks
+        block = block_size(chunk, block)
+        before = ceil_div(window - 1, block)
+        earlier = min(before, (seq_len - chunk) // block)
+        return chunks * block * block * sum(min(before, earlier + row) + 1 for row in range(chunk // block))
     block = min(block, seq_len)
     rows = ceil_div(seq_len, block)
     width = rows if window is None else min(rows, ceil_div(window - 1, block) + 1)
@@ -75,21 +84,21 @@ def attended_pairs(seq_len: int, window: int | None, block: int) -> float:
     return blocks * block * block
 
 
-def _layer_pairs(config: ModelConfig, seq_len: int, window: int | None, block: int) -> float:
+def _layer_pairs(config: ModelConfig, seq_len: int, window: int | None, block: int, chunks: int) -> float:
     """``attended_pairs`` of one layer: of whole chunks, where the model attends in chunks."""
     if window is None or not config.windows_chunked or window >= seq_len:
-        return attended_pairs(seq_len, window, block)
+        return attended_pairs(seq_len, window, block, chunks=chunks)
     return seq_len / window * attended_pairs(window, None, block)
 
 
-def full_attention_share(config: ModelConfig, seq_len: int, block: int) -> float:
+def full_attention_share(config: ModelConfig, seq_len: int, block: int, *, chunks: int = 1) -> float:
     """Share of ``mean_attended_pairs`` in layers without a window."""
     windows = config.layer_windows or (None,)
     full = windows.count(None) / len(windows) * attended_pairs(seq_len, None, block)
-    return full / mean_attended_pairs(config, seq_len, block)
+    return full / mean_attended_pairs(config, seq_len, block, chunks=chunks)
 
 
-def mean_attended_pairs(config: ModelConfig, seq_len: int, block: int) -> float:
-    """Executed pairs per sequence, averaged over layers (some of which may be windowed)."""
+def mean_attended_pairs(config: ModelConfig, seq_len: int, block: int, *, chunks: int = 1) -> float:
+    """Executed pairs per sequence in ``chunks``, averaged over layers (some of which may be windowed)."""
     windows = config.layer_windows or (None,)
-    return sum(_layer_pairs(config, seq_len, window, block) for window in windows) / len(windows)
+    return sum(_layer_pairs(config, seq_len, window, block, chunks) for window in windows) / len(windows)

@@ -211,6 +211,22 @@ def on_shards(
     return apply
 
 
+def partial_sums(
+    product: Callable[..., jax.Array], out: P | None, left: jax.Array, right: jax.Array
+) -> Shaped[Array, "..."]:
+    """``product(left, right, out_sharding=out)``; where ``out`` is unreduced, each device multiplies its own parts.
+
+    XLA:TPU may gather both operands of such a matmul, if that moves fewer bytes than the sum. It then adds up whole
+    products as if they were parts, and the result is a multiple of the right one (libtpu 0.0.42.1, TPU7x with batches
+    over two axes; docs/compile.md).
+    """
+    if out is None or not out.unreduced:
+        return product(left, right, out_sharding=out)
+    specs = tuple(jax.typeof(x).sharding.spec for x in (left, right))
+    sums: jax.Array = jax.shard_map(product, in_specs=specs, out_specs=out)(left, right)
+    return sums
+
+
 def varying(tree: Any, axes: Collection[str]) -> Any:
     """Arrays as varying over manual axes, so that gradients are summed over these outside."""
 

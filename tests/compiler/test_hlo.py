@@ -603,6 +603,47 @@ def test_sums_that_are_combined_within_slices() -> None:
     assert sorted(moved) == [("all_reduce", ("fsdp",), rows * 512 * 2.0) for rows in (64, 256)]
 
 
+PADDED_SUM = """HloModule jit_step, is_scheduled=true
+
+%add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%a, %b)
+}
+
+ENTRY %main (x: bf16[6,512]) -> bf16[6,512] {
+  %x = bf16[6,512]{1,0} parameter(0)
+  %zero = bf16[] constant(0)
+  %start = u32[] constant(0)
+  %all-reduce.1 = bf16[6,512]{1,0} all-reduce(%x), channel_id=1, GROUPS, to_apply=%add
+  %x.1 = bf16[6,64]{1,0} slice(%all-reduce.1), slice={[0:6], [0:64]}
+  %x.2 = bf16[8,128]{1,0} custom-call(%x.1), custom_call_target="ZeroCrop"
+  %x.3 = bf16[1,8,128]{2,1,0} bitcast(%x.2)
+  %token.1 = token[] after-all()
+  %recv.1 = (bf16[1,8,128]{2,1,0}, u32[], token[]) recv(%token.1), channel_id=2, TRANSFER
+  %send.1 = (bf16[1,8,128]{2,1,0}, u32[], token[]) send(%x.3, %token.1), channel_id=3, TRANSFER
+  %recv-done.1 = (bf16[1,8,128]{2,1,0}, token[]) recv-done(%recv.1), channel_id=2, is_host_transfer=true
+  %x.4 = bf16[1,8,128]{2,1,0} get-tuple-element(%recv-done.1), index=0
+  %x.5 = bf16[6,64]{1,0} bitcast(%x.4)
+  %zeros = bf16[6,512]{1,0} broadcast(%zero), dimensions={}
+  %x.6 = bf16[6,512]{1,0} dynamic-update-slice(%zeros, %x.5, %start, %start)
+  ROOT %all-reduce.2 = bf16[6,512]{1,0} all-reduce(%x.6), channel_id=4, GROUPS, to_apply=%add
+}
+"""
+
+
+def test_a_sum_whose_parts_are_padded_between_slices_and_gathered_as_a_sum() -> None:
+    """Parts that do not fill registers are sent with their padding, and gathered as a sum of parts among zeros."""
+    of = '_xla_host_transfer_rendezvous="sum.1"'
+    target = '_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"'
+    text = PADDED_SUM.replace("GROUPS", "replica_groups={{0,1,2,3,4,5,6,7}}")
+    text = text.replace("TRANSFER", f"is_host_transfer=true, frontend_attributes={{{of},{target}}}")
+    mesh = mesh_on("v5p:2x2x2@2", "fsdp=x+y+z+dcn")
+    rows = read_ledger(hlo.parse(text), mesh.shape, mesh)
+    (sum_,) = (collective for row in rows for collective in row.collectives)
+    assert (sum_.kind, sum_.axes, sum_.bytes) == ("all_reduce", ("fsdp",), 6 * 512 * 2.0)
+
+
 @pytest.mark.parametrize(
     ("slice_", "layout"),
     [

@@ -17,6 +17,7 @@ from jax import P
 from rooftop.capabilities import block_size
 from rooftop.compiler.hlo import text as hlo
 from rooftop.core.errors import RooftopError
+from rooftop.core.rounding import next_multiple
 from rooftop.core.scopes import scope_and_phase
 from rooftop.hardware import chip
 from rooftop.plan.shapes import attended_pairs
@@ -258,6 +259,18 @@ def test_planner_counts_the_same_pairs(blocks: int, block: int, window: int | No
     length = blocks * block
     pairs = executed_pairs("splash", q_len=length, kv_len=length, window=window, offset=0, block=block)
     assert pairs == attended_pairs(length, window, block)
+
+
+@given(st.integers(1, 6), st.sampled_from([1, 4, 128]), st.integers(2, 8), st.integers(1, 2000))
+def test_planner_counts_the_window_before_each_chunk_of_a_split_sequence(
+    blocks: int, block: int, chunks: int, window: int
+) -> None:
+    chunk = blocks * block
+    window = min(window, chunks * chunk - 1)
+    earlier = min(next_multiple(window - 1, block), (chunks - 1) * chunk)
+    sizes = {"q_len": chunk, "kv_len": earlier + chunk, "offset": earlier}
+    pairs = executed_pairs("splash", **sizes, window=window, block=block)
+    assert chunks * pairs == attended_pairs(chunks * chunk, window, block, chunks=chunks)
 
 
 @pytest.mark.parametrize(("kernel", "kind"), [("splash", "v5p"), ("cudnn", "h100")])

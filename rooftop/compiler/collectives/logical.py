@@ -101,11 +101,25 @@ def _transfer(mesh: Mesh, computation: HloComputation, send: Instruction, recv: 
         kind=_DCN_KINDS[kind.group(1)],
         axes=_axes(mesh, groups),
         members=len(groups[0]),
-        bytes=recv.shape[0].nbytes if gathered else send.shape[0].nbytes,
+        bytes=recv.shape[0].nbytes if gathered else _sent_bytes(computation, send),
         computation=computation,
         send=send,
         recv=recv,
     )
+
+
+def _sent_bytes(computation: HloComputation, send: Instruction) -> float:
+    """Bytes of what a device sends, without the padding of its registers, which XLA may send too."""
+    source = computation.operands(send)[0]
+    while source.opcode in ("bitcast", "copy"):
+        source = computation.operands(source)[0]
+    array = computation.operands(source)[0] if _crops(source) else send
+    return array.shape[0].nbytes
+
+
+def _crops(instruction: Instruction) -> bool:
+    """True for an array seen together with the padding of its registers, and back."""
+    return 'custom_call_target="ZeroCrop"' in instruction.attributes
 
 
 def _groups(attributes: str) -> list[list[int]]:
@@ -333,9 +347,13 @@ def _origins(module: Module, computation: HloComputation, user: Instruction, num
             continue
         seen.add((inside.name, at.name))
         yield inside, at
+        if at.opcode == "dynamic-update-slice" and inside.operands(at)[0].opcode == "broadcast":
+            # A part among zeros, whose sum over all devices gathers the parts.
+            left.append((inside, inside.operands(at)[1]))
+            continue
         is_input = at.opcode == "parameter" and holders(module, inside.name)
         moves = at.opcode != "fusion" or _only_moves(module.computations[at.called[0]])
-        if (at.opcode in _PASSED or is_input) and moves:
+        if (at.opcode in _PASSED or is_input or _crops(at)) and moves:
             source = before(module, inside, at)
             if at.opcode == "fusion" and _joins(module.computations[at.called[0]]):
                 left += [(inside, operand) for operand in inside.operands(at)]

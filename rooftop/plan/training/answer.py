@@ -14,7 +14,7 @@ from rooftop.core.records import Record, field_values
 from rooftop.hardware import Slice
 from rooftop.plan.layouts import Layouts
 from rooftop.plan.pricing import OnProgress
-from rooftop.plan.training.nearest import NearestPlan, nearest_executable, refusal
+from rooftop.plan.training.nearest import NearestPlan, nearest_executable, nearest_with_room, refusal
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
@@ -50,17 +50,22 @@ class TrainingAnswerDocument(TrainingPlanDocument):
     alternatives: tuple[PlanSummary, ...]
     what_if: tuple[WhatIf, ...]
     nearest_executable: NearestPlan | None
+    nearest_with_room: NearestPlan | None = None
     searched: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingAnswer:
-    """The best plan, the runners-up, and the changes that would help; ``searched`` is the number of candidates."""
+    """The best plan, the runners-up, and the changes that would help; ``searched`` is the number of candidates.
+
+    ``nearest_with_room`` is set if the plan leaves the compiler none.
+    """
 
     plan: TrainingPlan
     alternatives: list[PlanSummary]
     what_if: list[WhatIf]
     nearest_executable: NearestPlan | None
+    nearest_with_room: NearestPlan | None
     searched: int
 
     @property
@@ -72,6 +77,7 @@ class TrainingAnswer:
             alternatives=tuple(self.alternatives),
             what_if=tuple(self.what_if),
             nearest_executable=self.nearest_executable,
+            nearest_with_room=self.nearest_with_room,
             searched=self.searched,
         )
 
@@ -110,6 +116,7 @@ def answer_of(searched: Sweep, *, alternatives: int = 5, on_progress: OnProgress
     """The answer that follows from a search."""
     best = searched.plan(searched.best)
     near = nearest_executable(best, on_progress) if best.obstacles or not best.fits else None
+    roomy = None if best.leaves_room or near is not None else nearest_with_room(best, on_progress)
     return TrainingAnswer(
         plan=best,
         alternatives=[
@@ -120,6 +127,7 @@ def answer_of(searched: Sweep, *, alternatives: int = 5, on_progress: OnProgress
         ],
         what_if=what_if(searched, best),
         nearest_executable=None if near is None else NearestPlan.of(near),
+        nearest_with_room=None if roomy is None else NearestPlan.of(roomy),
         searched=searched.searched,
     )
 

@@ -99,8 +99,11 @@ class Offer:
 
     @property
     def is_bound(self) -> bool:
-        """True if no training of the kind of model was measured on the chip: its times are bounds, and flatter it."""
-        return self.plan is not None and self.plan.evidence.level == "bound"
+        """True if its times are bounds, which flatter it.
+
+        No training of the kind of model was measured on the chip, or the plan leaves the compiler no room in HBM.
+        """
+        return self.plan is not None and (self.plan.evidence.level == "bound" or not self.plan.leaves_room)
 
     def score(self, aim: Aim) -> tuple[float, float, int]:
         """Sort key of slices that meet all limits: the figure to minimise, then time and chips."""

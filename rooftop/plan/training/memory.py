@@ -46,8 +46,9 @@ def training_memory(step: TrainingStep) -> Memory:
 
     State is split over fsdp, tensor, expert and stage, and saved activations of every layer are alive at the start of
     the backward pass. The peak is one of two moments: the loss, when no layer has a gradient yet, or the backward pass
-    of a loop's last layer, when the loop's gradients have their place and the table's copies in the compute dtype are
-    gone. Layers that are alike are one loop (``_at_worst_loop``).
+    of a loop's last layer, when the loop's gradients have their place. Tables have no copies in the compute dtype then:
+    that of the embedding ends with the lookup, and that of the unembedding with its gather, whose result the loss
+    counts. Layers that are alike are one loop (``_at_worst_loop``).
 
     A pipeline's stage runs both in a loop: all weights, copies and float32 sums of gradients stay. Its backward pass
     takes one microbatch's activations out of the buffer of all, and makes a chunk's gradients before they are added.
@@ -75,9 +76,9 @@ def training_memory(step: TrainingStep) -> Memory:
     # XLA:GPU makes the zeros of the layers' gradients before the loss.
     early = step.assumptions.own_program and step.slice.chip.kind == "gpu"
     zeros = (1 - staged) * in_layers if early else 0.0
-    at_loss = weights + sums + zeros + loss + ended > weights - copies + gradients - unmade + layer + taken
+    at_loss = sums + zeros + loss + ended > gradients - unmade + layer + taken
     return Memory(
-        weights=np.where(at_loss, weights, weights - copies),
+        weights=weights - copies,
         optimizer=optimizer,
         gradients=np.where(at_loss, sums + zeros, gradients - unmade),
         activations=saved + under_way + np.where(at_loss, 0.0, taken - ended),
@@ -259,6 +260,11 @@ def _layer_backward(step: TrainingStep) -> Number:
     streams = 3.0 * hidden + 5.0 * step.tensor * model.d_model
     if step.rates.overlap.asynchronous == "all":
         streams = streams + _kept_late(step, hidden, heads)
+    if step.rates.overlap.asynchronous == "gathers" and moe is None and step.assumptions.own_program:
+        # On v5e sums of gradients end where they begin: in the MLP's backward pass nothing of the attention block's is
+        # there yet. Where nothing is gathered over tensor, only the residual streams are, and attention's output twice.
+        alone = 3.0 * hidden + heads * d_v
+        streams = np.where((step.tensor > 1) | (step.staged > 0), streams, alone)
     if step.operand_bytes < step.element_bytes and model.mla is None:
         streams = np.maximum(streams, 2.0 * hidden + 8.0 * step.tensor * model.d_model)
     inside = queries_and_keys + ring + sent + 4.0 * model.d_model
@@ -306,10 +312,14 @@ def _stage_loss(step: TrainingStep) -> Number:
 def _loss(step: TrainingStep) -> Number:
     """The unembedding as gathered and its gradient, a chunk's float32 logits, the stream before and its gradient.
 
-    On GPUs the gradient of the logits is there too, rounded for its matmuls.
+    On GPUs the gradient of the logits is there too, rounded for its matmuls. On TPU7x a SparseCore copies a tied table,
+    as it is gathered, into the layout of the matmul: before the first logits it is there twice.
     """
     table = step.model.d_model * step.widths.vocab
     chunk = step.tokens / step.loss_chunks * step.widths.vocab
     streams = (2.0 * step.tensor + 1.0) * _own(step) * step.model.d_model
     rounded = chunk if step.assumptions.own_program and step.slice.chip.kind == "gpu" else 0.0
-    return (2.0 * table + streams + rounded) * step.element_bytes + 4.0 * chunk
+    logits = 4.0 * chunk
+    if step.model.tied_embeddings and step.assumptions.own_program and step.rates.overlap.asynchronous == "all":
+        logits = np.maximum(logits, step.element_bytes * table)
+    return (2.0 * table + streams + rounded) * step.element_bytes + logits

@@ -38,6 +38,8 @@ MOST_BATCH_RATIO, MOST_CHIPS_RATIO = 16, 256
 _MOVED = 1 / 16
 #: Slices on which meshes with stages are sought, where none without stages runs.
 _STAGED = 6
+#: Larger slices on which a plan is sought that leaves the compiler room in HBM.
+_ROOMY = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,31 @@ def nearest_executable(plan: TrainingPlan, on_progress: OnProgress | None = None
     if search.best is None:
         search.other_slices(free, [size for size in sizes if size.chips >= state][:_STAGED], AXES)
     return search.best
+
+
+def nearest_with_room(plan: TrainingPlan, on_progress: OnProgress | None = None) -> TrainingPlan | None:
+    """The best plan with the same batch that leaves the compiler its room in HBM, on the nearest slice that has one.
+
+    What was asked of remat, microbatches and mesh is given up in turn, then the slice for a larger one.
+    """
+    problem = plan.problem
+    free = replace(problem, axes=None, mesh=None, remat=None, microbatches=None)
+    larger = [size for size in _slices(problem.slice) if size.chips > problem.slice.chips]
+    own = list(_relaxed(problem))[1:]
+    for asked in (*own, *(replace(free, slice=size) for size in larger[:_ROOMY])):
+        axes = AXES if asked.slice == problem.slice else OUTLINE_AXES
+        if on_progress is not None:
+            on_progress(0, 1, f"the nearest plan with room in HBM: {asked.slice.name}")
+        try:
+            searched = sweep(asked, executable=True, axes=axes, ranked=1)
+        except RooftopError:
+            # More pinned microbatches than this batch has sequences.
+            continue
+        if searched.fits.any():
+            roomy = searched.plan(searched.best)
+            if roomy.fits and roomy.leaves_room and not roomy.obstacles:
+                return roomy
+    return None
 
 
 def runnable(problem: Problem) -> Problem:

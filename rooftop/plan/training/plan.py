@@ -90,7 +90,8 @@ class PlannedMemory(Record):
 class PlannedStep(Record):
     """Seconds of a step: each resource at its peak, the bounds, the expectation, and what nothing hides by axis.
 
-    ``interval_s``: the 5th and 95th percentile around the expectation; None without evidence.
+    ``interval_s``: the 5th and 95th percentile around the expectation; None without evidence. ``is_lower_bound``: the
+    plan leaves the compiler no room in HBM, and the expectation has nothing of the work that it repeats for that.
     """
 
     mxu_s: float
@@ -106,6 +107,7 @@ class PlannedStep(Record):
     lower_by_resource_s: Mapping[str, float]
     exposed_s: Mapping[str, float]
     interval_s: tuple[float, float] | None = None
+    is_lower_bound: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +244,11 @@ class TrainingPlan:
     def fits(self) -> bool:
         """True if the plan stays within the device's HBM."""
         return self.memory_bytes <= self.problem.capacity
+
+    @property
+    def leaves_room(self) -> bool:
+        """True if the plan leaves the compiler its room in HBM, or does not fit at all."""
+        return not self.problem.roomy_bytes < self.memory_bytes <= self.problem.capacity
 
     @property
     def expected_s(self) -> float:
@@ -432,6 +439,7 @@ class TrainingPlan:
                 lower_by_resource_s=self.lower_s,
                 exposed_s=self.exposed_s(),
                 interval_s=self.interval_s,
+                is_lower_bound=not self.leaves_room,
             ),
             evidence=self.evidence,
             mfu=self.mfu,

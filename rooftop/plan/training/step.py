@@ -154,8 +154,10 @@ class TrainingStep:
             block = largest
             if kernel != "cudnn":
                 block = positions if kernel == "reference" else block_size(on_device, largest)
-            pairs.append(mean_attended_pairs(self.model, positions, block) / positions)
-            full.append(full_attention_share(self.model, positions, block))
+            devices = positions // on_device
+            chunks = devices * CONTEXT_CHUNKS if devices > 1 and kernel != "reference" else 1
+            pairs.append(mean_attended_pairs(self.model, positions, block, chunks=chunks) / positions)
+            full.append(full_attention_share(self.model, positions, block, chunks=chunks))
         per_token, unwindowed = (np.array(values)[index].reshape(own.shape) for values in (pairs, full))
         # Stages gather keys: a kernel cannot leave out those that come later for some devices and not for others.
         more: Floats = per_token * (1 + self.staged * (ring - 1) / (2 * ring) * unwindowed)

@@ -14,6 +14,7 @@ from rooftop.present.document import (
     Document,
     Item,
     Items,
+    Level,
     Lines,
     ShownFigure,
     ShownVerdict,
@@ -66,6 +67,7 @@ def training_plan(data: Mapping[str, Any]) -> Document:
                 + ("; collective matmuls over tensor" if data["collective_matmuls"] else "")
                 + ("; whole experts over tensor" if data["experts_over_tensor"] else "")
                 + ("" if dtypes["matmul"] == dtypes["compute"] else f"; {dtypes['matmul']} matmuls in the layers"),
+                *_tight(data),
                 *_rounded(data["workload"]),
             ),
         ),
@@ -94,6 +96,21 @@ def _rounded(workload: Mapping[str, Any]) -> Iterator[str]:
             f"{workload['asked_tokens']:,} tokens a step are rounded to {tokens // seq_len:,} sequences of "
             f"{seq_len:,}: {tokens:,} tokens"
         )
+
+
+def _tight(data: Mapping[str, Any]) -> Iterator[str]:
+    """The plan leaves the compiler no room in HBM; the nearest that does."""
+    if data["step"].get("is_lower_bound"):
+        memory = data["memory"]
+        yield (
+            f"its time is a lower bound: at {memory['total'] / memory['capacity']:.0%} of HBM the compiler repeats "
+            "work, which is not priced"
+        )
+        if (near := data.get("nearest_with_room")) is not None:
+            yield (
+                f"nearest with room: {near['slice']} as {mesh_text(near['mesh'])}, remat {near['remat']}, "
+                f"{microbatches_text(near['microbatches'])}: {format_seconds(near['expected_s'])} a step"
+            )
 
 
 def _padding(data: Mapping[str, Any]) -> str:
@@ -174,9 +191,11 @@ def _shortfall(memory: Mapping[str, Any]) -> str:
 
 def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[ShownFigure]:
     step, memory = data["step"], data["memory"]
-    level = level_of(data["evidence"])
+    is_bound = step.get("is_lower_bound")
+    level: Level = "bound" if is_bound else level_of(data["evidence"])
+    interval = "a lower bound" if is_bound else interval_text(data["evidence"], step["interval_s"])
     yield ShownFigure("expected_s", "step", step["expected_s"], "s", level,
-        note=f"{interval_text(data['evidence'], step['interval_s'])}; at least {format_seconds(step['lower_s'])} "
+        note=f"{interval}; at least {format_seconds(step['lower_s'])} "
         f"(all overlapped, bound by {step['bound']}), {format_seconds(step['upper_s'])} if nothing is")  # fmt: skip
     yield evidence_figure(data["evidence"])
     yield ShownFigure("mfu", "MFU", data["mfu"], "%", level, formula=data["flops"]["convention"],

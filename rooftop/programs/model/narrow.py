@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -29,7 +30,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped
 
 from rooftop.programs.model.grouped_matmul import RowGroups, grouped_products
-from rooftop.programs.sharding import Dim, Specs, first_rows, gather, varying_alike
+from rooftop.programs.sharding import Dim, Specs, first_rows, gather, partial_sums, varying_alike
 
 #: Dtypes of operands and of gradients in 8 bits, by the name of a matmul's dtype.
 _DTYPES = MappingProxyType({"int8": ("int8", "int8"), "f8_e4m3": ("float8_e4m3fn", "float8_e5m2")})
@@ -238,7 +239,8 @@ def _quantised(
 
 def _dot(left: jax.Array, right: jax.Array, dims: Any, out: P | None) -> jax.Array:
     """A ``dot_general`` of operands in 8 bits, with sums in 32."""
-    return lax.dot_general(left, right, dims, preferred_element_type=_sums(right.dtype), out_sharding=out)
+    product = partial(lax.dot_general, dimension_numbers=dims, preferred_element_type=_sums(right.dtype))
+    return partial_sums(product, out, left, right)
 
 
 def _scaled(y: jax.Array, *scales: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32
 from rooftop.models.config import ModelConfig
 from rooftop.programs.model.narrow import NarrowWeight, narrow_matmul
 from rooftop.programs.parameters import Norm
-from rooftop.programs.sharding import Specs, axes_of, on_shards, split_sequence
+from rooftop.programs.sharding import Specs, axes_of, on_shards, partial_sums, split_sequence
 
 
 def project(
@@ -83,7 +83,8 @@ def _product(
     x: Float[Array, "B T D"], weight: Float[Array, "D F"], out: P | None, dtype: DTypeLike | None, rounded: bool = False
 ) -> Float[Array, "B T F"]:
     del rounded
-    return lax.dot_general(x, weight, (((2,), (0,)), ((), ())), preferred_element_type=dtype, out_sharding=out)
+    product = partial(lax.dot_general, dimension_numbers=(((2,), (0,)), ((), ())), preferred_element_type=dtype)
+    return partial_sums(product, out, x, weight)
 
 
 _project = jax.custom_vjp(_product, nondiff_argnums=(2, 3, 4))
