@@ -54,6 +54,21 @@ def distinct_experts(experts: int, active: int, tokens: Number) -> Number:
     return experts * (1.0 - unused)
 
 
+def expert_visits(experts: int, active: int, tokens: Number, tile: Number) -> Number:
+    """Expected visits of experts that multiply ``tile`` rows at a time: of each as many as its rows fill tiles.
+
+    The rows of an expert are binomial. Of one tile the probability is that of ``distinct_experts``, of each further one
+    that of a normal variable, by Bowling's logistic function (within 0.01).
+    """
+    mean = np.asarray(tokens * active / experts, np.float64)
+    spread = np.sqrt(np.maximum(mean * (1.0 - active / experts), 1e-9))
+    visits = np.asarray(distinct_experts(experts, active, tokens), np.float64)
+    for further in range(1, int(np.max((mean + 5.0 * spread) / tile)) + 1):
+        above = np.clip(1.702 * (further * np.asarray(tile) + 0.5 - mean) / spread, -100.0, 100.0)
+        visits = visits + experts / (1.0 + np.exp(above))
+    return visits
+
+
 def distinct_parts(
     experts: int, active: int, parts: Number, *, groups: int = 1, active_groups: int = 1
 ) -> npt.NDArray[np.float64]:

@@ -25,7 +25,7 @@ from rooftop.arrays.rules import (
     STAGE_AXES,
     Rules,
 )
-from rooftop.capabilities import LANES, SUBLANES, cache_row, expert_rows
+from rooftop.capabilities import LANES, SUBLANES, cache_row, expert_rows, expert_tile
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
@@ -41,7 +41,7 @@ from rooftop.plan.serving.pricing import Pipeline
 from rooftop.plan.serving.workload import ROUTER_DTYPE, ServingNumerics
 from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
 from rooftop.roofline.rates import Rates
-from rooftop.roofline.rules import distinct_experts
+from rooftop.roofline.rules import distinct_experts, expert_visits
 
 #: Bytes of an activation.
 ACTIVATION_BYTES = 2.0
@@ -237,13 +237,19 @@ class Phase:
 
     @cached_property
     def experts_read(self) -> Number:
-        """Experts on a device that at least one token is expected to use."""
+        """Reads of experts on a device: of each that at least one token is expected to use.
+
+        On TPUs quantised experts are read once for each tile of their rows.
+        """
         moe = self.model.moe
         if moe is None:
             return 0.0
-        return distinct_experts(moe.experts, moe.active, self.step_tokens * (1 + self.guesses)) / self.ways(
-            *EXPERT_AXES
-        )
+        tokens = self.step_tokens * (1 + self.guesses)
+        if self.rates.chip.kind == "tpu" and dtype_bytes(self.numerics.weights) < ACTIVATION_BYTES:
+            read = expert_visits(moe.experts, moe.active, tokens, expert_tile(self.tokens_of_all, moe))
+        else:
+            read = distinct_experts(moe.experts, moe.active, tokens)
+        return read / self.ways(*EXPERT_AXES)
 
     def weight_bytes(
         self, matmuls: Sequence[MatmulShape], dtype: str | None = None, *, whole: bool = False

@@ -15,20 +15,16 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import lax, named_scope
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.programs.quantised import Quantised
 from rooftop.programs.sharding import varying_alike
 
 #: Rows of a tile. For each tile a float32 matrix of sums is read and written, which takes as long as the FLOPs of this
 #: many rows on a TPU v5e (8 bytes per element at 819 GB/s, 2 FLOPs per element and row at 197 TFLOP/s).
 TILE = 1024
-#: Most rows of a tile with quantised matrices, which a TPU multiplies in about the time that it reads a matrix of 8
-#: bits, and fewest: with fewer it takes as long.
-QUANTISED_TILE, _FEWEST = 128, 32
 
 
 @jax.tree_util.register_dataclass
@@ -118,48 +114,56 @@ def _gradients(saved: _Saved, gradient: jax.Array) -> tuple[jax.Array, jax.Array
 _matmul.defvjp(_multiply, _gradients)
 
 
-def grouped_matmul_of(rows: Float[Array, "R d"], matrices: Quantised, groups: RowGroups) -> Float[Array, "R f"]:
+def grouped_matmul_of(
+    rows: Float[Array, "R d"], matrices: Quantised, groups: RowGroups, *, tile: int, visits: float
+) -> Float[Array, "R f"]:
     """``grouped_matmul`` with quantised matrices [G, d, f]; not for gradients.
 
     XLA:TPU would write matrices of a ragged matmul to HBM in full first. In a loop over tiles, each with the matrix of
-    one group, it converts the matrix in the matmul's operand.
+    one group, it converts the matrix in the matmul's operand. The rows of a group begin a ``tile``, so that a matrix is
+    read once if they are no more than that. ``visits`` of tiles are expected.
     """
-    mean = max(_FEWEST, ceil_div(len(rows), len(groups.sizes)))
-    visits = _Visits.of(groups.sizes, min(QUANTISED_TILE, next_multiple(mean, _FEWEST), len(rows)), len(rows))
+    tiles = _Visits.of(groups.sizes, min(tile, len(rows)), len(rows), from_groups=True)
 
     def visit(index: jax.Array, y: jax.Array) -> jax.Array:
-        group, start, own = visits.visit(index)
-        tile = lax.dynamic_slice_in_dim(rows, start, visits.size)
-        product = tile @ matrices.of_group(group).in_full(rows.dtype)
-        before = lax.dynamic_slice_in_dim(y, start, visits.size)
-        return lax.dynamic_update_slice_in_dim(y, jnp.where(own[:, None], product, before), start, 0)
+        with named_scope(f"trips[{visits:.3f}]"):
+            group, start, own = tiles.visit(index)
+            product = lax.dynamic_slice_in_dim(rows, start, tiles.size) @ matrices.of_group(group).in_full(rows.dtype)
+            before = lax.dynamic_slice_in_dim(y, start, tiles.size)
+            return lax.dynamic_update_slice_in_dim(y, jnp.where(own[:, None], product, before), start, 0)
 
     zeros = jnp.zeros((len(rows), matrices.values.shape[-1]), rows.dtype)
-    return lax.fori_loop(0, visits.count, visit, varying_alike(rows, matrices.values, zeros)[2])
+    return lax.fori_loop(0, tiles.count, visit, varying_alike(rows, matrices.values, zeros)[2])
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Visits:
     """Visits of tiles of ``size`` rows by the groups that have rows in them, ``count`` in all, group after group.
 
-    A tile that spans several groups is visited once for each. Rows of no group are in no visit.
+    The first tile of a group begins at its row of ``origins``. A tile that spans several groups is visited once for
+    each. Rows of no group are in no visit.
     """
 
     size: int
     rows: int
     sizes: jax.Array
     ends: jax.Array
+    origins: jax.Array
     first: jax.Array
     visits: jax.Array
     visited: jax.Array
 
     @classmethod
-    def of(cls, sizes: Int[Array, " G"], size: int, rows: int) -> _Visits:
-        """The visits of ``rows`` sorted by groups of these ``sizes``."""
+    def of(cls, sizes: Int[Array, " G"], size: int, rows: int, *, from_groups: bool = False) -> _Visits:
+        """The visits of ``rows`` sorted by groups of these ``sizes``; with ``from_groups`` each has tiles of its own."""
         ends = jnp.cumsum(sizes)
-        first, last = (ends - sizes) // size, (ends - 1) // size
+        origins = ends - sizes if from_groups else jnp.zeros_like(ends)
+        first, last = (ends - sizes - origins) // size, (ends - 1 - origins) // size
         visits = jnp.where(sizes > 0, last - first + 1, 0)
-        return cls(size=size, rows=rows, sizes=sizes, ends=ends, first=first, visits=visits, visited=jnp.cumsum(visits))
+        return cls(
+            size=size, rows=rows, sizes=sizes, ends=ends, origins=origins, first=first, visits=visits,
+            visited=jnp.cumsum(visits),
+        )  # fmt: skip
 
     @property
     def count(self) -> Int[Array, ""]:
@@ -171,9 +175,10 @@ class _Visits:
         group = jnp.sum(index >= self.visited)
         tile = self.first[group] + index - (self.visited[group] - self.visits[group])
         # If rows are no whole number of tiles, the last tile starts earlier; its repeated rows are masked.
-        start = jnp.minimum(tile * self.size, self.rows - self.size)
+        first = self.origins[group] + tile * self.size
+        start = jnp.minimum(first, self.rows - self.size)
         row = start + jnp.arange(self.size)
-        begin = jnp.maximum(tile * self.size, self.ends[group] - self.sizes[group])
+        begin = jnp.maximum(first, self.ends[group] - self.sizes[group])
         return group, start, (row >= begin) & (row < self.ends[group])
 
 

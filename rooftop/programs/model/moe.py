@@ -35,7 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import reshard
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from rooftop.capabilities import expert_rows, scattered_rows
+from rooftop.capabilities import expert_rows, expert_tile, scattered_rows
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import field_values
 from rooftop.core.rounding import ceil_div, next_multiple
@@ -45,6 +45,7 @@ from rooftop.programs.model.narrow import NarrowWeight, grouped_narrow_matmul, n
 from rooftop.programs.parameters import MoEWeights
 from rooftop.programs.quantised import Quantised, in_full
 from rooftop.programs.sharding import Specs, axes_of, named_reshard, on_shards
+from rooftop.roofline.rules import expert_visits
 
 Axes = tuple[str, ...]
 #: Matmuls of experts: slots of each expert in one batched einsum, or sorted rows in a grouped matmul.
@@ -95,6 +96,10 @@ def moe_mlp(
     experts_stored = layer.up.shape[0]
     shards = _ways(axes.expert) if matmul == "grouped" else experts_stored
     per_shard = experts_stored // shards
+    # Of quantised experts, for tokens that all devices get.
+    every_token = x.shape[0] * x.shape[1]
+    tile = int(expert_tile(every_token, moe))
+    visits = float(expert_visits(moe.experts, moe.active, every_token, tile)) / _ways(axes.expert)
 
     def local(x: jax.Array, used_weights: dict[str, Any], real: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         def linear(rows: jax.Array, name: str, groups: RowGroups | None = None) -> jax.Array:
@@ -109,7 +114,7 @@ def moe_mlp(
                     return grouped_narrow_matmul(rows[0], weight, groups, **split)[None]
                 return narrow_matmul(rows, weight, batch=weight.ndim - 2, **split)
             if isinstance(weight, Quantised) and groups is not None:
-                return grouped_matmul_of(rows[0], weight, groups)[None]
+                return grouped_matmul_of(rows[0], weight, groups, tile=tile, visits=visits)[None]
             # The rest are rows that pad the weight at rest.
             weight = in_full(weight, rows.dtype)[..., : rows.shape[-1], :]
             if groups is not None:

@@ -514,6 +514,11 @@ class PagedHeads:
     def _scores(self) -> Scores:
         return Scores.of(self.how.model, self.window)
 
+    @property
+    def _typed(self) -> bool:
+        """False with a Pallas kernel: the type of its outputs does not say over which axes they vary."""
+        return self.how.reader not in ("ragged", "rows", "kernel")
+
     def _specs(self, pool: Pages) -> tuple[P, P, Pages, tuple[Rows, ...]]:
         """Specs of arrays by heads, of arrays by key/value heads, of the pool and of the rows."""
         specs, spec = self.how.specs, self.how.cache_spec
@@ -547,9 +552,7 @@ class PagedHeads:
 
         sink_spec = None if sinks is None else jax.typeof(sinks).sharding.spec
         specs_in = (by_heads, by_kv_heads, by_kv_heads, sink_spec, of_pool, of_rows)
-        # The type of a Pallas kernel's outputs does not say over which axes they vary.
-        typed = self.how.reader not in ("ragged", "kernel")
-        over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool), check_vma=typed)
+        over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool), check_vma=self._typed)
         with named_scope("core"):
             result: tuple[jax.Array, Pages] = over(q, k, v, sinks, pool, self.rows)
         return result
@@ -579,7 +582,7 @@ class PagedHeads:
             return jnp.einsum("btnr,rnv->btnv", o[None], of_values), pool
 
         specs_in = (by_heads, whole, whole, up_spec, of_pool, of_rows)
-        over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool))
+        over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool), check_vma=self._typed)
         with named_scope("core"):
             latent, shared = (reshard(x, whole) for x in (latent, shared))
             up = reshard(self.layer.kv_up, up_spec)

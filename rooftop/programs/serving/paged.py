@@ -9,7 +9,7 @@ one row of kv_rank + d_rope elements for all heads: [pages + 1, 1, 1, p, W]. The
 A TPU has rows W of whole ``LANES``: it stores an array whose last dim is no multiple of them with another dim last, and
 would copy the pool in each step to read and to write rows. Elements behind a row's are zeros. Keys and values of heads
 that are no such multiple share a row: [pages + 1, 1, k, p, W], W at least 2 H.
-There are four readers:
+There are five readers:
 
 - ``gather``: gathers pages by the block table, at most ``BLOCK`` tokens of a sequence at a time, with a running softmax
   over as many blocks as the longest sequence of the step needs. It runs on any backend, for every model;
@@ -18,6 +18,8 @@ There are four readers:
 - ``ragged``: JAX's kernel for TPU (``jax.experimental.pallas.ops.tpu.ragged_paged_attention``), which reads only
   existing pages. It supports no sinks, no latents, no quantised cache and no ``PageParts``, and needs heads of a
   multiple of 128. Its pools are [pages + 1, p, 2 k, H], with the key and the value of a head adjacent;
+- ``rows``: for TPUs, ``rooftop.programs.serving.row_kernel`` for rows that generate, which reads only existing pages, and
+  ``gather`` for prompts. It supports latents, and heads whose keys and values share a row; no quantised cache;
 - ``kernel``: for GPUs, ``rooftop.programs.serving.paged_kernel`` for rows that generate, which reads only existing
   tokens, and ``gather`` for prompts. It supports no latents, and head sizes of powers of two.
 """
@@ -36,10 +38,11 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from rooftop.capabilities import LANES, gathered_blocks, window_pages
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.core.rounding import ceil_div
+from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.models import ModelConfig
 from rooftop.programs.attention.scores import Scores
 from rooftop.programs.serving.paged_kernel import HEAD_SIZES, paged_sums
+from rooftop.programs.serving.row_kernel import PAGE_TOKENS, TABLE_BYTES, row_attention
 from rooftop.programs.sharding import varying_as
 
 #: The largest score so far, which is finite, and relative to it the sums of weights and of weighted values [..., d_v].
@@ -103,7 +106,7 @@ class PagePart:
         return begin[:, None] + jnp.arange(self.own_tokens, dtype=jnp.int32)
 
 
-READERS: tuple[str, ...] = ("gather", "blocked", "ragged", "kernel")
+READERS: tuple[str, ...] = ("gather", "blocked", "ragged", "rows", "kernel")
 #: Tokens of a sequence whose keys and values are gathered at a time.
 BLOCK = 1024
 #: The same of ``blocked`` for a row that generates; rows per group, and the limit on the queries of a group.
@@ -266,6 +269,9 @@ def require_reader(reader: str, model: ModelConfig, *, quantised: bool) -> None:
         ):
             if has:
                 raise RooftopError("paged attention", reader, f"gather: {model.name} has {feature}")
+    if reader == "rows" and (quantised or (model.mla is None and model.d_head % LANES == 0)):
+        feature = "an int8 cache" if quantised else f"heads of {model.d_head}, a multiple of {LANES}"
+        raise RooftopError("paged attention", reader, f"gather: {model.name} has {feature}")
     if reader == "kernel" and (model.mla is not None or model.d_head not in HEAD_SIZES):
         feature = "latent attention" if model.mla is not None else f"heads of {model.d_head}, not one of {HEAD_SIZES}"
         raise RooftopError("paged attention", reader, f"gather: {model.name} has {feature}")
@@ -275,12 +281,13 @@ def best_reader(model: ModelConfig, platform: str, *, quantised: bool) -> str:
     """The platform's kernel if it supports the model, else ``gather``; ``blocked`` on CPU."""
     if platform == "cpu":
         return "blocked"
-    reader = "ragged" if platform == "tpu" else "kernel"
-    try:
-        require_reader(reader, model, quantised=quantised)
-    except RooftopError:
-        return "gather"
-    return reader
+    for reader in ("ragged", "rows") if platform == "tpu" else ("kernel",):
+        try:
+            require_reader(reader, model, quantised=quantised)
+        except RooftopError:
+            continue
+        return reader
+    return "gather"
 
 
 def attend_heads(
@@ -309,7 +316,7 @@ def attend_heads(
     part, size = PagePart.of(parts, pool.values.shape[3]), q.shape[-1]
     together = pool.values.shape[1] == 1
     new = jnp.concatenate([k, v], axis=-1)[:, None] if together else jnp.stack([k, v], axis=1)
-    pool = pool.write(*_places(rows, part, pages - 1), new, by_rows=reader == "gather", unique=reader == "kernel")
+    pool = pool.write(*_places(rows, part, pages - 1), new, by_rows=reader in ("gather", "rows"), unique=reader == "kernel")
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
         k, *v = (pool.read(part, table, q.dtype, by_rows=reader == "blocked") for part in range(1 if together else 2))
@@ -320,7 +327,9 @@ def attend_heads(
     def attend(q: jax.Array, rows: Rows) -> jax.Array:
         if reader == "kernel" and rows.width == 1:
             return _from_kernel(scores, q, sinks, pool, rows)
-        return _attended("gather" if reader == "kernel" else reader, scores, q, sinks, rows, read, part)
+        if reader == "rows" and _has_row_kernel(pool, rows):
+            return _from_row_kernel(scores, q, sinks, pool, rows, q.shape[-1])
+        return _attended("gather" if reader in ("kernel", "rows") else reader, scores, q, sinks, rows, read, part)
 
     o = _by_rows(attend, q, rows)
     return o[..., size : 2 * size] if together else o, pool
@@ -343,14 +352,20 @@ def attend_latents(
     pages, part = pool.values.shape[0], PagePart.of(parts, pool.values.shape[3])
     rank = latent.shape[-1]
     both = jnp.concatenate([latent, shared], axis=-1)[:, None, None]
-    pool = pool.write(*_places(rows, part, pages - 1), both, by_rows=reader == "gather")
+    pool = pool.write(*_places(rows, part, pages - 1), both, by_rows=reader in ("gather", "rows"))
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
         both = pool.read(0, table, q.dtype, by_rows=reader == "blocked")
         return both, both[..., :rank]
 
     q = _widened(q, pool.values.shape[-1])
-    return _by_rows(lambda q, rows: _attended(reader, scores, q, None, rows, read, part), q, rows), pool
+
+    def attend(q: jax.Array, rows: Rows) -> jax.Array:
+        if reader == "rows" and _has_row_kernel(pool, rows):
+            return _from_row_kernel(scores, q, None, pool, rows, next_multiple(rank, LANES))[..., :rank]
+        return _attended("gather" if reader == "rows" else reader, scores, q, None, rows, read, part)
+
+    return _by_rows(attend, q, rows), pool
 
 
 def _places(rows: Sequence[Rows], part: PagePart, scratch: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
@@ -500,6 +515,26 @@ def _from_kernel(
     )  # fmt: skip
     top, total, summed = (x.reshape(count, heads, 1, *x.shape[3:]) for x in sums)
     return _divided((top, total, summed), sinks).astype(q.dtype)
+
+
+def _has_row_kernel(pool: Pages, rows: Rows) -> bool:
+    """True for rows that generate, if a token is a row of the pool, and pages and tables are such that the kernel runs."""
+    _, parts, _, page_tokens, size = pool.values.shape
+    there = parts == 1 and pool.scales is None and size % LANES == 0 and page_tokens % PAGE_TOKENS == 0
+    return there and rows.width == 1 and 4 * rows.tables.size <= TABLE_BYTES
+
+
+def _from_row_kernel(
+    scores: Scores, q: Float[Array, "R 1 n W"], sinks: Float[Array, " n"] | None, pool: Pages, rows: Rows, columns: int
+) -> Float[Array, "R 1 n columns"]:
+    """Attention of rows that generate, by the kernel for TPUs."""
+    (count, _, heads, size), kv_heads = q.shape, pool.values.shape[2]
+    rows = _in_window(rows, scores.window, pool.values.shape[3])
+    o = row_attention(
+        scores, q.reshape(count, kv_heads, heads // kv_heads, size), pool.values, rows.tables, rows.start,
+        None if sinks is None else sinks.reshape(kv_heads, -1), columns=columns, least=_LEAST,
+    )  # fmt: skip
+    return o.reshape(count, 1, heads, columns)
 
 
 def _ragged(scores: Scores, q: Float[Array, "R C n H"], pool: Pages, rows: Rows) -> Float[Array, "R C n H"]:
