@@ -63,6 +63,19 @@ def test_a_plan_keeps_every_column_at_eighty(plan: dict[str, Any]) -> None:
     assert "no room for" not in text
 
 
+def test_lines_of_cells_stay_next_to_each_other() -> None:
+    headings = (TableColumn("collective", "text", wrap=True), TableColumn("bytes"), TableColumn("more", "text"))
+    row = ("reduce_scatter over fsdp\nall_gather over tensor", "101 MB\n537 MB", "x" * 14)
+    text = printed(
+        Document(verdict=ShownVerdict(), charts=(Table(title="t", columns=headings, rows=(row,)),)), 40
+    ).plain
+    lines = text.splitlines()
+    start = next(at for at, line in enumerate(lines) if "reduce_scatter" in line)
+    assert len(lines) - start == 4, "both texts wrap"
+    assert ["MB" in line for line in lines[start:]] == [True, False, True, False]
+    assert "537 MB" in next(line for line in lines if "all_gather" in line)
+
+
 TABLE = Table(
     title="t",
     columns=(TableColumn("name", "text", wrap=True), *columns("first figure", "second", "third", text=0)),

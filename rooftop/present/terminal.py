@@ -131,8 +131,8 @@ def _table(table: Table, width: int) -> Iterator[Text]:
         for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
             # What stands on one line of a cell stays next to the same line of the others.
             folded = [_fold(part, size) for part, size in zip(line, widths, strict=True)]
-            for cells in zip_longest(*folded, fillvalue=""):
-                yield _row(columns, cells, widths, indent, gap)
+            for texts in zip_longest(*folded, fillvalue=""):
+                yield _row(columns, texts, widths, indent, gap)
     if table.about:
         yield from _wrapped(table.about, width, indent=indent, style="dim")
     if len(table.rows) > len(rows):

@@ -631,6 +631,15 @@ def test_validate_prints_the_worst_runs_first(rooftop: Callable[..., Any], monke
 
 
 @pytest.mark.usefixtures("predictor")
+def test_validate_is_legible_at_eighty_columns(rooftop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [line for line in rooftop("validate").out.splitlines() if line]
+    wide = [line for line in lines if len(line) > 80]
+    assert all(max(map(len, line.split())) > 60 for line in wide), "only names of runs, which are never broken"
+    assert sum(len(line.strip()) <= 4 for line in lines) < len(lines) / 10, "names are not folded letter by letter"
+
+
+@pytest.mark.usefixtures("predictor")
 def test_validate_names_the_bad_cell(rooftop: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(table({}, {"where_found": "b", "heads": "x"}), encoding="utf-8")
