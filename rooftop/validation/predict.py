@@ -11,6 +11,7 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.validation.readings import readings
 from rooftop.validation.runs import PublishedRun
 
 #: Remat policies as published -> ours. Megatron's ``selective`` recomputes the attention core alone; torchtitan's
@@ -100,10 +101,10 @@ def _numerics(run: PublishedRun) -> Numerics:
 
 def _remat(run: PublishedRun) -> str:
     if run.remat.offloaded:
-        unknown = [name for name in run.remat.offloaded if name not in _CHECKPOINTS]
-        if unknown:
-            raise RooftopError("recompute", run.remat.published, f"offloaded names among {', '.join(_CHECKPOINTS)}")
-        return ",".join(["block", *(f"{_CHECKPOINTS[name]}=offload" for name in run.remat.offloaded)])
+        names = {**readings()["checkpoint"], **_CHECKPOINTS}
+        if any(name not in names for name in run.remat.offloaded):
+            raise RooftopError("recompute", run.remat.published, f"offloaded names among {', '.join(names)}")
+        return ",".join(["block", *(f"{names[name]}=offload" for name in run.remat.offloaded)])
     if run.source.startswith("torchtitan") and run.remat.policy == "selective":
         return _TORCHTITAN_SELECTIVE
     if run.remat.policy is not None and "=" in run.remat.policy:
