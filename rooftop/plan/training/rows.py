@@ -435,6 +435,12 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
         scope="layers/moe/experts", phase="forward", count=count, hbm_bytes=model.mlp_matrices * together,
         formula="gathered weights of several experts put together",
     )  # fmt: skip
+    narrow = step.operand_bytes < step.element_bytes and step.assumptions.own_program
+    widened = Work(
+        scope="layers/moe/experts", phase="forward", count=count,
+        elementwise_bytes=_WIDENED_PASSES * sent if narrow and step.slice.chip.kind == "tpu" else 0.0,
+        formula="rows of experts made float32 before they are copied into the layout of matmuls in 8 bits",
+    )  # fmt: skip
     scattered = (Transfer("reduce_scatter", COLUMN_AXES, 4.0 * routed, "tensor", _unless(whole)),)
     work = [
         # Kept are the rows of experts, not the norm's output that the router's gradient reads.
@@ -459,6 +465,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
         ),
         shares,
         copies,
+        widened,
         recompute(shares, 1.0),
         replace(of_shares, collectives=scattered),
         *activation(step, "layers/moe/experts", count, routed * columns, again=recomputed("mlp_act")),
@@ -870,6 +877,10 @@ _APART = ("attn_normed", "rope", "attn_core", "mlp_normed")
 #: Passes over the rows of experts on their way there or back, as counted in compiled programs: rows gathered by index,
 #: zeros in empty slots, and copies into the layouts of the AllToAll and of the matmuls.
 _EXCHANGE_PASSES = 4.0
+#: Passes more over rows of experts, in units of bf16, before they are quantised in the forward pass: a read and a write
+#: as float32 (3), a copy of these into the layout of the matmul (4), and a read of float32 in place of bf16 (1).
+#: Counted in the program of DeepSeek-V2-Lite in int8 (docs/compile.md).
+_WIDENED_PASSES = 8.0
 #: Passes of XLA:GPU over the checkpoints of a layer: written to their stacks by copies, and copied out of them.
 _STACK_PASSES = 5.0
 #: Passes (a read or a write) of a kernel that puts the rows of experts in order, by token or by expert.
