@@ -108,6 +108,11 @@ class AttentionKind(Protocol):
         ...
 
     @property
+    def decode_sizes(self) -> tuple[int, int]:
+        """Elements of a head's query and output in the core of a generate step."""
+        ...
+
+    @property
     def gathers_stream(self) -> bool:
         """True if queries come from the residual stream itself, which is then gathered over tensor."""
         ...
@@ -165,6 +170,11 @@ class GroupedQueries:
     def decode_width(self) -> int:
         """See ``AttentionKind``."""
         return 2 * self.config.d_head
+
+    @property
+    def decode_sizes(self) -> tuple[int, int]:
+        """See ``AttentionKind``."""
+        return self.head_sizes
 
     @property
     def gathers_stream(self) -> bool:
@@ -251,6 +261,11 @@ class LatentKeys:
     def decode_width(self) -> int:
         """See ``AttentionKind``."""
         return 2 * self.mla.kv_rank + self.mla.d_rope
+
+    @property
+    def decode_sizes(self) -> tuple[int, int]:
+        """See ``AttentionKind``: those of latents."""
+        return self.cached, self.mla.kv_rank
 
     @property
     def gathers_stream(self) -> bool:

@@ -153,9 +153,12 @@ def test_which_models_the_kernel_serves() -> None:
         assert best_reader(model, "gpu", quantised=False) == "gather"
     assert best_reader(load_model("llama3-8b"), "tpu", quantised=True) == "gather"
     for name in ("deepseek-v3", "gpt-oss-20b"):
-        assert best_reader(load_model(name), "tpu", quantised=False) == "gather"
+        assert best_reader(load_model(name), "tpu", quantised=False) == "rows"
+        assert best_reader(load_model(name), "tpu", quantised=True) == "gather"
         with pytest.raises(RooftopError, match="gather"):
             require_reader("ragged", load_model(name), quantised=False)
+    with pytest.raises(RooftopError, match="heads of 128, a multiple of 128"):
+        require_reader("rows", load_model("llama3-8b"), quantised=False)
     with pytest.raises(RooftopError, match="paged attention"):
         require_reader("cudnn", load_model("llama3-8b"), quantised=False)
 

@@ -401,9 +401,7 @@ def test_quantised_matrices_of_groups(sizes: list[int], beyond: int, tile: int) 
     groups = grouped_matmul.RowGroups(
         order=jnp.arange(total), places=jnp.arange(total), sizes=jnp.asarray(sizes, jnp.int32)
     )
-    actual = grouped_matmul.grouped_matmul_of(
-        jnp.asarray(rows, jnp.float32), matrices, groups, tile=tile, visits=1.0
-    )
+    actual = grouped_matmul.grouped_matmul_of(jnp.asarray(rows, jnp.float32), matrices, groups, tile=tile, visits=1.0)
     np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 

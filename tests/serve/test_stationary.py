@@ -18,10 +18,12 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Row
 from rooftop.hardware import Slice
 from rooftop.models import load_model
+from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
-from rooftop.plan.serving.workload import ServingWorkload
+from rooftop.plan.serving.workload import ServingNumerics, ServingWorkload
 from rooftop.programs.serving.decode import Decoder
+from rooftop.roofline.rates import Rates
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.engine import loading
 from rooftop.serve.engine.configuration import Shapes
@@ -86,7 +88,7 @@ def test_any_mesh_answers_as_transformers_do(
 def test_a_compiled_step_moves_what_is_planned(name: str, on: str, axes: dict[str, int], batch: int) -> None:
     """In the layers matmuls have the planned FLOPs, and every collective of activations the planned bytes.
 
-    XLA's schedule of a step takes the planned time. Latents are read by a gather, which takes longer than is planned.
+    XLA's schedule of a step takes the planned time.
     """
     context, model = 1024, load_model(name)
     # DeepSeek-V3 begins with three dense layers.
@@ -114,6 +116,50 @@ def test_a_compiled_step_moves_what_is_planned(name: str, on: str, axes: dict[st
     # XLA:TPU adds up the sums of one narrow head with an AllReduce.
     both = _bytes(compiled, "layers/attn/qkv")
     assert sum(both.values()) == pytest.approx(sum(_bytes(planned, "layers/attn/qkv").values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "on", "axes", "batch", "weights", "layers"),
+    [
+        ("deepseek-v2-lite", "v6e:2x2", {"tensor": 4}, 64, "f8_e4m3", 3),
+        ("deepseek-v3", "v5e:16x16", {"expert": 16, "context": 4, "tensor": 4}, 1024, "f8_e4m3-128", 4),
+    ],
+)
+def test_a_quantised_step_reads_latents_and_experts_once(
+    name: str, on: str, axes: dict[str, int], batch: int, weights: str, layers: int
+) -> None:
+    """With the rates of compiled schedules, and no start of a collective hidden, it takes the planned time."""
+    context, slice_ = 2048, Slice.parse(on)
+    mesh = Mesh.lay(slice_, dict.fromkeys(AXES, 1) | axes)
+    arguments = {
+        "model": name, "layers": layers, "batch": batch, "context": context, "kv_split": "batch", "axes": axes,
+        "weights_dtype": weights,
+    }  # fmt: skip
+    request = CompileRequest(mesh=mesh, program="tests.support.serving_steps:lower", arguments=arguments)
+    timed, rates = compiled_ledger(compile_ahead_of_time(request)), Rates.of(slice_.chip)
+    dtype, _, group = weights.partition("-")
+    shares = {"hbm_read": 1 / (float(rates.hbm_s(1.0)) * rates.hbm_bytes_per_s), "latency": 0.0, "latency_2d": 0.0}
+    problem = ServingProblem(
+        model=small(name, layers),
+        slice=slice_,
+        workload=ServingWorkload(prompt=context - 16, generate=16, context=context),
+        numerics=ServingNumerics(weights=dtype, weight_group=int(group) if group else None),
+        assumptions=ServingAssumptions(shares=shares),
+    )
+    planned = problem.generate(Placement(mesh=mesh, kv_split="batch"), float(batch))
+    assert timed.step.expected_s == pytest.approx(float(planned.expected_s), rel=0.05)
+    compiled = timed.ledger
+    if not group:
+        # XLA copies the small pools of the other model to VMEM and back.
+        for scope in ("layers/attn/core", "layers/moe/experts"):
+            assert _read(compiled, scope) == pytest.approx(_read(planned, scope), rel=0.05), scope
+    for scope in ("layers/attn/core", "layers/attn/out", "layers/mlp/down"):
+        assert _bytes(compiled, scope) == pytest.approx(_bytes(planned, scope)), scope
+
+
+def _read(rows: Iterable[Row], scope: str) -> float:
+    return sum(float(row.count * row.hbm_bytes) for row in rows if row.scope == scope)
 
 
 def _flops(rows: Iterable[Row], scope: str) -> float:

@@ -123,7 +123,7 @@ def _sends(phase: Phase) -> list[Work]:
 
 def _attention_generate(phase: Phase, context: Number) -> list[Work]:
     layers, tokens = phase.model.attention_layers, phase.own_tokens
-    d_qk, d_v = phase.kind.head_sizes
+    d_qk, d_v = phase.kind.decode_sizes
     heads = phase.widths.heads * phase.ways(*SEQUENCE_AXES)
     # The part of a group's sequences that a device attends for: fsdp and context split the cache's tokens.
     sequences = phase.sequences(phase.step_tokens)
@@ -195,10 +195,30 @@ def _attention_prefill(phase: Phase, before: float, sequences: Number, others: N
 
 
 def _projections(phase: Phase, layers: Number) -> list[Work]:
-    """Projections into attention; those up from latents are done by each device for its own tokens along ``fsdp``."""
-    work = _matmuls(phase, "layers/attn/qkv", layers, phase.attention, phase.own_tokens, into=True)
-    own = phase.own_tokens / phase.ways(*GATHER_AXES)
-    return [*work, *_matmuls(phase, "layers/attn/qkv", layers, phase.attention_up, own, into=None, whole=True)]
+    """Projections into attention; those up from latents are done by each device for its own tokens along ``fsdp``.
+
+    Where ``fsdp`` does not split D, a device projects its own tokens of the stream down, and latents are gathered.
+    """
+    tokens, model, mla, own = phase.own_tokens, phase.model, phase.model.mla, phase.ways(*GATHER_AXES)
+    scope = "layers/attn/qkv"
+    up = _matmuls(phase, scope, layers, phase.attention_up, tokens / own, into=None, whole=True)
+    if mla is None or not phase.scatters:
+        return [*_matmuls(phase, scope, layers, phase.attention, tokens, into=True), *up]
+    # The first are those to latents: all but the queries' where these have no latent.
+    first = len(phase.attention) - (mla.q_rank is None)
+    alone = np.where(np.asarray(own) == 1, 1.0, 0.0)
+    latents = [
+        Transfer("all_gather", phase.columns, tokens * size * ACTIVATION_BYTES, "critical", when=alone)
+        for size in (mla.q_rank or model.d_model, phase.kind.cached)
+    ]
+    streams = [replace(transfer, when=1.0 - alone) for transfer in _into(phase, phase.attention, tokens)]
+    moved = tuple(transfer for transfer in (*latents, *streams) if np.any(transfer.when))
+    down_tokens = np.where(alone > 0, tokens / phase.split, tokens)
+    return [
+        *_matmuls(phase, scope, layers, phase.attention[:first], down_tokens, into=True, others=moved),
+        *_matmuls(phase, scope, layers, phase.attention[first:], tokens, into=True, others=()),
+        *up,
+    ]
 
 
 def _mixers(phase: Phase, sequences: Number, *, chunked: bool) -> list[Work]:
@@ -239,15 +259,20 @@ def _blocks(phase: Phase) -> list[Work]:
     scores = Transfer("all_reduce", GATHER_AXES, 4.0 * tokens / phase.split * moe.experts, "critical")
     work += _matmuls(phase, "layers/moe/router", layers, [phase.router], tokens, into=None, dtype=ROUTER_DTYPE)
     work.append(_work(phase, "layers/moe/router", layers, collectives=(scores,), formula="scores of parts of D summed"))
+    # One axis after the other: the tokens that a device has next to an axis, and its own of them.
+    part = np.ceil(tokens / phase.ways(*COLUMN_AXES))
+    columns = [(COLUMN_AXES, tokens, part)]
+    if phase.generating and phase.splits(*SEQUENCE_AXES):
+        columns.insert(0, (SEQUENCE_AXES, part, np.ceil(tokens / phase.split)))
     # Of each token the routing has a share and an expert for each choice, of 4 bytes.
     there = [
         Transfer("all_gather", axes, count * size, "critical")
-        for axes, count in ((phase.columns, tokens), (EXPERT_AXES, everyone))
+        for axes, count in (*((axes, count) for axes, count, _ in columns), (EXPERT_AXES, everyone))
         for size in (row, 8.0 * moe.active)
     ]
     back = (
         *_scatter(phase, EXPERT_AXES, everyone * row, tokens),
-        *_scatter(phase, phase.columns, tokens * row, np.ceil(tokens / phase.split)),
+        *(one for axes, count, share in reversed(columns) for one in _scatter(phase, axes, count * row, share)),
     )
     # With an expert axis a matmul adds rows up, elsewhere each choice of a token is gathered.
     adds = 2.0 * everyone * rows * model.d_model / own if phase.splits(*EXPERT_AXES) else 0.0
@@ -285,10 +310,11 @@ def _scatter(phase: Phase, axes: tuple[str, ...], payload: Number, own: Number) 
         return [Transfer("reduce_scatter", axes, payload, "critical")]
     padded = scattered_rows(own)
     scattered = np.where(padded > 0, 1.0, 0.0)
-    return [
+    sums = (
         Transfer("reduce_scatter", axes, payload * np.where(padded > 0, padded / own, 1.0), "critical", when=scattered),
         Transfer("all_reduce", axes, payload, "critical", when=1.0 - scattered),
-    ]
+    )
+    return [transfer for transfer in sums if np.any(transfer.when)]
 
 
 def _hidden_sums(matmuls: Sequence[MatmulShape], rows: Number) -> Transfer:
@@ -343,11 +369,12 @@ def _matmuls(
     dtype: str | None = None,
     converted: Number | None = None,
     whole: bool = False,
+    others: tuple[Transfer, ...] | None = None,
 ) -> list[Work]:
     """Matmuls of ``tokens`` rows. ``into`` a block from the stream (True), out of it (False), or neither (None).
 
     ``weights``: bytes read, if not all of them once, and ``converted``, seconds of their conversion, during which the
-    matrix unit waits. ``whole`` weights are not split over ``fsdp``.
+    matrix unit waits. ``whole`` weights are not split over ``fsdp``. ``others`` replace the collectives.
     """
     if not matmuls:
         return []
@@ -360,14 +387,13 @@ def _matmuls(
     seconds = np.maximum(seconds, phase.convert_s(matmuls, dtype) if converted is None else converted)
     stream = tokens * phase.model.d_model * ACTIVATION_BYTES / own
     collectives: tuple[Transfer, ...] = ()
-    if phase.scatters and into:
-        collectives = (
-            Transfer("all_reduce", GATHER_AXES, 4.0 * tokens / phase.split, "critical"),
-            Transfer("all_gather", phase.columns, stream, "critical"),
-            _hidden_sums(matmuls, tokens),
-        )
+    if others is not None:
+        collectives = others
+    elif phase.scatters and into:
+        collectives = _into(phase, matmuls, tokens)
     elif phase.scatters and into is False:
-        collectives = (_hidden(matmuls, tokens), Transfer("reduce_scatter", phase.columns, stream, "critical"))
+        sums = _scatter(phase, phase.columns, stream, np.ceil(tokens / phase.split))
+        collectives = (_hidden(matmuls, tokens), *sums)
     elif into is False:
         collectives = (Transfer("all_reduce", phase.columns, stream, "critical"),)
     read = sum(phase.weight_bytes(matmuls, dtype, whole=whole)) if weights is None else weights
@@ -378,6 +404,16 @@ def _matmuls(
             matmul_s=seconds, collectives=collectives, formula=" + ".join("2 B k n" for _ in matmuls),
         )
     ]  # fmt: skip
+
+
+def _into(phase: Phase, matmuls: Sequence[MatmulShape], tokens: Number) -> tuple[Transfer, ...]:
+    """Collectives of a block's first matmuls where the stream is split over columns' axes."""
+    stream = tokens * phase.model.d_model * ACTIVATION_BYTES / phase.ways(*GATHER_AXES)
+    return (
+        Transfer("all_reduce", GATHER_AXES, 4.0 * tokens / phase.split, "critical"),
+        Transfer("all_gather", phase.columns, stream, "critical"),
+        _hidden_sums(matmuls, tokens),
+    )
 
 
 def _work(

@@ -155,7 +155,7 @@ class _Visits:
 
     @classmethod
     def of(cls, sizes: Int[Array, " G"], size: int, rows: int, *, from_groups: bool = False) -> _Visits:
-        """The visits of ``rows`` sorted by groups of these ``sizes``; with ``from_groups`` each has tiles of its own."""
+        """Visits of ``rows`` sorted by groups of these ``sizes``; with ``from_groups`` each has tiles of its own."""
         ends = jnp.cumsum(sizes)
         origins = ends - sizes if from_groups else jnp.zeros_like(ends)
         first, last = (ends - sizes - origins) // size, (ends - 1 - origins) // size

@@ -25,7 +25,7 @@ from jax import P, lax, named_scope
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from rooftop.arrays.rules import Rules, ways
+from rooftop.arrays.rules import EXPERT_AXES, Rules, ways
 from rooftop.capabilities import cache_row
 from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig
@@ -442,8 +442,12 @@ def _logits(
     """Logits of the tokens ``which`` of x (None: all), V split as the unembedding is; minus infinity in its padding."""
     with named_scope("unembed"):
         # The unembedding has all of D, so that no sums of logits are added up.
-        # One dim after the other: XLA:TPU would gather both by an AllReduce.
-        picked = reshard(reshard(x, P(None, None, *how.specs.residual.partitions[2:])), P(None, None, None))
+        # One dim and axis after the other: XLA:TPU would gather several by an AllReduce.
+        _, tokens, *width = how.specs.residual.partitions
+        expert = tuple(axis for axis in axes_of(tokens) if axis in EXPERT_AXES)
+        for spec in (P(None, expert or None, *width), P(None, None, *width), P(None, None, None)):
+            x = reshard(x, spec)
+        picked = x
         picked = picked if which is None else picked[:, which]
         tied = weights.unembed is None
         matrix = weights.embed[:, : how.model.d_model].T if tied else in_full(weights.unembed, x.dtype)
@@ -492,6 +496,23 @@ def choose_tokens(
 
     logprobs, top, top_ids = lax.cond(jnp.any(heads[:, LOGPROBS] > 0), with_log_probabilities, without)
     return Chosen(tokens=tokens, logprobs=logprobs, top=top, top_ids=top_ids), adjustments
+
+
+#: Most heads of a device whose matmuls are written one by one; more would make programs long.
+_HEADS_APART = 32
+
+
+def multiply_heads(
+    x: Float[Array, "B T N size"], weights: Float[Array, "N size columns"], lanes: int
+) -> Float[Array, "B T N columns"]:
+    """Each head of x times its own matrix.
+
+    With ``lanes``, on a TPU, one head after the other: XLA:TPU multiplies a batch of so few rows many times slower.
+    """
+    heads = len(weights)
+    if lanes == 1 or heads > _HEADS_APART:
+        return jnp.einsum("btns,nsc->btnc", x, weights)
+    return jnp.stack([x[:, :, head] @ weights[head] for head in range(heads)], axis=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -571,7 +592,9 @@ class PagedHeads:
         ) -> tuple[jax.Array, Pages]:
             of_keys, of_values = jnp.split(up, [mla.d_nope], axis=-1)
             plain, turned = jnp.split(q, [mla.d_nope], axis=-1)
-            absorbed = jnp.concatenate([jnp.einsum("btnh,rnh->btnr", plain, of_keys), turned], axis=-1)
+            absorbed = jnp.concatenate(
+                [multiply_heads(plain, of_keys.transpose(1, 2, 0), self.how.lanes), turned], axis=-1
+            )
 
             def attend(
                 q: jax.Array, new: tuple[jax.Array, ...], pool: Pages, rows: tuple[Rows, ...]
@@ -579,7 +602,7 @@ class PagedHeads:
                 return attend_latents(self.how.reader, self._scores, q, new[0], new[1], pool, rows, self.how.parts)
 
             o, pool = self.how.groups.attend(attend, absorbed[0], (latent[0], shared[0]), pool, rows)
-            return jnp.einsum("btnr,rnv->btnv", o[None], of_values), pool
+            return multiply_heads(o[None], of_values.transpose(1, 0, 2), self.how.lanes), pool
 
         specs_in = (by_heads, whole, whole, up_spec, of_pool, of_rows)
         over = on_shards(local, in_specs=specs_in, out_specs=(by_heads, of_pool), check_vma=self._typed)

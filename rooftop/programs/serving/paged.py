@@ -18,8 +18,8 @@ There are five readers:
 - ``ragged``: JAX's kernel for TPU (``jax.experimental.pallas.ops.tpu.ragged_paged_attention``), which reads only
   existing pages. It supports no sinks, no latents, no quantised cache and no ``PageParts``, and needs heads of a
   multiple of 128. Its pools are [pages + 1, p, 2 k, H], with the key and the value of a head adjacent;
-- ``rows``: for TPUs, ``rooftop.programs.serving.row_kernel`` for rows that generate, which reads only existing pages, and
-  ``gather`` for prompts. It supports latents, and heads whose keys and values share a row; no quantised cache;
+- ``rows``: for TPUs, ``rooftop.programs.serving.row_kernel`` for rows that generate, which reads only existing pages,
+  and ``gather`` for prompts. It supports latents, and heads whose keys and values share a row; no quantised cache;
 - ``kernel``: for GPUs, ``rooftop.programs.serving.paged_kernel`` for rows that generate, which reads only existing
   tokens, and ``gather`` for prompts. It supports no latents, and head sizes of powers of two.
 """
@@ -316,7 +316,9 @@ def attend_heads(
     part, size = PagePart.of(parts, pool.values.shape[3]), q.shape[-1]
     together = pool.values.shape[1] == 1
     new = jnp.concatenate([k, v], axis=-1)[:, None] if together else jnp.stack([k, v], axis=1)
-    pool = pool.write(*_places(rows, part, pages - 1), new, by_rows=reader in ("gather", "rows"), unique=reader == "kernel")
+    pool = pool.write(
+        *_places(rows, part, pages - 1), new, by_rows=reader in ("gather", "rows"), unique=reader == "kernel"
+    )
 
     def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
         k, *v = (pool.read(part, table, q.dtype, by_rows=reader == "blocked") for part in range(1 if together else 2))
@@ -518,7 +520,7 @@ def _from_kernel(
 
 
 def _has_row_kernel(pool: Pages, rows: Rows) -> bool:
-    """True for rows that generate, if a token is a row of the pool, and pages and tables are such that the kernel runs."""
+    """True for rows that generate, if a token is a row of the pool, and the kernel takes its pages and tables."""
     _, parts, _, page_tokens, size = pool.values.shape
     there = parts == 1 and pool.scales is None and size % LANES == 0 and page_tokens % PAGE_TOKENS == 0
     return there and rows.width == 1 and 4 * rows.tables.size <= TABLE_BYTES

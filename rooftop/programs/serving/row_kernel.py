@@ -31,6 +31,12 @@ _UNROLLED = 8
 PAGE_TOKENS = 16
 
 
+def pages_of_block(page_bytes: int, pages: int) -> int:
+    """Pages that are copied together, of the ``pages`` of a table."""
+    block = _BLOCK_BYTES // page_bytes
+    return max(1, min(pages, block // _UNROLLED * _UNROLLED if block > _UNROLLED else block))
+
+
 def row_attention(
     scores: Scores,
     q: Float[Array, "R k g W"],
@@ -44,14 +50,13 @@ def row_attention(
 ) -> Float[Array, "R k g columns"]:
     """Softmax attention of one query a row and head: weighted sums of the first ``columns`` of the rows that it sees.
 
-    A query sees the tokens up to position ``last`` of its row that its window includes; zeros if it sees none. ``least``
-    is below all scores. Declared FLOPs and bytes are those of sequences that fill their tables.
+    A query sees the tokens up to position ``last`` of its row that its window includes; zeros if it sees none.
+    ``least`` is below all scores. Declared FLOPs and bytes are those of sequences that fill their tables.
     """
     (count, kv_heads, group, size), (page_tokens, pages) = q.shape, (values.shape[3], tables.shape[1])
     item, tokens = values.dtype.itemsize, pages * page_tokens
     page = (kv_heads, page_tokens, size)
-    block = _BLOCK_BYTES // (math.prod(page) * item)
-    block = max(1, min(pages, block // _UNROLLED * _UNROLLED if block > _UNROLLED else block))
+    block = pages_of_block(math.prod(page) * item, pages)
     # The cores of a chip that has two, such as v5p, take half of the rows each.
     cores = 2 if count % 2 == 0 else 1
     own = count // cores
@@ -68,7 +73,8 @@ def row_attention(
         grid=(cores, own),
         in_specs=[
             of_row,
-            pl.BlockSpec(memory_space=pl.ANY),
+            # XLA:TPU would copy a pool that fits VMEM there, and back.
+            pl.BlockSpec(memory_space=pltpu.HBM),
             *(pl.BlockSpec((kv_heads, group, 1), lambda *_: (0, 0, 0)) for _ in spread),
         ],
         out_specs=pl.BlockSpec((None, *out.shape[1:]), lambda core, row, *_: (core * own + row, 0, 0, 0)),
@@ -157,15 +163,11 @@ def _kernel(
         seen, sums = scores.seen(last - position), []
         for head, (top, total) in enumerate(carry):
             cached = buffers[slot, :, head].reshape(block * page_tokens, size)
-            logits = lax.dot_general(
-                q_ref[head], cached, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-            )
+            logits = lax.dot_general(q_ref[head], cached, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
             logits = jnp.where(seen, scores.scaled(logits), least)
             raised = jnp.maximum(top, logits.max(1, keepdims=True))
             weights, factor = jnp.where(seen, jnp.exp(logits - raised), 0), jnp.exp(top - raised)
-            more = jnp.dot(
-                weights.astype(cached.dtype), cached[:, :columns], preferred_element_type=jnp.float32
-            )
+            more = jnp.dot(weights.astype(cached.dtype), cached[:, :columns], preferred_element_type=jnp.float32)
             summed_ref[head] = factor * summed_ref[head] + more
             sums.append((raised, factor * total + weights.sum(1, keepdims=True)))
         return tuple(sums)
