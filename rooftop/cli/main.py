@@ -118,13 +118,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     except _ReaderGone:
-        # Python's flush at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(141)
     except OSError as error:
         # A full or broken disk is not the program's fault. Any other OSError that a verb lets through is a bug.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
+        if error.filename is None:
+            _drop_output()
         _fail(f"output: got {error.filename or 'stdout'}; accepted: a place that can be written ({error.strerror})", 2)
     sys.exit(status if isinstance(status, int) else 0)
 
@@ -138,6 +139,11 @@ def _print_glossary(words: Sequence[str]) -> None:
     formatter.write_dl([(item.words, item.meaning) for item in chosen])
     with _reader_may_go():
         say(formatter.getvalue().rstrip("\n"))
+
+
+def _drop_output() -> None:
+    """Send what stdout still holds to nowhere: Python's flush at exit would fail again, with status 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, status: int) -> None:
