@@ -157,7 +157,8 @@ def test_a_process_that_is_lost_or_stopped_is_started_again(model: Path) -> None
         status, log = served.stop()
         assert status == 0 and other.wait(60) == 0
     losses = [line["event"] for line in log if line["event"].startswith("the engine is lost")]
-    assert "process 1 of the engine is lost" in losses[0] and "has not answered for" in losses[1]
+    # A stopped process is killed by its own keeper or missed by the first process, both after 6 s.
+    assert "process 1 of the engine is lost" in losses[0] and "process 1 of the engine" in losses[1]
 
 
 @pytest.mark.slow
