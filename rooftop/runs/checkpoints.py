@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -139,6 +140,8 @@ class Checkpoints:
         self._saving: _Saving | None = None
         self._saves = 0
         logging.getLogger("absl").addFilter(_is_no_orbax_error)
+        # Left over from a save that failed, which is said in a line of ours.
+        warnings.filterwarnings("ignore", message="coroutine 'async_serialize_from_host", category=RuntimeWarning)
 
     def steps(self) -> tuple[int, ...]:
         """Steps of the complete checkpoints, ascending. ``verify`` tells if one is damaged."""
