@@ -120,6 +120,8 @@ class Session:
         self.devices = _host_by_host(self.slice)
         self.client = self.devices[0].client
         self._programs: list[TargetProgram] = []
+        #: Parameters of each program whose memory a result takes, in order.
+        self._aliased: list[tuple[int, ...]] = []
         self._reads: Counter[str] = Counter()
         self._not_compiled: Counter[str] = Counter()
         self._notes: dict[str, None] = {}
@@ -349,6 +351,8 @@ class Session:
                 cached=compiled.cached,
             )
             self._programs.append(program)
+            text = "" if program.result.program is None else program.result.program.hlo_text
+            self._aliased.append(tuple(sorted(set(aliases(text).values()))))
             at = len(self._programs) - 1
             self._by_executable[id(compiled.executable)] = (compiled.executable, at)
             if call is not None:
@@ -375,10 +379,9 @@ class Session:
         if entry is not None:
             self._count(entry[1])
             program = self._programs[entry[1]]
-            header = "" if program.result.program is None else program.result.program.hlo_text.partition("\n")[0]
             # Constants that a program closes over are its first parameters.
             first = len(loaded.input_avals) - len(taken)
-            numbers = sorted(number - first for number in set(aliases(header).values()) if number >= first)
+            numbers = (number - first for number in self._aliased[entry[1]] if number >= first)
             self._delete((taken[number] for number in numbers), program.name)
         return [
             stand_in(aval, sharding, committed=True, reader=self)

@@ -297,10 +297,11 @@ def _whole_lines(text: str) -> Iterator[str]:
         yield pending
 
 
-def aliases(header: str) -> dict[int, int]:
-    """The argument that each result takes the place of, from the first line of a module's text."""
-    text = header.partition("input_output_alias={")[2].partition(" }")[0]
-    return {int(output or 0): int(number) for output, number in re.findall(r"\{(\d*)\}: \((\d+), \{", text)}
+def aliases(text: str) -> dict[int, int]:
+    """The argument that each result takes the place of, as the first line of a module's text says."""
+    header = text.partition("\n")[0]
+    pairs = header.partition("input_output_alias={")[2].partition(" }")[0]
+    return {int(output or 0): int(number) for output, number in re.findall(r"\{(\d*)\}: \((\d+), \{", pairs)}
 
 
 def _stacks(text: str) -> dict[int, Stack]:

@@ -96,9 +96,9 @@ def _computed(entry: HloComputation, maker: Instruction) -> Instruction:
     return maker
 
 
-def undonated(module: Module, header: str) -> Iterator[tuple[EntryArgument, EntryResult]]:
-    """Arguments that a result of the same type could take the place of, with that result."""
-    taken = aliases(header)
+def undonated(module: Module, text: str) -> Iterator[tuple[EntryArgument, EntryResult]]:
+    """Arguments of a module and its text that a result of the same type could take the place of, with that result."""
+    taken = aliases(text)
     free = [argument for argument in arguments(module) if argument.number not in taken.values()]
     for result in results(module):
         if result.number in taken:

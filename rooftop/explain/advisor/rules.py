@@ -99,9 +99,8 @@ def _replicated(report: CompiledReport, module: Module) -> Iterator[ProgramFindi
 
 def _not_donated(report: CompiledReport, module: Module) -> Iterator[ProgramFinding]:
     """Results that could take the place of an argument, by the first part of the argument's name."""
-    header = report.compiled.hlo_text.partition("\n")[0]
     usable = report.compiled.mesh.slice.device_hbm_usable_bytes
-    pairs = list(undonated(module, header))
+    pairs = list(undonated(module, report.compiled.hlo_text))
     entry = module.computations[module.entry]
     used_by = users(entry)
     groups = _grouped(argument for argument, _ in pairs)

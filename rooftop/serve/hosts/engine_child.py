@@ -14,7 +14,6 @@ import logging
 import os
 import pickle
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -37,7 +36,7 @@ from rooftop.serve.engine.requests import Beat, Constraint, Deliver, EngineStats
 from rooftop.serve.hosts.engine_process import COMMAND, JOINING, EngineTask
 from rooftop.serve.hosts.link import Buffer, Link, LinkLost, Message
 from rooftop.serve.hosts.messages import sampling_fields, token_of
-from rooftop.serve.hosts.processes import AWAY_S, LOADING_S, SILENT_S, STARVED_S
+from rooftop.serve.hosts.processes import AWAY_S, LOADING_S, SILENT_S, STARVED_S, ended_by
 
 #: Seconds between two looks at the heartbeat.
 _LOOK_S = 0.5
@@ -501,7 +500,7 @@ class EngineChild:
                 process.stdin.close()
         if status is None or status == 0:
             return ""
-        return f" (it ended with {signal.Signals(-status).name if status < 0 else f'status {status}'})"
+        return f" (it ended with {ended_by(status)})"
 
     # The thread that watches.
 

@@ -24,7 +24,7 @@ from typing import IO, Any
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.runs.beats import DESCRIPTOR
 from rooftop.runs.supervise import is_stopped
-from rooftop.serve.hosts.processes import AWAY_S, LOADING_S, SILENT_S, STARVED_S
+from rooftop.serve.hosts.processes import AWAY_S, LOADING_S, SILENT_S, STARVED_S, ended_by
 from rooftop.serve.request import ServeRequest
 
 #: Arguments that run a process of an engine.
@@ -127,8 +127,7 @@ class Keeper:
             thread.join()
         if process.returncode == 0:
             return None
-        status = process.returncode
-        return verdict or (f"it ended with {signal.Signals(-status).name if status < 0 else f'status {status}'}")
+        return verdict or f"it ended with {ended_by(process.returncode)}"
 
     def _watched(self, process: subprocess.Popen[bytes]) -> str | None:
         """Wait for the end of the process; one that is silent or stopped is killed. Return why."""

@@ -39,12 +39,12 @@ from rooftop.serve.hosts.handover import (
 )
 from rooftop.serve.hosts.link import Link, LinkLost, Message
 from rooftop.serve.hosts.messages import token_of
-from rooftop.serve.hosts.processes import SILENT_S, Other
+from rooftop.serve.hosts.processes import SILENT_S, STARVED_S, Other
 
 #: Most losses of the generating process while it has a request: the request may be the cause.
 _LOSSES = 8
-#: Seconds between two looks at the other process, and after which this one was itself stopped or starved.
-_LOOK_S, _STARVED_S = 0.5, 2.0
+#: Seconds between two looks at the other process.
+_LOOK_S = 0.5
 #: Seconds to wait for the other process to count its pages.
 _PATIENCE_S = 60.0
 
@@ -292,7 +292,7 @@ class PrefillEngine(PagedEngine):
         while not self._closing:
             time.sleep(_LOOK_S)
             now_s = time.monotonic()
-            if now_s - looked_s > _STARVED_S:
+            if now_s - looked_s > STARVED_S:
                 # This process was stopped, or had no core: what the other one said is yet to be heard.
                 self._heard_s = now_s
             looked_s = now_s

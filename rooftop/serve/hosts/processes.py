@@ -39,6 +39,13 @@ AWAY_S = 600.0
 #: Seconds for which to try to reach a process on another machine, and between attempts.
 _PATIENCE_S, _EVERY_S = 60.0, 1.0
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+
+
+def ended_by(status: int) -> str:
+    """The end of a process by its ``returncode``, in words: SIGKILL, or status 2."""
+    return signal.Signals(-status).name if status < 0 else f"status {status}"
+
+
 #: Most starts of a process that ends before it is ready.
 _STARTS = 3
 
