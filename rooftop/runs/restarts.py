@@ -283,7 +283,10 @@ class _Lead:
                     end = _End(process=process, **{name: message[name] for name in ("status", "killed", "line")})
                     ends.append(end)
                     if end.status != 0 and not end.killed:
-                        reason = reason or str(end)
+                        # JAX aborts a process that has lost another, which may only be stopped.
+                        aborted = end.status == -signal.SIGABRT
+                        stopped = vigil.stopped(self._stopped) if aborted else None
+                        reason = reason or stopped or str(end)
             if not reason and not saving and (problem := vigil.problem(self._stopped)):
                 reason = problem
                 self._keep_report(problem, vigil)

@@ -55,9 +55,7 @@ class Vigil:
         now = self.clock()
         for process, (at, beat) in sorted(self._last.items()):
             if now - at > (SILENT_AT_START_S if beat.activity == STARTING else SILENT_S):
-                why = " (stopped)" if (stopped or {}).get(process) else ""
-                line = f"process {process} does not answer since {now - at:.0f} s{why}; it was in {beat}"
-                return line + self._waiting(besides=process)
+                return self._silent(process, " (stopped)" if (stopped or {}).get(process) else "")
         if not self._last:
             return None
         slow = [beat for _, beat in self._last.values() if beat.seconds > self._patience_s(beat)]
@@ -69,6 +67,11 @@ class Vigil:
         line = f"no process goes on: process {process} is in {beat} since {beat.seconds:.0f} s{wait}"
         return line + self._waiting()
 
+    def stopped(self, stopped: Mapping[int, bool]) -> str | None:
+        """Name the first process that the system says is stopped, however short its silence; None if none is."""
+        lines = (self._silent(process, " (stopped)") for process in sorted(self._last) if stopped.get(process))
+        return next(lines, None)
+
     def report(self) -> list[dict[str, object]]:
         """The last beat of each process, as JSON, with the seconds since it came."""
         now = self.clock()
@@ -76,6 +79,11 @@ class Vigil:
             {"process": process, "silent_s": round(now - at, 3), **vars(beat)}
             for process, (at, beat) in sorted(self._last.items())
         ]
+
+    def _silent(self, process: int, why: str) -> str:
+        at, beat = self._last[process]
+        line = f"process {process} does not answer since {self.clock() - at:.0f} s{why}; it was in {beat}"
+        return line + self._waiting(besides=process)
 
     def _waiting(self, besides: int | None = None) -> str:
         """The first other process that says in which collectives of its step it can wait."""

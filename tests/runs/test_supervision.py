@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from rooftop.runs import beats
 from rooftop.runs.beats import ProcessBeat
-from rooftop.runs.restarts import mesh_for
+from rooftop.runs.restarts import Supervision, _Connection, _Lead, mesh_for
 from rooftop.runs.vigil import Vigil
 
 
@@ -57,6 +59,28 @@ def test_a_process_without_beats_is_named_with_its_step(clock: Clock, vigil: Vig
     assert vigil.problem({1: True}) == "process 1 does not answer since 21 s (stopped); it was in step 40"
     vigil.forget(1)
     assert vigil.problem() is None
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_an_abort_is_blamed_on_the_process_that_is_stopped(tmp_path: Path, stopped: bool) -> None:
+    """JAX may abort the others before the supervisor has waited long enough for one that is stopped."""
+    of = Supervision(
+        arguments=(), run=tmp_path, processes=2, process=None, host="127.0.0.1", port=0, axes=None, max_restarts=1
+    )
+    ends = socket.socketpair(), socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        lead = _Lead(of=of, listening=listening, key="")
+        for process, (ours, _) in enumerate(ends):
+            lead.members[process] = _Connection(ours)
+        lead.events.put(("alive", 1, {"stopped": stopped}))
+        for process, status, killed in ((0, -signal.SIGABRT, False), (1, -signal.SIGKILL, True)):
+            lead.events.put(("ended", process, dict(generation=1, status=status, killed=killed, line="")))
+        reason, end = lead._generation(1, [0, 1])
+    for pair in ends:
+        for side in pair:
+            side.close()
+    silent = "process 1 does not answer since 0 s (stopped); it was in starting"
+    assert (reason, end) == (silent if stopped else "process 0 was ended by SIGABRT", None)
 
 
 def test_a_process_that_holds_up_the_others_is_named(clock: Clock, vigil: Vigil) -> None:
