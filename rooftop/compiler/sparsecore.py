@@ -24,6 +24,7 @@ from rooftop.compiler.compiling import (
     compile_ahead_of_time,
     require_compiler,
 )
+from rooftop.compiler.hlo.kernels import target
 from rooftop.compiler.hlo.text import Instruction, Module
 from rooftop.compiler.memory import OutOfMemory, read_exceeded
 from rooftop.core.errors import Infeasible, RooftopError, unknown
@@ -178,6 +179,20 @@ def sparsecore_overlap(module: Module) -> SparseCoreOverlap:
             computations += 1
             overlapped += bool(running)
     return SparseCoreOverlap(calls=calls, computations=computations, overlapped=overlapped)
+
+
+def embedding_calls(module: Module) -> int:
+    """Calls of SparseCores that read or update rows of tables, and have no time in a schedule of TensorCores."""
+
+    def embeds(name: str) -> bool:
+        return any(
+            target(instruction).startswith("Sparse") or any(map(embeds, instruction.called))
+            for instruction in module.computations[name]
+        )
+
+    every = (instruction for computation in module.computations.values() for instruction in computation)
+    starts = (instruction for instruction in every if _is_sparsecore(instruction, "call-start"))
+    return sum(any(map(embeds, instruction.called)) for instruction in starts)
 
 
 def _is_sparsecore(instruction: Instruction, opcode: str) -> bool:

@@ -15,6 +15,7 @@ from rooftop.compiler.hlo.text import parse
 from rooftop.compiler.sparsecore import (
     PIPELINING_OPTIONS,
     compile_with_marks,
+    embedding_calls,
     read_marks,
     refusal,
     refuses_larger,
@@ -166,3 +167,10 @@ def test_what_stands_between_start_and_done_is_beside() -> None:
     overlap = sparsecore_overlap(parse(HLO))
     assert (overlap.calls, overlap.computations, overlap.overlapped) == (1, 3, 1)
     assert overlap.share == pytest.approx(1 / 3)
+
+
+def test_calls_that_embed_are_counted_where_their_rows_are_gathered() -> None:
+    assert embedding_calls(parse(HLO)) == 0
+    gathers = '  ROOT %rows = f32[8]{0} custom-call(%a), custom_call_target="SparseGather"'
+    text = HLO.replace("  ROOT %a = f32[8]{0} parameter(0)", f"  %a = f32[8]{{0}} parameter(0)\n{gathers}")
+    assert embedding_calls(parse(text)) == 1

@@ -132,6 +132,11 @@ def maxtext_gemma2() -> float:
     return (4 * layers - 2 * 2 * tokens * width * hidden + 3 * 2 * tokens * vocab * width) / 16
 
 
+def sparsecore() -> float:
+    # A tower of two matmuls on 4 devices; the product with its one last column is no matmul.
+    return 3 * 2 * 16384 / 4 * (2 * 128 * 1024 + 1024 * 1024)
+
+
 #: MaxText's train.py with its own configuration, and these changes of it.
 MAXTEXT = (
     "-m",
@@ -229,6 +234,15 @@ GUESTS: tuple[Guest, ...] = (
         flops=llama3(),
         variable="ROOFTOP_LLM_EXAMPLES_PYTHON",
         packages=("llama3_jax", "jax"),
+    ),
+    Guest(
+        name="sparsecore",
+        title="jax-tpu-embedding, lookup, tower and update",
+        slice="v5p:2x2x1",
+        words=script("sparsecore_step"),
+        flops=sparsecore(),
+        environment="sparsecore",
+        packages=("jax-tpu-embedding", "jax"),
     ),
     Guest(
         name="splash",

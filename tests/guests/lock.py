@@ -20,6 +20,7 @@ GUESTS = {
     "flax": ("flax==0.12.8",),
     "haiku": ("dm-haiku==0.0.17",),
     "keras": ("keras==3.15.1",),
+    "sparsecore": ("jax-tpu-embedding==0.1.0",),
 }
 
 

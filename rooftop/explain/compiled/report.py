@@ -16,6 +16,7 @@ from rooftop.compiler.hlo.text import Module
 from rooftop.compiler.ledger import CompiledTimes, TimedLedger, compiled_ledger
 from rooftop.compiler.machine.schedule import Scheduled, ScheduleTimeline
 from rooftop.compiler.memory import HbmBuffer, PeakMemory
+from rooftop.compiler.sparsecore import embedding_calls
 from rooftop.core.amounts import Amount, Count
 from rooftop.core.ledger import CollectiveKind, Ledger
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
@@ -340,10 +341,12 @@ def _alone(compiled_report: CompiledReport) -> str:
     total_s, usable = compiled_report.timeline.total_s, compiled_report.compiled.mesh.slice.device_hbm_usable_bytes
     share = compiled_report.timeline.exposed_s / total_s if total_s else 0.0
     memory = "peak" if compiled_report.knows_peak else "arguments and results"
+    embeds = embedding_calls(compiled_report.compiled.module)
     return (
         f"{format_seconds(total_s)} expected, {share:.0%} of it waiting for collectives; "
         f"{memory} {format_bytes(compiled_report.peak_bytes)} of {format_bytes(usable)} a device"
         f"{kernels_text(compiled_report.called)}"
+        f"{f'; {embeds} calls of SparseCores count no time: a lower bound' if embeds else ''}"
     )
 
 
