@@ -1,8 +1,8 @@
 """Plans beside their compiled programs: FLOPs, peak memory, collective bytes by axis, expected time.
 
 Each case is planned, its program compiled ahead of time by XLA:TPU (no TPU; half a minute to two minutes each on two
-cores, one at a time) and set beside the plan. Writes bench/results/compile.csv, a row at a time, and prints the table
-of docs/compile.md. A case whose program cannot be built, or does not fit, says so in ``note``.
+cores, one at a time) and set beside the plan. Writes bench/results/compile.csv, a row at a time, and the table of
+docs/accuracy.md. A case whose program cannot be built, or does not fit, says so in ``note``.
 
     python bench/compile.py [NAME ... | --planned]
 
@@ -38,6 +38,7 @@ from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule
 
 RESULTS = Path(__file__).parent / "results" / "compile.csv"
+PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
 COLUMNS = (
     "name", "model", "layers", "slice", "mesh", "remat", "microbatches", "sequences", "seq_len", "attention",
     "optimizer", "matmul", "collective_matmuls", "experts_over_tensor",
@@ -312,10 +313,10 @@ def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, A
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The rows as docs/compile.md shows them: planned over compiled."""
+    """The rows in Markdown: planned over compiled."""
     lines = [
-        "| plan | matmul FLOPs | peak memory | collective bytes, largest axes first | expected time | differs |",
-        "|---|---|---|---|---|---|",
+        "| name | plan | matmul FLOPs | peak memory | collective bytes, largest axes first | expected time | differs |",
+        "|---|---|---|---|---|---|---|",
     ]
     for entry in rows:
         model = f"{entry['model']} ({entry['layers']} layers)"
@@ -324,8 +325,8 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         rings = ", collective matmuls" if entry.get("collective_matmuls") else ""
         whole = ", whole experts over tensor" if entry.get("experts_over_tensor") else ""
         what = (
-            f"{model}, {entry['slice']}, {entry['mesh']}, {entry['remat']}, {entry['sequences']} x {entry['seq_len']}"
-            f"{optimizer}{narrow}{rings}{whole}"
+            f"{entry['name']} | {model}, {entry['slice']}, {entry['mesh']}, {entry['remat']}, "
+            f"{entry['sequences']} x {entry['seq_len']}{optimizer}{narrow}{rings}{whole}"
         )
         if not entry["compiled_s"]:
             lines.append(f"| {what} | | | | | {entry['note']} |")
@@ -345,8 +346,17 @@ def _parsed(text: str) -> dict[str, float]:
     return {axes: float(nbytes) for axes, _, nbytes in (entry.partition(":") for entry in text.split())}
 
 
-def main(names: list[str], cases: Sequence[Case], results: Path) -> None:
-    """Compile the cases, one after another, and write the table."""
+def put(page: Path, script: str, text: str) -> None:
+    """Replace the part of a page that the script of this name has measured."""
+    begin, end = f"<!-- measured: python bench/{script} -->\n", "<!-- end -->"
+    head, marked, rest = page.read_text(encoding="utf-8").partition(begin)
+    if not marked:
+        raise ValueError(f"{page} has no {begin!r}")
+    write_text(page, f"{head}{begin}{text}\n{end}{rest.partition(end)[2]}")
+
+
+def main(names: list[str], cases: Sequence[Case], results: Path, page: Path) -> None:
+    """Compile the cases, one after another, and write the table, in the page too."""
     known, planned = {case.name: case for case in cases}, names == ["--planned"]
     for name in () if planned else names:
         if name not in known:
@@ -359,8 +369,10 @@ def main(names: list[str], cases: Sequence[Case], results: Path) -> None:
     if planned:
         rows = {name: priced_again(line) if line["compiled_s"] else line for name, line in rows.items()}
         write_rows(results, COLUMNS, (rows[name] for name in known if name in rows))
-    print(table(rows[name] for name in known if name in rows))
+    text = table(rows[name] for name in known if name in rows)
+    put(page, f"{results.stem}.py", text)
+    print(text)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], CASES, RESULTS)
+    main(sys.argv[1:], CASES, RESULTS, PAGE)

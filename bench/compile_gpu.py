@@ -1,7 +1,7 @@
 """Plans for GPUs beside their compiled programs, with no GPU: FLOPs, peak memory, collective bytes, expected time.
 
 As ``bench/compile.py``, with the compiler for GPUs (``pip install 'rooftop[gpu-compile]'``), whose version is that of
-jax. Writes bench/results/compile_gpu.csv, and prints a table of docs/compile.md.
+jax. Writes bench/results/compile_gpu.csv, and a table of docs/compile.md.
 
     python bench/compile_gpu.py [NAME ...]
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from compile import case, main
 
 RESULTS = Path(__file__).parent / "results" / "compile_gpu.csv"
+PAGE = Path(__file__).parents[1] / "docs" / "compile.md"
 CASES = (
     case("h100-fsdp", "llama3-8b", "h100:8", "fsdp=8", "matmuls", 16),
     case("h100-fsdp-tensor", "llama3-8b", "h100:8", "fsdp=4,tensor=2", "block", 16),
@@ -29,4 +30,4 @@ CASES = (
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], CASES, RESULTS)
+    main(sys.argv[1:], CASES, RESULTS, PAGE)

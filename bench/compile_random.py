@@ -4,9 +4,9 @@
 
 Models, slices, sequence lengths and batches are drawn; the search does the rest, and XLA:TPU compiles its answer ahead
 of time (no TPU; one at a time, a minute or several each). A draw whose plan does not fit, or that no program runs, is
-drawn again. Writes bench/results/compile_random.csv, a row at a time, and prints the table of docs/compile.md. Rows
-that the file has are not compiled again, except with ``--again``; ``--only`` picks single draws of a seed. Without a
-seed nothing is compiled: all rows get today's planned time and memory, and are the table.
+drawn again. Writes bench/results/compile_random.csv, a row at a time, and prints a table. Rows that the file has are
+not compiled again, except with ``--again``; ``--only`` picks single draws of a seed. Without a seed nothing is
+compiled: all rows get today's planned time and memory, and are the table of docs/accuracy.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from compile import COLUMNS, compiled_figures, priced_again, read_rows, table, write_rows
+from compile import COLUMNS, PAGE, compiled_figures, priced_again, put, read_rows, table, write_rows
 
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
@@ -108,22 +108,22 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
     every = list(rows)
     compiled = [line for line in every if line["compiled_s"]]
     done = [line for line in compiled if not _is_lower_bound(line)]
-    lines = [f"{len(every)} plans; {len(every) - len(compiled)} do not compile or do not fit."]
+    lines = [f"- {len(every)} plans; {len(every) - len(compiled)} do not compile or do not fit."]
     tight = [line for line in compiled if _is_lower_bound(line)]
     if tight:
         ratios = ((row["name"], float(row["planned_s"]) / float(row["compiled_s"])) for row in tight)
         bounds = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios)
-        lines.append(f"{len(tight)} leave no room in HBM, and their time is a lower bound: {bounds}. Of the others:")
+        lines.append(f"- {len(tight)} leave no room in HBM, and their time is a lower bound: {bounds}. Of the others:")
     for name, what in (("flops", "matmul FLOPs"), ("peak_bytes", "peak memory"), ("s", "expected time")):
         ratios = sorted(float(line[f"planned_{name}"]) / float(line[f"compiled_{name}"]) for line in done)
         near = sum(0.95 <= ratio <= 1.05 for ratio in ratios)
         if ratios:
             lines.append(
-                f"{what}: {ratios[0]:.3f} to {ratios[-1]:.3f}, median {median(ratios):.3f}; {near} of {len(ratios)} "
+                f"- {what}: {ratios[0]:.3f} to {ratios[-1]:.3f}, median {median(ratios):.3f}; {near} of {len(ratios)} "
                 "within 5 %."
             )
     again = [line for line in compiled if float(line["rematerialised_s"] or 0) > 0.001 * float(line["compiled_s"])]
-    lines.append(f"{len(again)} with work that XLA repeats unasked.")
+    lines.append(f"- {len(again)} with work that XLA repeats unasked.")
     return "\n".join(lines)
 
 
@@ -148,7 +148,8 @@ def main() -> None:
     if options.seed is None:
         rows = {name: priced_again(line) if line["compiled_s"] else line for name, line in read_rows(RESULTS).items()}
         write_rows(RESULTS, COLUMNS, rows.values())
-        _show(rows.values())
+        put(PAGE, "compile_random.py", shown(rows.values()))
+        print(shown(rows.values()))
         return
     draws = [Draw(options.seed, index) for index in options.only or range(options.count)]
     for draw in draws:
@@ -159,12 +160,12 @@ def main() -> None:
             rows = {**read_rows(RESULTS), draw.name: line}
             write_rows(RESULTS, COLUMNS, (rows[name] for name in sorted(rows, key=_order)))
     known = read_rows(RESULTS)
-    _show([known[draw.name] for draw in draws])
+    print(shown([known[draw.name] for draw in draws]))
 
 
-def _show(rows: Collection[Mapping[str, Any]]) -> None:
-    print(table(rows))
-    print(f"\n{summary(rows)}")
+def shown(rows: Collection[Mapping[str, Any]]) -> str:
+    """The table and its summary, in Markdown."""
+    return f"{table(rows)}\n\n{summary(rows)}"
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def partial_sums(
 
     XLA:TPU may gather both operands of such a matmul, if that moves fewer bytes than the sum. It then adds up whole
     products as if they were parts, and the result is a multiple of the right one (libtpu 0.0.42.1, TPU7x with batches
-    over two axes; docs/compile.md).
+    over two axes; docs/accuracy.md).
     """
     if out is None or not out.unreduced:
         return product(left, right, out_sharding=out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import re
@@ -65,10 +66,37 @@ def test_the_picture_is_that_of_the_transcript() -> None:
     assert len(drawing.rows(page)) > 15
 
 
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", TRANSCRIPTS.pages(), ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
-    assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
+    broken = []
+    for name, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+        target = page.parent / name if name else page
+        known = "://" in name or (
+            target.exists() and (not anchor or target.suffix != ".md" or anchor in _anchors(target))
+        )
+        if not known:
+            broken.append(f"{name}#{anchor}")
+    assert broken == []
+
+
+@pytest.mark.parametrize("script", ["compile", "compile_gpu", "compile_random"])
+def test_tables_of_compiled_plans_are_those_of_their_results(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    shared, module = importlib.import_module("compile"), importlib.import_module(script)
+    rows = shared.read_rows(module.RESULTS)
+    if script == "compile_random":
+        text = module.shown(rows.values())
+    else:
+        text = shared.table(rows[case.name] for case in module.CASES)
+    assert f"<!-- measured: python bench/{script}.py -->\n{text}\n<!-- end -->" in module.PAGE.read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_version_stands_in_the_citation() -> None:

@@ -415,7 +415,7 @@ def test_data_over_dcn_reduces_gradient_shards() -> None:
     assert reduce.time_s["dcn"] == pytest.approx(reduce.bytes / plan.problem.slice.chip.dcn_bytes_per_s, rel=1e-6)
 
 
-#: Plans whose programs have more than the planner knows of: see docs/compile.md.
+#: Plans whose programs have more than the planner knows of: see docs/accuracy.md.
 _KNOWN_MISSES = {
     name: pytest.mark.xfail(strict=True, reason=reason)
     for name, reason in {
@@ -471,7 +471,7 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
     moved = bytes_by_axes(join(plan.ledger, Ledger(())), no_findings)
     for entry in row["compiled_collective_bytes"].split():
         axes, _, nbytes = entry.partition(":")
-        # A sum over slices is taken in steps, over other axes each: see docs/compile.md. Near the edge of HBM some are
+        # A sum over slices is taken in steps, over other axes each: see docs/accuracy.md. Near the edge of HBM some are
         # done twice.
         if asked.slice.num_slices == 1 and not float(row["rematerialised_s"] or 0.0):
             planned, _ = moved.get(axes, (0.0, 0.0))

@@ -879,7 +879,7 @@ _APART = ("attn_normed", "rope", "attn_core", "mlp_normed")
 _EXCHANGE_PASSES = 4.0
 #: Passes more over rows of experts, in units of bf16, before they are quantised in the forward pass: a read and a write
 #: as float32 (3), a copy of these into the layout of the matmul (4), and a read of float32 in place of bf16 (1).
-#: Counted in the program of DeepSeek-V2-Lite in int8 (docs/compile.md).
+#: Counted in the program of DeepSeek-V2-Lite in int8 (docs/accuracy.md).
 _WIDENED_PASSES = 8.0
 #: Passes of XLA:GPU over the checkpoints of a layer: written to their stacks by copies, and copied out of them.
 _STACK_PASSES = 5.0
@@ -897,7 +897,7 @@ class _RingPasses:
 
 
 #: Queries are cut, scaled and transposed for each hop, and outputs, their log-sum-exps and gradients are merged in
-#: float32. As counted in compiled layers with rings of 2, 4 and 8 devices (docs/compile.md).
+#: float32. As counted in compiled layers with rings of 2, 4 and 8 devices (docs/accuracy.md).
 _RING_FORWARD = _RingPasses(once=15, hop=7, keys_hop=3.5)
 _RING_BACKWARD = _RingPasses(once=8, hop=16.5, keys_hop=4.5)
 
@@ -908,7 +908,7 @@ _RING_BACKWARD = _RingPasses(once=8, hop=16.5, keys_hop=4.5)
 _NORM_PASSES = 1.5
 ROPE_PASSES = 38 / 6
 #: Passes more where queries and keys are normalised before they are rotated: XLA writes them in float32 between, as
-#: counted in the programs of Qwen3-0.6B (docs/compile.md).
+#: counted in the programs of Qwen3-0.6B (docs/accuracy.md).
 _NORMED_HEADS_PASSES = 3.3
 
 

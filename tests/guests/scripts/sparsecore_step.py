@@ -34,7 +34,7 @@ features = {
 embedding.prepare_feature_specs_for_training(features, global_device_count=mesh.size)
 rows = NamedSharding(mesh, P("x", None))
 variables = embedding.init_embedding_variables(jax.random.key(0), tables, rows)
-kept = utils.embedding_table_format(mesh, rows.spec)
+layout = utils.embedding_table_format(mesh, rows.spec)
 keys = jax.random.split(jax.random.key(1), 3)
 tower = {
     "up": jax.random.normal(keys[0], (len(FEATURES) * WIDTH, HIDDEN)) * 0.06,
@@ -54,7 +54,7 @@ def loss(tower, activations, labels):
 split = partial(jax.shard_map, mesh=mesh, check_vma=False)
 
 
-@partial(jax.jit, donate_argnums=(1,), out_shardings=(None, kept, None))
+@partial(jax.jit, donate_argnums=(1,), out_shardings=(None, layout, None))
 def step(tower, variables, inputs, labels):
     lookup = partial(embedding.tpu_sparse_dense_matmul, global_device_count=mesh.size, feature_specs=features)
     activations = split(lookup, in_specs=(P("x"), P("x", None)), out_specs=P("x"))(inputs, variables)
