@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from rooftop.core.errors import Infeasible
+from rooftop.core.garbage import settle
 from rooftop.core.records import Record
 from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment, process_of
 from rooftop.serve.engine.configuration import Configuration, configuration_of
@@ -158,6 +159,11 @@ def _run(
 ) -> None:
     """``joined``: this process is one of several of an engine, and has joined the others."""
     began_s = time.monotonic()
+
+    def say_ready(process: ReadyProcess) -> None:
+        settle()
+        on_ready(process)
+
     part = choose_part(request)
     request = part.requested(request)
     example = is_example(request.checkpoint)
@@ -189,7 +195,7 @@ def _run(
             if joined and jax.process_index() > 0:
                 name, process, processes = source.folder.resolve().name, jax.process_index(), jax.process_count()
                 ready = ReadyFollower(model=name, process=process, processes=processes)
-                follow(source.folder, configuration, request.draft, lambda: on_ready(ready))
+                follow(source.folder, configuration, request.draft, lambda: say_ready(ready))
                 return
         bound = early or bind(request.host, request.port)
     except BaseException:
@@ -203,11 +209,11 @@ def _run(
             draft = None if part.role == "generate" else request.draft
             lead = Lead(coordinator=request.coordinator, draft=draft, log=log)
         if part.role == "generate":
-            _generate(source.folder, configuration, part, lead, bound, log, on_ready)
+            _generate(source.folder, configuration, part, lead, bound, log, say_ready)
         else:
             _Server(
                 request=request, source=source, configuration=configuration, part=part, lead=lead, bound=bound, log=log,
-                on_ready=on_ready, on_progress=on_progress, began_s=began_s, tls=tls,
+                on_ready=say_ready, on_progress=on_progress, began_s=began_s, tls=tls,
             ).run()  # fmt: skip
         if lead is not None:
             lead.end()

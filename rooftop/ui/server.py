@@ -8,7 +8,6 @@ were named when it was started.
 from __future__ import annotations
 
 import contextlib
-import gc
 import ipaddress
 import json
 import socket
@@ -27,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rooftop import __version__
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.garbage import settle
 from rooftop.present.browser import Widths, to_data
 from rooftop.present.document import Document, ShownVerdict
 from rooftop.present.glossary import entries
@@ -229,10 +229,7 @@ def serve(app: Starlette, listening: socket.socket) -> None:
     import uvicorn
 
     app.state.shelf.begin()
-    # What is imported stays, and an answer of thousands of boxes leaves little garbage: looking for it in the middle of
-    # one holds it up.
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
+    settle()
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False)
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listening])

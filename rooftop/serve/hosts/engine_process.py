@@ -34,6 +34,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.garbage import settle
 from rooftop.core.records import plain
 from rooftop.runs.environment import join_processes, keep_compilations
 from rooftop.runs.supervise import LOST_STATUS, drop_stdout
@@ -121,6 +122,7 @@ class EngineProcess:
         self._link.finish()
 
     def _serve(self, engine: PagedEngine) -> None:
+        settle()
         self._link.send(
             "ready",
             admission=asdict(engine.admission),
