@@ -35,6 +35,8 @@ from tests.support.shim import jumping_clock, preload
 _QUIET_S = 5.0
 #: Attacks at a time.
 _AT_ONCE = 3
+#: What is added to the nice value of the threads that attack.
+_NICE = 10
 #: Seconds within which a fault is noticed, and within which the engine serves again.
 _NOTICED_S, _SERVES_S = 10.0, 300.0
 #: Seconds after the load within which the server rests again.
@@ -251,7 +253,7 @@ def run(
                 if not pending:
                     pending = draw.sample(list(ATTACKS), len(ATTACKS))
                 own = random.Random(draw.random())
-                running.append(threading.Thread(target=pending.pop(), args=(target, own), daemon=True))
+                running.append(threading.Thread(target=_from_elsewhere, args=(pending.pop(), target, own), daemon=True))
                 running[-1].start()
             peak = max(peak, memory_mib(pid))
             if on_sample is not None and now_s - sampled_s >= every_s:
@@ -274,6 +276,14 @@ def run(
     report.quiet_health_s = max((seconds for kind, seconds in quiet if kind == "health"), default=0.0)
     _judge(report, watched, target, bounds, begun_s, ended_s)
     return report
+
+
+def _from_elsewhere(attack: Attack, target: Target, draw: random.Random) -> None:
+    """Attack with what the server leaves of the processors: real clients have their own."""
+    if sys.platform == "linux":
+        # There a nice value is that of a thread, and threads that it starts have it too.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
+    attack(target, draw)
 
 
 def _undisturbed(report: Report, watched: Watched, begun_s: float, ended_s: float) -> list[tuple[str, float]]:
