@@ -409,14 +409,8 @@ def _waits_for_host_s(
     """
     waits: dict[Phase, Number] = {}
     for phase, host_s in launch_s.items():
-        busy = sum(
-            (
-                some
-                for (of, part), some in seconds.items()
-                if part == "layers" and _PASS[of] == phase and of != "update"
-            ),
-            0.0,
-        )
+        phases: tuple[Phase, ...] = ("forward",) if phase == "forward" else ("recompute", "backward")
+        busy = sum((seconds.get((one, "layers"), 0.0) for one in phases), 0.0)
         waits[phase] = np.maximum(host_s / factor - busy, 0.0)
     return waits
 
