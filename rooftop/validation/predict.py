@@ -85,6 +85,7 @@ def _program(run: PublishedRun) -> Framework:
     program = dict(run.facts["program"])
     if program.get("kernels") == "compiled":
         program["kernels"] = "fused" if run.compiled else "eager"
+    program["graphs"] = tuple(program.get("graphs", ()))
     return Framework(**program)
 
 

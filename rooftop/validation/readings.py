@@ -64,7 +64,7 @@ def run_facts(row: TableRow) -> Mapping[str, Any]:
     """Facts about a run: its source's, and those of each [[recipe]] whose ``source``, ``model``... are the row's.
 
     ``program`` has the fields of ``rooftop.plan.training.assumptions.Framework``, ``mesh`` the devices by axis where
-    the columns do not say.
+    the columns do not say. ``strategy`` has fields of a run which the columns say otherwise.
     """
     facts = dict(source_facts(row.required("source")))
     program = dict(readings()["program"].get(facts.get("program"), {}))

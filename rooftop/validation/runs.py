@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -266,7 +266,7 @@ def _run(
     if step is None:
         raise Gap("no step_time or tokens_per_s_per_chip, and no rate whose FLOP count is known")
     word = f"{dtype}+compile" if "+compile" in row.cells["dtype"] else dtype
-    return PublishedRun(
+    run = PublishedRun(
         id=readings.identity(row, (on.name, f"{batch_seqs}x{seq_len}", word, remat.policy or "unstated"), taken),
         source=row.required("source"),
         model=model,
@@ -290,6 +290,8 @@ def _run(
         lines=lines,
         facts=facts,
     )
+    # A recipe at the tag of its release knows better than a table's columns.
+    return replace(run, **facts.get("strategy", {}))
 
 
 def full_attention(model: ModelConfig, seq_len: int) -> float:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.models import count_params
+from rooftop.plan.serving.engines.kernels import engine_kernels
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.validation import AccuracyReport, PublishedRun, accuracy, load_published, load_reasons, summarise
 from rooftop.validation.memory import compare_memory
@@ -146,6 +147,33 @@ def test_the_runs_on_gpus() -> None:
     gpus = [run for run in RUNS if run.slice.chip.kind == "gpu" and run.model.name == "deepseek-v3"]
     spread = {run.mesh["expert"]: run.slice.name for run in gpus if run.mesh}
     assert (spread[64], spread[32]) == ("h100:8x128", "gb200:64x4")
+
+
+def test_launches_of_megatron_core_take_what_engines_take() -> None:
+    """The mean of both engines, whose overheads are fitted on prefills of served models."""
+    host_s = [engine_kernels(engine, "h100").host_s for engine in ("vllm", "trtllm")]
+    (launch_s,) = {run.facts["program"].get("launch_s") for run in RUNS if run.framework == "Megatron Core"}
+    assert launch_s == pytest.approx(sum(host_s) / 2)
+
+
+def test_recipes_have_graphs_and_strategies() -> None:
+    runs = {(run.source.split()[-1], run.slice.chip.name): run for run in RUNS if run.model.name == "qwen3-30b-a3b"}
+    graphs = {key: tuple(run.facts["program"].get("graphs", ())) for key, run in runs.items()}
+    assert {graphs[release, "h100"] for release in ("25.09", "25.11", "26.02", "26.06")} == {()}
+    assert graphs["25.11", "b200"] == ("moe_router", "moe_preprocess")
+    assert graphs["26.04", "b200"] == ("attn", "moe_router", "moe_preprocess")
+    assert (graphs["25.09", "gb200"], graphs["26.08", "gb200"]) == (("layer",), ("layer",))
+    # What the recipe says, where the table's columns are those of an earlier release.
+    assert runs["25.11", "h100"].microbatch_seqs == 1
+    assert runs["26.02.01", "h100"].mesh == {"expert": 16}
+    assert runs["26.02", "h100"].mesh == {"stage": 2, "expert": 8}
+
+
+def test_mixtures_on_gpus_are_within_fifteen_per_cent() -> None:
+    runs = [run for run in RUNS if run.slice.chip.kind == "gpu" and run.model.moe is not None]
+    errors = [real_predict(run).uncalibrated_s / run.step_s - 1 for run in runs]
+    assert len(runs) == 39
+    assert sum(map(abs, errors)) / len(errors) < 0.15
 
 
 def test_flop_conventions_reproduce_the_logs_that_give_both_time_and_rate() -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 from rooftop.capabilities import KERNEL_OF_CHIP, AttentionKernel
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import Record
+from rooftop.plan.launches import GRAPH_PARTS, GraphPart
 from rooftop.plan.pricing import parse_shares, require_shares
 from rooftop.roofline.overlap import Overlap
 
@@ -48,6 +49,10 @@ class Framework:
     of gradients of inputs, and sums of gradients of inputs next to those of weights. ``fills_stages``: pipeline stages
     get layers of all kinds in order, the last stages fewer of them. ``groups_experts``: matmuls of a device's experts
     are one kernel, which starts once.
+
+    ``launch_s``: seconds of the host for each kernel that it launches, and so the least of a kernel in a layer; 0 where
+    all are CUDA graphs. ``graphs``: the parts of a layer that are graphs. ``quantising_kernels``: kernels that make the
+    8-bit copies of a tensor, and ``scaling_kernels`` those that put the scales of a matmul's operands in order.
     """
 
     dispatch: Literal["experts", "nodes"] = "experts"
@@ -60,6 +65,10 @@ class Framework:
     hides_gradients: bool = False
     fills_stages: bool = False
     groups_experts: bool = True
+    launch_s: float = 0.0
+    graphs: tuple[GraphPart, ...] = ()
+    quantising_kernels: int = 1
+    scaling_kernels: int = 0
 
     def __post_init__(self) -> None:
         if self.dispatch not in ("experts", "nodes"):
@@ -68,6 +77,11 @@ class Framework:
             raise unknown("kernels", str(self.kernels), ("fused", "eager"))
         if self.attention_speed <= 0:
             raise RooftopError("attention_speed", self.attention_speed, "a positive factor")
+        if self.launch_s < 0:
+            raise RooftopError("launch_s", self.launch_s, "seconds, 0 or more")
+        for part in self.graphs:
+            if part not in GRAPH_PARTS:
+                raise unknown("graphs", part, GRAPH_PARTS)
 
 
 @dataclass(frozen=True, kw_only=True)

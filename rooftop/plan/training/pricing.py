@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ from rooftop.scheduling.pipeline import ModelPart, StageOp
 
 #: The pass whose computation can hide a phase's transfers; gradients are summed while the backward pass still runs.
 _PASS = {"forward": "forward", "recompute": "backward", "backward": "backward", "update": "backward"}
+#: No seconds of a host that launches kernels.
+NO_LAUNCHES: Mapping[Phase, Number] = MappingProxyType({})
 #: A pass, and the part of it: the layers, or the rest.
 _Window = tuple[str, str]
 
@@ -351,14 +354,18 @@ def price_work(
     last_chunk: Number,
     *,
     fills_stages: bool = False,
+    launch_s: Mapping[Phase, Number] = NO_LAUNCHES,
 ) -> Ledger:
     """The ledger of ``work``, with pipeline idle time as its last rows; figures broadcast to [C, K].
 
     ``last_chunk`` is the share of a pipeline stage's layers that the last part of the model has. ``fills_stages``: a
-    stage with fewer layers than the longest one does the rest of the model instead of waiting.
+    stage with fewer layers than the longest one does the rest of the model instead of waiting. ``launch_s``: seconds
+    in which the host launches the layers' kernels, by pass.
     """
     times = _Times.of(work, strategies, rates, assumptions)
     rows = list(_rows(times, strategies, rates))
+    for gap, row in _launch_gaps(work, rows, launch_s):
+        work, rows = [*work, gap], [*rows, row]
     idle = _idle(work, rows, strategies, assumptions, last_chunk)
     padding = _padding(work, rows)
     if fills_stages and padding:
@@ -372,7 +379,12 @@ def price_work(
 
 
 def expected_s(
-    work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions, last_chunk: Number
+    work: Sequence[Work],
+    strategies: Strategies,
+    rates: Rates,
+    assumptions: Assumptions,
+    last_chunk: Number,
+    launch_s: Mapping[Phase, Number] = NO_LAUNCHES,
 ) -> Number:
     """Expected seconds of ``price_work``'s ledger, without its rows; broadcasts to [C, K]."""
     busy = _Busy.of(work, _Durations(strategies, rates), assumptions)
@@ -380,8 +392,42 @@ def expected_s(
     for key, share in busy.exposed(assumptions.shares(rates.overlap)).items():
         for owner, transfers in busy.transfers[key].items():
             seconds[owner] = seconds.get(owner, 0.0) + share * transfers
+    factor = assumptions.calibration * rates.step
+    for phase, gap_s in _waits_for_host_s(seconds, launch_s, factor).items():
+        seconds[phase, "layers"] = seconds.get((phase, "layers"), 0.0) + gap_s
     idle = _idle_s(seconds, strategies, assumptions, last_chunk)
-    return assumptions.calibration * rates.step * (sum(seconds.values(), 0.0) + idle) + rates.gap_s
+    return factor * (sum(seconds.values(), 0.0) + idle) + rates.gap_s
+
+
+def _waits_for_host_s(
+    seconds: Mapping[_Owner, Number], launch_s: Mapping[Phase, Number], factor: float = 1.0
+) -> dict[Phase, Number]:
+    """Seconds in which devices wait for launches, by pass, where all of a pass over the layers takes ``seconds``.
+
+    The host runs ahead of a device as long as its kernels last longer than their launches. ``factor`` comes to all
+    seconds of a device later.
+    """
+    waits: dict[Phase, Number] = {}
+    for phase, host_s in launch_s.items():
+        phases: tuple[Phase, ...] = ("forward",) if phase == "forward" else ("recompute", "backward")
+        busy = sum((seconds.get((one, "layers"), 0.0) for one in phases), 0.0)
+        waits[phase] = np.maximum(host_s / factor - busy, 0.0)
+    return waits
+
+
+def _launch_gaps(work: Sequence[Work], rows: Sequence[Row], launch_s: Mapping[Phase, Number]) -> list[tuple[Work, Row]]:
+    """Time of a pass over the layers in which devices wait for the host, which launches one kernel after another."""
+    seconds: dict[_Owner, Number] = {}
+    for owner, pairs in _by_owner(work, rows).items():
+        seconds[owner] = sum((item.count * row.expected_s for item, row in pairs), 0.0)
+    formula = "kernels of the layers x seconds to launch one, less the time of the pass"
+    return [
+        (
+            Work(scope="host_gap", phase=phase, count=1, formula=formula),
+            Row(scope="host_gap", phase=phase, count=1, expected_s=gap_s, serial_s=gap_s, formula=formula),
+        )
+        for phase, gap_s in _waits_for_host_s(seconds, launch_s).items()
+    ]
 
 
 def _rows(times: _Times, strategies: Strategies, rates: Rates) -> Iterator[Row]:

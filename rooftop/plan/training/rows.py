@@ -71,7 +71,7 @@ def training_ledger(step: TrainingStep) -> Ledger:
     """Every row of the step, with the exposed time of its collectives; figures broadcast to [C, K]."""
     return price_work(
         training_work(step), step.strategies, step.rates, step.assumptions, step.last_chunk,
-        fills_stages=step.framework.fills_stages,
+        fills_stages=step.framework.fills_stages, launch_s=step.launch_s,
     )  # fmt: skip
 
 

@@ -361,7 +361,7 @@ def _seconds(problem: Problem, strategies: Strategies, priced: Mask | None) -> F
         part = slice(start, start + rows)
         block = (some[part] if len(seconds) > rows else some).factored()
         step = problem.step(block)
-        times = expected_s(training_work(step), block, step.rates, step.assumptions, step.last_chunk)
+        times = expected_s(training_work(step), block, step.rates, step.assumptions, step.last_chunk, step.launch_s)
         seconds[part, chosen] = block.flat(times)
     return seconds
 

@@ -8,7 +8,7 @@ tensor axis (AllGather before a matmul, ReduceScatter after it), ring attention 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
 
@@ -31,13 +31,15 @@ from rooftop.capabilities import CONTEXT_CHUNKS, LANES, block_size, padded_posit
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
+from rooftop.core.scopes import Phase
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, Weight, weights
-from rooftop.models.activations import LOSS_CHUNK
+from rooftop.models.activations import CHECKPOINTS, LOSS_CHUNK
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
 from rooftop.models.mixers import Recurrence, recurrences
 from rooftop.models.segments import layers_alone, segments, shared_segment
 from rooftop.models.widths import ModelWidths
+from rooftop.plan.launches import Launches, LayerKernels
 from rooftop.plan.shapes import MixerMatmuls, full_attention_share, mean_attended_pairs, mlp_matmuls
 from rooftop.plan.training.assumptions import Assumptions, Framework
 from rooftop.plan.training.strategies import Strategies
@@ -435,6 +437,37 @@ class TrainingStep:
             "experts": self.layers * (1 - share) * sizes["experts"] / fsdp,
             "vocab": vocab / fsdp,
         }
+
+    @cached_property
+    def launch_s(self) -> Mapping[Phase, Number]:
+        """Seconds in which the host launches the kernels of a stage's layers, [C, K], by pass; {} for graphs alone.
+
+        A kernel counts alike whichever it is. Those outside of the layers are few, and left out.
+        """
+        framework, recomputed = self.framework, self.strategies.recomputed
+        if not framework.launch_s:
+            return {}
+        narrow = self.operand_bytes < self.element_bytes
+        kernels = LayerKernels(
+            model=self.model,
+            quantise=framework.quantising_kernels if narrow else 0,
+            scales=framework.scaling_kernels if narrow else 0,
+            experts=self.widths.experts,
+            grouped=framework.groups_experts,
+            dispatch=framework.dispatch,
+            tensor=np.where(self.tensor > 1, 1.0, 0.0),
+            graphs=framework.graphs,
+            again={name: recomputed(name) for name in CHECKPOINTS},
+        )
+        alone = self.layers_alone
+        dense, layers = self.dense_layers - alone.every_dense, self.layers - alone.every
+        total = Launches(0.0, 0.0)
+        if self.model.dense_layers:
+            total += kernels.of(moe=False) * dense
+        if self.model.moe is not None:
+            total += kernels.of(moe=True) * (layers - dense)
+        kernel_s = framework.launch_s * self.strategies.microbatches
+        return {"forward": kernel_s * total.forward, "backward": kernel_s * total.backward}
 
     @cached_property
     def lane_padding(self) -> Floats:
