@@ -3,10 +3,12 @@
 ``evidence.csv`` has a row for each published run that ``rooftop validate`` predicts: measured time over expected time.
 No figure of a plan was chosen with these ratios, so they say how far off the next plan of the kind may be.
 
-The ratios are modelled as log-normal: a mean per chip and kind of model, a deviation per model, and one per run. Both
-variances are shrunk towards those of the other chips of the same kind, worth ``_PRIOR`` degrees of freedom. Where
-several frameworks ran on chips of a family, each deviates too, and a plan is one more. The interval is Student's
-prediction interval for a run of a model that is not among those measured.
+The logarithm of a ratio is a sum of effects, each normal: of the place (a phase on a chip), of the framework, of the
+model, of the model in the place, and of the run. The runs of a family and kind of model say how large each effect is
+and what the measured places and frameworks have of it; a plan is a run of a model that is not among those measured.
+Standard deviations of effects are not fitted but averaged over, each combination by how well it explains the runs, with
+half-Cauchy priors as A. Gelman recommends for few groups (Prior distributions for variance parameters in hierarchical
+models, 2006).
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import csv
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import groupby
+from functools import cache, lru_cache
+from itertools import product
 from pathlib import Path
-from statistics import NormalDist, fmean, variance
+from statistics import fmean
 from typing import Literal, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from rooftop.core.records import Record, derived, field_values
 from rooftop.hardware import Calibrated, Chip, Slice
@@ -39,7 +44,12 @@ _RUNS: Mapping[Phase, str] = {
     "tpot": "TPOT of engines under load on GPUs",
     "ttft": "TTFT of engines under load on GPUs",
 }
-#: Degrees of freedom that the variances of other chips are worth.
+#: The half-Cauchy prior's scale of each effect's standard deviation: plans are off by about a tenth. With half or twice
+#: of it the published runs' intervals are as good (docs/plan.md).
+_SCALE = 0.1
+#: Standard deviations that are tried of each effect: the prior gives each the same probability.
+DEVIATIONS = tuple(_SCALE * math.tan(math.pi / 2 * share) for share in (0.1, 0.3, 0.5, 0.7, 0.9))
+#: Degrees of freedom that the variance between runs of other chips is worth.
 _PRIOR = 2
 #: Sequences more than so many times as long as any that was measured are outside the evidence.
 _LONGER = 2
@@ -65,6 +75,11 @@ class MeasuredRatio:
     run: str
 
     @property
+    def place(self) -> str:
+        """The phase and the chip."""
+        return f"{self.phase} on {self.chip}"
+
+    @property
     def error(self) -> float:
         """Expected / measured - 1: negative where the plan is too fast."""
         return 1 / self.ratio - 1
@@ -78,7 +93,10 @@ class MeasuredRatio:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A planned time: of ``phase`` on a chip of a ``family``, for a model of a ``kind``."""
+    """A planned time: of ``phase`` on a chip of a ``family``, for a model of a ``kind``.
+
+    ``framework`` runs it. None: our program, which is one more framework where several ran on chips of the family.
+    """
 
     phase: Phase
     chip: str
@@ -86,6 +104,7 @@ class Question:
     kind: Kind
     seq_len: int
     over_dcn: bool
+    framework: str | None = None
 
     @classmethod
     def of(cls, phase: Phase, model: ModelConfig, where: Slice, seq_len: int) -> Question:
@@ -105,6 +124,11 @@ class Question:
         return f"{_RUNS[self.phase]} of {models} on {self.chip}"
 
     @property
+    def place(self) -> str:
+        """The phase and the chip."""
+        return f"{self.phase} on {self.chip}"
+
+    @property
     def under_load(self) -> bool:
         """True if benchmarks of serving engines are evidence."""
         return self.phase in ("tpot", "ttft")
@@ -115,7 +139,8 @@ def measured_ratio(
 ) -> MeasuredRatio:
     """The ratio of a run that was measured and expected in seconds."""
     ratio = measured_s / expected_s
-    return MeasuredRatio(**vars(question), framework=framework, model=model_key(model), ratio=ratio, run=run)
+    fields = {**vars(question), "framework": framework}
+    return MeasuredRatio(**fields, model=model_key(model), ratio=ratio, run=run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,15 +240,16 @@ def was_measured(question: Question) -> bool:
 
 
 def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = None) -> Evidence:
-    """The evidence for a planned time among ``ratios``: by default those of all published runs of its phase."""
+    """The evidence for a planned time among ``ratios``: by default those of all published runs.
+
+    Runs of its phase, chip and kind of model count; those of other chips and phases help to say how far runs stray.
+    """
     if ratios is None:
         ratios = measured_ratios("engine_evidence.csv" if question.under_load else "evidence.csv")
-    ratios = [one for one in ratios if one.phase == question.phase]
     if question.under_load:
-        return _under_load(question, ratios)
-    of_frameworks = _of_frameworks(ratios, question)
-    ratios = [one for one in ratios if one.kind == question.kind]
-    own = [one for one in ratios if one.chip == question.chip]
+        return _under_load(question, [one for one in ratios if one.phase == question.phase])
+    family = tuple(one for one in ratios if one.family == question.family)
+    own = [one for one in family if one.place == question.place and one.kind == question.kind]
     if not own:
         return Evidence(
             level="bound",
@@ -237,10 +263,13 @@ def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = No
             unlike=(),
         )
     unlike = _unlike(question, own)
-    factor = _factor(own, _others(ratios, question), len(unlike), of_frameworks)
-    if of_frameworks:
+    ran = {one.framework for one in family if one.phase == question.phase}
+    if question.framework is None and len(ran) == 1:
+        question = replace(question, framework=ran.pop())
+    low, high = _effects(family, question.kind).percentiles(question.place, question.framework, len(unlike))
+    if question.framework is None:
         unlike.append("they are priced as their frameworks run them")
-    return _evidence(question, own, factor, unlike)
+    return _evidence(question, own, (math.exp(low), math.exp(high)), unlike)
 
 
 def _under_load(question: Question, ratios: Sequence[MeasuredRatio]) -> Evidence:
@@ -282,71 +311,116 @@ def _evidence(
     )
 
 
-@dataclass(frozen=True)
-class _Spread:
-    """Log-ratios of a chip and kind: their mean over models by ``names``, and sums of squares."""
+Floats = npt.NDArray[np.float64]
 
-    mean: float
-    names: frozenset[str]
-    between: float
-    within: float
-    runs: int
 
-    @property
-    def models(self) -> int:
-        """The number of models."""
-        return len(self.names)
+@dataclass(frozen=True, kw_only=True)
+class _Effects:
+    """The effects that log-ratios are sums of, by combination of standard deviations [S].
+
+    ``variances`` [S, 4] of place (a phase on a chip), framework, model, and model in a place, each combination with its
+    weight [S], given the runs. ``levels`` has the places and frameworks of the cells [2, C]: runs of a model by a
+    framework in a place. ``means`` [S] are of all ratios, ``deviations`` [S, C] those of cells from it, times
+    ``inverses`` of their covariance [S, C, C]. ``run`` is the variance between runs of a cell in each place.
+    """
+
+    variances: Floats
+    weights: Floats
+    levels: tuple[tuple[str, ...], tuple[str, ...]]
+    means: Floats
+    deviations: Floats
+    inverses: Floats
+    run: Mapping[str, float]
 
     @classmethod
-    def of(cls, ratios: Sequence[MeasuredRatio]) -> _Spread:
-        logs = _grouped(ratios, lambda one: one.model)
-        values = [[math.log(one.ratio) for one in runs] for runs in logs.values()]
-        means = [fmean(runs) for runs in values]
-        mean = fmean(means)
+    def of(cls, ratios: Sequence[MeasuredRatio], frameworks: Floats | None = None) -> _Effects:
+        """The effects of runs of a family and kind; ``frameworks``: the prior of that standard deviation."""
+        cells, run = _cells(ratios), run_variances(ratios)
+        places, ran, models = zip(*cells, strict=True)
+        values = np.array([fmean(logs) for logs in cells.values()])
+        of_mean = np.array([run[place] / len(logs) for place, logs in zip(places, cells.values(), strict=True)])
+        same = [np.equal.outer(level, level) for level in (np.array(places), np.array(ran), np.array(models))]
+        variances = np.array(list(product(DEVIATIONS, repeat=4))) ** 2
+        shared = np.array([*same, np.eye(len(values))], dtype=np.float64)
+        covariances = np.tensordot(variances, shared, axes=1) + np.diag(of_mean)
+        inverses = np.linalg.inv(covariances)
+        precision = inverses.sum((1, 2))
+        means = inverses.sum(1) @ values / precision
+        distances = values - means[:, np.newaxis]
+        deviations = np.einsum("scd,sd->sc", inverses, distances)
+        likelihood = np.linalg.slogdet(covariances)[1] + np.log(precision) + np.sum(distances * deviations, axis=1)
+        weights = np.exp((likelihood.min() - likelihood) / 2).reshape((len(DEVIATIONS),) * 4)
+        if frameworks is not None:
+            weights *= frameworks[:, np.newaxis, np.newaxis]
         return cls(
-            mean=mean,
-            names=frozenset(logs),
-            between=sum((value - mean) ** 2 for value in means),
-            within=sum((value - fmean(runs)) ** 2 for runs in values for value in runs),
-            runs=len(ratios),
+            variances=variances,
+            weights=weights.ravel() / weights.sum(),
+            levels=(places, ran),
+            means=means,
+            deviations=deviations,
+            inverses=inverses,
+            run=run,
         )
 
+    @property
+    def of_frameworks(self) -> Floats:
+        """The probability of each standard deviation between frameworks."""
+        return np.asarray(self.weights.reshape((len(DEVIATIONS),) * 4).sum((0, 2, 3)))
 
-def _others(ratios: Sequence[MeasuredRatio], question: Question) -> list[_Spread]:
-    """Spreads of the other chips of the family, or of all others where it has none."""
-    chips = _grouped([one for one in ratios if one.chip != question.chip], lambda one: f"{one.family} {one.chip}")
-    spreads = {name: _Spread.of(members) for name, members in chips.items()}
-    family = [spread for name, spread in spreads.items() if name.startswith(question.family)]
-    return family or list(spreads.values())
+    def percentiles(self, place: str, framework: str | None, unlike: int) -> tuple[float, float]:
+        """The 5th and 95th percentile of the log-ratio of another model in a place with runs.
+
+        A run that is ``unlike`` all measured ones in some ways strays in each as far as a model does.
+        """
+        shares = np.array([[one == level for one in self.levels[at]] for at, level in enumerate((place, framework))])
+        shared = self.variances[:, :2] @ shares
+        means = self.means + np.sum(shared * self.deviations, axis=1)
+        solved = np.einsum("scd,sd->sc", self.inverses, shared)
+        variances = self.variances.sum(1) + unlike * self.variances[:, 2:].sum(1) + self.run[place]
+        variances += (1 - solved.sum(1)) ** 2 / self.inverses.sum((1, 2)) - np.sum(shared * solved, axis=1)
+        likely = self.weights > 1e-4 * self.weights.max()
+        mixture = list(zip(self.weights[likely], means[likely], np.sqrt(2 * variances[likely]), strict=True))
+        total = sum(weight for weight, _, _ in mixture)
+
+        def percentile(share: float) -> float:
+            low, high = -10.0, 10.0
+            while high - low > 1e-6:
+                middle = (low + high) / 2
+                below = sum(weight * (1 + math.erf((middle - mean) / scale)) / 2 for weight, mean, scale in mixture)
+                low, high = (middle, high) if below < share * total else (low, middle)
+            return (low + high) / 2
+
+        return percentile(0.05), percentile(0.95)
 
 
-def _of_frameworks(ratios: Sequence[MeasuredRatio], question: Question) -> float:
-    """The variance between the frameworks that ran on chips of the family, with dense models: all of them ran those."""
-    family = [one for one in ratios if (one.family, one.kind) == (question.family, "dense")]
-    spreads = [_Spread.of(members) for members in _grouped(family, lambda one: one.framework).values()]
-    return variance([spread.mean for spread in spreads]) if len(spreads) > 1 else 0.0
+def run_variances(ratios: Sequence[MeasuredRatio]) -> dict[str, float]:
+    """The variance between log-ratios of one model by one framework, in each place, drawn towards that of all."""
+    squares: dict[str, float] = dict.fromkeys((one.place for one in ratios), 0.0)
+    freedom = dict.fromkeys(squares, 0)
+    for (place, _, _), logs in _cells(ratios).items():
+        mean = fmean(logs)
+        squares[place] += sum((one - mean) ** 2 for one in logs)
+        freedom[place] += len(logs) - 1
+    everywhere = sum(squares.values()) / max(1, sum(freedom.values()))
+    return {place: (squares[place] + _PRIOR * everywhere) / (freedom[place] + _PRIOR) for place in squares}
 
 
-def _factor(
-    own: Sequence[MeasuredRatio], others: Sequence[_Spread], unlike: int, of_frameworks: float
-) -> tuple[float, float]:
-    """The 5th and 95th percentile of measured / expected for a run of another model."""
-    spread = _Spread.of(own)
-    groups = (spread, *others)
-    between = [one.between / (one.models - 1) for one in groups if one.models > 1]
-    freedom = sum(one.models - 1 for one in groups)
-    if len(between) < 2:
-        # One model a chip says how far models are from the expectation, not how far from each other. One model on
-        # several chips says it once.
-        between += [one.mean**2 for one in groups]
-        freedom += len(frozenset[str]().union(*(one.names for one in groups)))
-    within = [one.within / (one.runs - one.models) for one in groups if one.runs > one.models]
-    model = (spread.between + _PRIOR * fmean(between)) / (spread.models - 1 + _PRIOR)
-    run = (spread.within + _PRIOR * fmean(within or [0.0])) / (spread.runs - spread.models + _PRIOR)
-    frameworks = len({one.framework for one in own})
-    deviation = math.sqrt(model * (1 + 1 / spread.models + unlike) + run + of_frameworks * (1 + 1 / frameworks))
-    margin = _student(max(freedom, 2)) * deviation
-    return math.exp(spread.mean - margin), math.exp(spread.mean + margin)
+def _cells(ratios: Sequence[MeasuredRatio]) -> dict[tuple[str, str, str], list[float]]:
+    """Log-ratios by place, framework and model."""
+    cells: dict[tuple[str, str, str], list[float]] = {}
+    for one in ratios:
+        cells.setdefault((one.place, one.framework, one.model), []).append(math.log(one.ratio))
+    return cells
+
+
+@lru_cache(maxsize=64)
+def _effects(ratios: tuple[MeasuredRatio, ...], kind: Kind) -> _Effects:
+    """The effects of runs of a family with models of a kind."""
+    dense = tuple(one for one in ratios if one.kind == "dense")
+    if kind == "dense" or not dense:
+        return _Effects.of(tuple(one for one in ratios if one.kind == kind))
+    # All frameworks of a family ran dense models, and one of them mixtures.
+    return _Effects.of(tuple(one for one in ratios if one.kind == kind), _effects(dense, "dense").of_frameworks)
 
 
 def _pooled_factor(ratios: Sequence[MeasuredRatio], unlike: int) -> tuple[float, float]:
@@ -371,21 +445,3 @@ def _pooled_factor(ratios: Sequence[MeasuredRatio], unlike: int) -> tuple[float,
     median, wider = percentile(0.5), math.sqrt(1 + 1 / len(models) + unlike)
     low, high = (median + wider * (percentile(share) - median) for share in (0.05, 0.95))
     return math.exp(low), math.exp(high)
-
-
-def _student(freedom: int) -> float:
-    """The 95th percentile of Student's t, from two degrees of freedom on."""
-    if freedom == 2:
-        return float(0.9 * math.sqrt(2 / (1 - 0.9**2)))
-    # Abramowitz and Stegun, 26.7.5: within 0.3 % from three degrees on.
-    z = float(NormalDist().inv_cdf(0.95))
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + sum(term / float(freedom) ** power for power, term in enumerate(terms, start=1))
-
-
-def _grouped(ratios: Iterable[MeasuredRatio], key: Callable[[MeasuredRatio], str]) -> Mapping[str, list[MeasuredRatio]]:
-    return {name: list(members) for name, members in groupby(sorted(ratios, key=key), key)}

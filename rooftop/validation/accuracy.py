@@ -19,7 +19,14 @@ import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.records import Record
-from rooftop.plan.evidence import MeasuredRatio, Question, measured_ratio, model_key, others_evidence
+from rooftop.plan.evidence import (
+    MeasuredRatio,
+    Question,
+    measured_ratio,
+    measured_ratios,
+    model_key,
+    others_evidence,
+)
 from rooftop.validation.runs import PublishedRun
 
 LEVELS: tuple[str, ...] = ("bound", "uncalibrated", "calibrated", "null")
@@ -292,7 +299,9 @@ def _compare(runs: Sequence[PublishedRun], bound_s: _Floats, uncalibrated_s: _Fl
         return ()
     calibrated, null = calibrated_seconds(runs, uncalibrated_s), null_seconds(runs)
     ratios = training_ratios(runs, [float(seconds) for seconds in uncalibrated_s])
-    evidence = [others_evidence(ratios, ratio) for ratio in ratios]
+    # As a plan has it, runs of serving help to say how far runs stray.
+    known = (*ratios, *(ratio for ratio in measured_ratios() if ratio.phase != "train"))
+    evidence = [others_evidence(known, ratio) for ratio in ratios]
     return tuple(
         Comparison(
             run=run,
