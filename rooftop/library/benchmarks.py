@@ -20,7 +20,7 @@ from rooftop import __version__
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh
 from rooftop.arrays.mesh import MeshLayout
-from rooftop.core.errors import Infeasible, RooftopError, unknown
+from rooftop.core.errors import Infeasible, RooftopError, refuse, unknown
 from rooftop.core.files import write_json
 from rooftop.core.ledger import COLLECTIVES
 from rooftop.core.measurements import MeasuredCollectives
@@ -416,9 +416,7 @@ def calibrate(
     """
     path = None if output is None else Path(output)
     if run is not None:
-        for name, value in (("on", on), ("devices", devices)):
-            if value is not None:
-                raise RooftopError(name, value, "nothing with a run, which says it")
+        refuse({"on": on, "devices": devices}, "nothing with a run, which says it")
         return _of_run(Path(run), path)
     limit = parse_quantity(minutes, "minutes", largest=_LONGEST)
     where = None if on is None else slice_of(on)
