@@ -19,6 +19,7 @@ from rooftop.cli.options import (
     WORKLOAD,
     VerbCommand,
     burstiness_option,
+    concurrency_option,
     devices_option,
     dtype_option,
     duration_option,
@@ -28,6 +29,7 @@ from rooftop.cli.options import (
     on_option,
     option,
     output_option,
+    requests_option,
     seed_option,
     tpot_option,
     ttft_option,
@@ -90,6 +92,7 @@ def collectives(*, output: Path | None, as_json: bool, **options: Unpack[_Collec
 
 _SERVING = (
     "rooftop bench serve --url http://127.0.0.1:8000 --requests-per-second 4 --prompt 128:512 --generate 64",
+    "rooftop bench serve --url http://127.0.0.1:8000 --concurrency 16 --requests 200",
     "rooftop bench serve --url http://127.0.0.1:8000 --trace trace.jsonl --plan plan.json --ttft 1s --tpot 50ms",
 )
 
@@ -101,6 +104,8 @@ class _ReplayOptions(TypedDict):
     trace: Path | None
     requests_per_second: float | None
     duration: float
+    concurrency: int | None
+    requests: int | None
     prompt: str
     generate: str
     burstiness: float
@@ -120,6 +125,8 @@ class _ReplayOptions(TypedDict):
 @option("--trace", group=WORKLOAD, type=PATH, help="Requests: JSONL or CSV.")
 @option("--requests-per-second", group=WORKLOAD, type=QUANTITY, help="Or drawn at this rate.")
 @duration_option(default="60s")
+@concurrency_option()
+@requests_option()
 @option("--prompt", group=WORKLOAD, default="512", metavar="N", help="Tokens of a prompt: 512, or 128:1024.")
 @option("--generate", group=WORKLOAD, default="128", metavar="N", help="Tokens of an answer, likewise.")
 @burstiness_option()
@@ -135,7 +142,7 @@ class _ReplayOptions(TypedDict):
 @output_option()
 @json_option
 def serve(*, output: Path | None, as_json: bool, **options: Unpack[_ReplayOptions]) -> int:
-    """Replay a trace against a server with OpenAI's API, and report how long its clients wait.
+    """Send requests to a server with OpenAI's API: of a trace, at a rate, or of clients; report how long these wait.
 
     The same requests are simulated: with the step times that a server of rooftop measured meanwhile (its /metrics), or
     with those of a --plan.

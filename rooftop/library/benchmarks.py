@@ -233,6 +233,8 @@ def bench_serving(
     trace: RequestTrace | Path | str | None = None,
     requests_per_second: float | str | None = None,
     duration: TimeLike = 60.0,
+    concurrency: CountLike | None = None,
+    requests: CountLike | None = None,
     prompt: LengthsLike = 512,
     generate: LengthsLike = 128,
     burstiness: float | str = 1.0,
@@ -251,9 +253,11 @@ def bench_serving(
 
     Args:
         url: Address of the server: 'http://127.0.0.1:8000'.
-        trace: Requests, or the path of a JSONL or CSV file of them; give this or a rate.
+        trace: Requests, or the path of a JSONL or CSV file of them; give this, a rate or clients.
         requests_per_second: Rate of drawn requests.
         duration: Time span of drawn requests.
+        concurrency: Clients, each of which sends its next request when its last answer ends; in the place of a rate.
+        requests: Requests of all clients; by default 10 for each.
         prompt: Tokens of a prompt: 512 or '128:1024'.
         generate: Tokens of an answer, likewise.
         burstiness: Shape of the times between requests: 1 is Poisson, below it requests come in bursts.
@@ -271,12 +275,9 @@ def bench_serving(
     Raises RooftopError naming the argument that is wrong, and Infeasible if no request was answered.
     """
     require_packages(_CLIENT, "serve")
-    if (requests_per_second is None) == (trace is None):
-        accepted = "--trace FILE or --requests-per-second N, one of them"
-        raise RooftopError("trace", None if trace is None else str(trace), accepted)
-    requests = trace_of(
-        trace, requests_per_second=requests_per_second, duration=duration, prompt=prompt, generate=generate,
-        burstiness=burstiness, seed=seed, hash_tokens=hash_tokens,
+    asked = trace_of(
+        trace, concurrency=concurrency, requests=requests, requests_per_second=requests_per_second, duration=duration,
+        prompt=prompt, generate=generate, burstiness=burstiness, seed=seed, hash_tokens=hash_tokens,
     )  # fmt: skip
     targets = targets_of(ttft, tpot)
     ids = None if vocab is None else parse_count(vocab, "vocab")
@@ -289,11 +290,11 @@ def bench_serving(
     ids = ids or served_vocab or _VOCAB
     target = ReplayTarget(url=url, model=name, vocab=ids, key=api_key, exact=ignore_eos)
     before = PredictionInput.read(url)
-    replayed = asyncio.run(replay(requests, prompts_of(requests, ids, seed), target, targets, on_progress))
+    replayed = asyncio.run(replay(asked, prompts_of(asked, ids, seed), target, targets, on_progress))
     if not replayed.served:
         raise Infeasible("no request was answered", str(replayed.metrics.requests.why))
     after = PredictionInput.read(url)
-    predicted, predicted_by = _prediction(replayed, requests, before, after, planned, targets)
+    predicted, predicted_by = _prediction(replayed, asked, before, after, planned, targets)
     outside_s = None
     if before is not None and after is not None and replayed.metrics.ttft_s is not None:
         from rooftop.serve.client.prediction import outside_s as outside_engine_s
@@ -305,7 +306,7 @@ def bench_serving(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         url=url,
         model=name,
-        trace=SimulatedTrace.of(requests),
+        trace=SimulatedTrace.of(replayed.sent(asked)),
         measured=replayed.metrics,
         predicted=predicted,
         predicted_by=predicted_by,
@@ -326,7 +327,7 @@ def _prediction(
 
     if plan is None and (before is None or after is None):
         return None, "no --plan, and no step times at /metrics of the server"
-    served = replayed.trace()
+    served = replace(replayed.trace(), clients=trace.clients)
     if trace.hashes is not None and len(served) == len(trace):
         served = replace(served, hashes=trace.hashes, hash_tokens=trace.hash_tokens)
     try:

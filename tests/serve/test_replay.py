@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -13,16 +13,20 @@ import numpy as np
 
 from rooftop.serve.client.replay import ReplayedRequest, ReplayTarget, replay
 from rooftop.simulate.serving.metrics import Targets
-from rooftop.simulate.serving.traces import RequestTrace
+from rooftop.simulate.serving.traces import Lengths, RequestTrace, closed_trace
 
 
 @contextmanager
-def answering(*pieces: bytes) -> Iterator[str]:
-    """The address of a server that answers everything with these pieces of a stream of events, each sent alone."""
+def answering(*pieces: bytes, before: Callable[[], object] = lambda: None) -> Iterator[str]:
+    """The address of a server that answers everything with these pieces of a stream of events, each sent alone.
+
+    ``before`` is called before each answer.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
+            before()
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
@@ -71,3 +75,27 @@ def test_what_is_no_event_ends_one_request_only() -> None:
 
 def test_an_answer_that_breaks_off_is_told() -> None:
     assert replayed(event("a")).error == "the answer broke off"
+
+
+def test_each_client_waits_for_its_answer() -> None:
+    """Three clients: the server always has three requests, no more and, until the last ones, no fewer."""
+    three, lock, running, most = threading.Barrier(3), threading.Lock(), 0, 0
+
+    def before() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        three.wait(30.0)
+        with lock:
+            running -= 1
+
+    trace = closed_trace(clients=3, requests=9, prompt=Lengths(low=3, high=3), output=Lengths(low=2, high=2))
+    with answering(event("a"), LAST, before=before) as url:
+        target = ReplayTarget(url=url, model="m", vocab=10)
+        result = asyncio.run(replay(trace, [[1, 2, 3]] * 9, target, Targets()))
+    sent = result.sent(trace)
+    assert (len(result.served), most, sent.clients) == (9, 3, 3)
+    assert result.metrics.worst_lag_s < sent.arrival_s[3]
+    # The fourth request is sent after the first answer.
+    assert sent.arrival_s[3] > min(record.times_s[-1] for record in result.records[:3]) > sent.arrival_s[2]

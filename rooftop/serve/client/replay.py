@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -74,6 +74,12 @@ class Replayed:
     def served(self) -> list[ReplayedRequest]:
         """Requests that were answered whole."""
         return [record for record in self.records if record.error is None and record.times_s]
+
+    def sent(self, trace: RequestTrace) -> RequestTrace:
+        """The trace that was replayed; in a closed loop requests arrive when they were sent."""
+        if trace.clients is None:
+            return trace
+        return replace(trace, arrival_s=np.sort([record.sent_s for record in self.records]))
 
     def trace(self) -> RequestTrace:
         """Trace of the served requests, with their send times and lengths, to simulate the same load."""
@@ -159,11 +165,15 @@ async def replay(
     targets: Targets,
     on_progress: Progress | None = None,
 ) -> Replayed:
-    """Send each request when it is due, without waiting for earlier ones; return when all have ended."""
+    """Send each request when it is due, without waiting for earlier ones; return when all have ended.
+
+    In a closed loop a request is due when one of the trace's clients has its last answer.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     # A queue may be long: wait for every request that is not refused.
     timeout = httpx.Timeout(None, connect=30.0)
     records = [ReplayedRequest(due_s=due) for due in trace.arrival_s.tolist()]
+    clients = asyncio.Semaphore(trace.clients or len(records))
     done = 0
     async with httpx.AsyncClient(base_url=target.url, limits=limits, timeout=timeout, headers=target.headers) as client:
         begun = time.perf_counter()
@@ -171,10 +181,13 @@ async def replay(
         async def one(record: ReplayedRequest, prompt: Sequence[int], output: int) -> None:
             nonlocal done
             await asyncio.sleep(max(0.0, record.due_s - (time.perf_counter() - begun)))
-            try:
-                await _ask(client, record, _body(target, prompt, output), begun)
-            except httpx.HTTPError as error:
-                record.error = f"{type(error).__name__}: {error}"
+            async with clients:
+                if trace.clients is not None:
+                    record.due_s = time.perf_counter() - begun
+                try:
+                    await _ask(client, record, _body(target, prompt, output), begun)
+                except httpx.HTTPError as error:
+                    record.error = f"{type(error).__name__}: {error}"
             done += 1
             if on_progress is not None:
                 on_progress(done, len(records), "requests")
