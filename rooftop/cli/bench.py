@@ -142,10 +142,11 @@ class _ReplayOptions(TypedDict):
 @output_option()
 @json_option
 def serve(*, output: Path | None, as_json: bool, **options: Unpack[_ReplayOptions]) -> int:
-    """Send requests to a server with OpenAI's API: of a trace, at a rate, or of clients; report how long these wait.
+    """Load a server with OpenAI's API, and report how long its clients wait.
 
-    The same requests are simulated: with the step times that a server of rooftop measured meanwhile (its /metrics), or
-    with those of a --plan.
+    Requests are those of a trace, come at a rate, or are sent by clients that wait for their answers. The same requests
+    are simulated: with the step times that a server of rooftop measured meanwhile (its /metrics), or with those of a
+    --plan.
     """
     from rooftop.library.benchmarks import bench_serving
 
