@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict, TypeVar
@@ -24,6 +25,8 @@ from rooftop.core.errors import RooftopError
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 #: Where a command line after ``--`` stands in click's context.
 SCRIPT = "rooftop.script"
+#: Seconds between two lines about a compilation in a log.
+_LOG_EVERY_S = 60.0
 #: Where the words of the command line stand there.
 WORDS = "rooftop.words"
 
@@ -158,9 +161,23 @@ def compiler_options_of(texts: Sequence[str]) -> dict[str, bool | int | str]:
 
 @contextmanager
 def progress_line(*, shown: bool) -> Iterator[Callable[[str, float], None] | None]:
-    """A callback (phase, seconds) that keeps one line on stderr up to date, or None if stderr is not a terminal."""
-    if not (shown and sys.stderr.isatty()):
+    """A callback (phase, seconds) that keeps a line on a terminal up to date; a log gets a line a minute.
+
+    Both are on stderr. None if nothing is to be shown.
+    """
+    if not shown:
         yield None
+        return
+    if not sys.stderr.isatty():
+        logged_s = time.monotonic()
+
+        def log(phase: str, elapsed_s: float) -> None:
+            nonlocal logged_s
+            if time.monotonic() - logged_s >= _LOG_EVERY_S:
+                logged_s = time.monotonic()
+                click.echo(f"rooftop: {phase}: {elapsed_s:.0f} s", err=True)
+
+        yield log
         return
 
     def write(phase: str, elapsed_s: float) -> None:
