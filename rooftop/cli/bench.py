@@ -107,6 +107,7 @@ class _ReplayOptions(TypedDict):
     concurrency: int | None
     requests: int | None
     prompt: str
+    texts: Path | None
     generate: str
     burstiness: float
     seed: int
@@ -128,6 +129,7 @@ class _ReplayOptions(TypedDict):
 @concurrency_option()
 @requests_option()
 @option("--prompt", group=WORKLOAD, default="512", metavar="N", help="Tokens of a prompt: 512, or 128:1024.")
+@option("--texts", group=WORKLOAD, type=PATH, help='Prompts: JSONL of {"prompt": ...}, or ShareGPT\'s JSON.')
 @option("--generate", group=WORKLOAD, default="128", metavar="N", help="Tokens of an answer, likewise.")
 @burstiness_option()
 @seed_option(group=WORKLOAD, default="0")

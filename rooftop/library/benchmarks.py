@@ -236,6 +236,7 @@ def bench_serving(
     concurrency: CountLike | None = None,
     requests: CountLike | None = None,
     prompt: LengthsLike = 512,
+    texts: Path | str | None = None,
     generate: LengthsLike = 128,
     burstiness: float | str = 1.0,
     seed: int = 0,
@@ -259,6 +260,8 @@ def bench_serving(
         concurrency: Clients, each of which sends its next request when its last answer ends; in the place of a rate.
         requests: Requests of all clients; by default 10 for each.
         prompt: Tokens of a prompt: 512 or '128:1024'.
+        texts: File of prompts, in their order and then again: JSONL with a 'prompt' a line, or ShareGPT's JSON. By
+            default prompts are random token ids.
         generate: Tokens of an answer, likewise.
         burstiness: Shape of the times between requests: 1 is Poisson, below it requests come in bursts.
         seed: Seed of everything that is drawn.
@@ -279,21 +282,29 @@ def bench_serving(
         trace, concurrency=concurrency, requests=requests, requests_per_second=requests_per_second, duration=duration,
         prompt=prompt, generate=generate, burstiness=burstiness, seed=seed, hash_tokens=hash_tokens,
     )  # fmt: skip
+    if trace is not None:
+        refuse({"texts": texts}, "nothing with a trace, which says how long its prompts are")
     targets = targets_of(ttft, tpot)
     ids = None if vocab is None else parse_count(vocab, "vocab")
     planned = plan if plan is None or isinstance(plan, ServingPlan) else read_serving_plan(plan)
     url = url.rstrip("/").removesuffix("/v1")
     from rooftop.serve.client.prediction import PredictionInput
-    from rooftop.serve.client.replay import ReplayTarget, find_model, prompts_of, replay
+    from rooftop.serve.client.replay import ReplayTarget, find_model, prompts_of, read_texts, replay
 
+    written = None if texts is None else read_texts(Path(texts))
     name, served_vocab = find_model(url, model, api_key)
     ids = ids or served_vocab or _VOCAB
     target = ReplayTarget(url=url, model=name, vocab=ids, key=api_key, exact=ignore_eos)
     before = PredictionInput.read(url)
-    replayed = asyncio.run(replay(asked, prompts_of(asked, ids, seed), target, targets, on_progress))
+    prompts: Sequence[Sequence[int] | str] = (
+        prompts_of(asked, ids, seed) if written is None else [written[at % len(written)] for at in range(len(asked))]
+    )
+    replayed = asyncio.run(replay(asked, prompts, target, targets, on_progress))
     if not replayed.served:
         raise Infeasible("no request was answered", str(replayed.metrics.requests.why))
     after = PredictionInput.read(url)
+    # How long texts are, the server says.
+    sent = replayed.sent(asked) if written is None else replace(replayed.trace(), clients=asked.clients)
     predicted, predicted_by = _prediction(replayed, asked, before, after, planned, targets)
     outside_s = None
     if before is not None and after is not None and replayed.metrics.ttft_s is not None:
@@ -306,7 +317,7 @@ def bench_serving(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         url=url,
         model=name,
-        trace=SimulatedTrace.of(replayed.sent(asked)),
+        trace=SimulatedTrace.of(sent),
         measured=replayed.metrics,
         predicted=predicted,
         predicted_by=predicted_by,
