@@ -103,7 +103,7 @@ def test_each_client_waits_for_its_answer() -> None:
 
 
 def test_texts_of_a_data_set_are_sent_as_they_are(tmp_path: Path) -> None:
-    talks = [
+    conversations = [
         {
             "id": "a",
             "conversations": [{"from": "human", "value": "What is\u2028a mesh?"}, {"from": "gpt", "value": "x"}],
@@ -111,7 +111,7 @@ def test_texts_of_a_data_set_are_sent_as_they_are(tmp_path: Path) -> None:
         {"id": "b", "conversations": []},
         {"id": "c", "conversations": [{"from": "human", "value": "And a slice?"}]},
     ]
-    (tmp_path / "sharegpt.json").write_text(json.dumps(talks))
+    (tmp_path / "sharegpt.json").write_text(json.dumps(conversations))
     lines = "".join(
         json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in ("What is\u2028a mesh?", "And a slice?")
     )

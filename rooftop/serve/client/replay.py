@@ -161,7 +161,7 @@ def prompts_of(trace: RequestTrace, vocab: int, seed: int) -> list[list[int]]:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The prompts of a data set: JSONL with a ``prompt`` a line, or ShareGPT's JSON, of whose talks the first turn.
+    """The prompts of a data set: JSONL with a ``prompt`` a line, or the first turns of ShareGPT's JSON.
 
     Raises RooftopError that names the entry.
     """
@@ -180,7 +180,7 @@ def read_texts(path: Path) -> list[str]:
             case {"prompt": str(text)} | {"conversations": [{"value": str(text)}, *_]} if text:
                 texts.append(text)
             case {"conversations": list()}:
-                continue  # ShareGPT has talks without a text.
+                continue  # ShareGPT has conversations without a text.
             case _:
                 raise RooftopError(f"{path.name} entry {number}", json.dumps(row)[:40], _TEXTS)
     if not texts:
