@@ -529,6 +529,7 @@ def test_a_verdict_of_training_says_what_is_waited_for() -> None:
     [
         ("training", {"model": "llama3-70b", "on": "v5e:1x1"}, {"memory_bytes", "nearest"}),
         ("serving", {"on": "v5e:1x1", "bounds": "usable"}, {"memory_bytes", "kv_bytes", "max_batch", "nearest"}),
+        ("serving", {"on": "v5e:1x1"}, {"memory_bytes", "kv_bytes", "max_batch", "nearest"}),
     ],
 )
 def test_what_does_not_fit_has_no_times_and_names_a_slice_that_does(
