@@ -19,6 +19,7 @@ from rooftop.cli.options import (
     WORKLOAD,
     VerbCommand,
     burstiness_option,
+    concurrency_option,
     devices_option,
     dtype_option,
     duration_option,
@@ -28,6 +29,7 @@ from rooftop.cli.options import (
     on_option,
     option,
     output_option,
+    requests_option,
     seed_option,
     tpot_option,
     ttft_option,
@@ -90,6 +92,7 @@ def collectives(*, output: Path | None, as_json: bool, **options: Unpack[_Collec
 
 _SERVING = (
     "rooftop bench serve --url http://127.0.0.1:8000 --requests-per-second 4 --prompt 128:512 --generate 64",
+    "rooftop bench serve --url http://127.0.0.1:8000 --concurrency 16 --requests 200",
     "rooftop bench serve --url http://127.0.0.1:8000 --trace trace.jsonl --plan plan.json --ttft 1s --tpot 50ms",
 )
 
@@ -101,7 +104,10 @@ class _ReplayOptions(TypedDict):
     trace: Path | None
     requests_per_second: float | None
     duration: float
+    concurrency: int | None
+    requests: int | None
     prompt: str
+    texts: Path | None
     generate: str
     burstiness: float
     seed: int
@@ -120,7 +126,10 @@ class _ReplayOptions(TypedDict):
 @option("--trace", group=WORKLOAD, type=PATH, help="Requests: JSONL or CSV.")
 @option("--requests-per-second", group=WORKLOAD, type=QUANTITY, help="Or drawn at this rate.")
 @duration_option(default="60s")
+@concurrency_option()
+@requests_option()
 @option("--prompt", group=WORKLOAD, default="512", metavar="N", help="Tokens of a prompt: 512, or 128:1024.")
+@option("--texts", group=WORKLOAD, type=PATH, help='Prompts: JSONL of {"prompt": ...}, or ShareGPT\'s JSON.')
 @option("--generate", group=WORKLOAD, default="128", metavar="N", help="Tokens of an answer, likewise.")
 @burstiness_option()
 @seed_option(group=WORKLOAD, default="0")
@@ -135,10 +144,11 @@ class _ReplayOptions(TypedDict):
 @output_option()
 @json_option
 def serve(*, output: Path | None, as_json: bool, **options: Unpack[_ReplayOptions]) -> int:
-    """Replay a trace against a server with OpenAI's API, and report how long its clients wait.
+    """Load a server with OpenAI's API, and report how long its clients wait.
 
-    The same requests are simulated: with the step times that a server of rooftop measured meanwhile (its /metrics), or
-    with those of a --plan.
+    Requests are those of a trace, come at a rate, or are sent by clients that wait for their answers. The same requests
+    are simulated: with the step times that a server of rooftop measured meanwhile (its /metrics), or with those of a
+    --plan.
     """
     from rooftop.library.benchmarks import bench_serving
 

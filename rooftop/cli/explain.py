@@ -28,7 +28,7 @@ from rooftop.cli.options import (
     top_option,
 )
 from rooftop.cli.output import progress_bar, show
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import RooftopError, refuse
 from rooftop.core.files import write_text
 
 
@@ -123,9 +123,7 @@ def _module(
     frames: bool,
     as_json: bool,
 ) -> None:
-    for name, value in others.items():
-        if value:
-            raise RooftopError(name, str(value), "nothing with a module: it has no trace")
+    refuse(others, "nothing with a module: it has no trace")
     if on is None:
         raise RooftopError("on", None, "the chip or slice that the module is compiled for, such as v5e:4x4")
     from rooftop.library.programs.compiling import explain_module

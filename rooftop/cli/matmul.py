@@ -34,7 +34,7 @@ class _MatmulOptions(TypedDict):
     figures: dict[str, float]
     dims: str | None
     backward: bool
-    mesh: str
+    mesh: str | None
     layout: str | None
     dtype: str
     level: str
@@ -46,6 +46,7 @@ class _MatmulOptions(TypedDict):
 @click.command(
     cls=VerbCommand,
     examples=(
+        "rooftop matmul 'A[I_X, J_Y] * B[J, K] -> C[I_X, K]'",
         "rooftop matmul 'bf16[B_X, D_Y] @ bf16[D_Y, F] -> bf16[B_X, F]' \\\n"
         "    --dims B=8192,D=8192,F=32768 --mesh X=4,Y=4 --on v5e:4x4",
         "rooftop matmul 'A[I_X, J] -> A[I, J_X]' --dims I=4096,J=4096 --mesh X=16 --on v5e:4x4",
@@ -58,7 +59,7 @@ class _MatmulOptions(TypedDict):
 @figure_option()
 @option("--dims", metavar="SIZES", group=WORKLOAD, help="Sizes of the dims: B=8192,D=8192,F=32Ki.")
 @option("--backward", is_flag=True, group=WORKLOAD, help="Price the backward program of the best strategy too.")
-@mesh_option(required=True, help="Mesh axes and their sizes: X=4,Y=4.")
+@mesh_option(help="Mesh axes and their sizes: X=4,Y=4. Without mesh, dims and slice: the case of the book.")
 @layout_option()
 @option("--no-overlap", is_flag=True, group=PARALLELISM, help="Leave collective matmuls out.")
 @dtype_option(default="bf16", help="Dtype of arrays that are written with a name, as in A[I_X, J].")

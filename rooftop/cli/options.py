@@ -345,6 +345,12 @@ seq_option = _shared("--seq", "seq_len", group=WORKLOAD, type=COUNT, help="Token
 duration_option = _shared("--duration", group=WORKLOAD, type=TIME, help="Time span of drawn requests: 10m.")
 ttft_option = _shared("--ttft", group=WORKLOAD, type=TIME, help="Target of the time to first token: 500ms.")
 tpot_option = _shared("--tpot", group=WORKLOAD, type=TIME, help="Target of the time per output token: 30ms.")
+concurrency_option = _shared(
+    "--concurrency", group=WORKLOAD, type=COUNT, help="Clients that each wait for an answer, instead of a rate."
+)
+requests_option = _shared(
+    "--requests", group=WORKLOAD, type=COUNT, help="Requests of all clients; 10 for each by default."
+)
 burstiness_option = _shared(
     "--burstiness", group=WORKLOAD, default="1", type=QUANTITY, help="1: Poisson; below it requests come in bursts."
 )

@@ -119,7 +119,7 @@ class _TrainingOptions(TypedDict):
 @option("--smallest", group=HARDWARE, is_flag=True, help="Recommend the smallest slice that fits and meets the limits.")
 @batch_tokens_option()
 @batch_seqs_option(help="Sequences of a step, instead of tokens.")
-@seq_option(default="4096")
+@seq_option(help="Tokens of a sequence. Default: 4096, or what the model allows.")
 @option("--tokens", group=WORKLOAD, type=COUNT, help="Tokens in all, for days and cost: 15T.")
 @option("--days", group=WORKLOAD, type=QUANTITY, help="Days for all tokens: recommend the cheapest slice in time.")
 @option("--budget", group=WORKLOAD, metavar="USD", help="Dollars for all tokens: recommend the fastest slice: 20M.")
@@ -153,7 +153,7 @@ class _TrainingOptions(TypedDict):
 @json_option
 def train(
     *,
-    seq_len: int,
+    seq_len: int | None,
     perfetto: Path | None,
     xprof: Path | None,
     report: Path | None,

@@ -21,6 +21,7 @@ from rooftop.cli.options import (
     batching_option,
     burstiness_option,
     calibration_option,
+    concurrency_option,
     duration_option,
     hash_tokens_option,
     host_dram_option,
@@ -28,12 +29,14 @@ from rooftop.cli.options import (
     option,
     output_option,
     perfetto_option,
+    report_option,
+    requests_option,
     seed_option,
     tpot_option,
     ttft_option,
 )
 from rooftop.cli.output import progress_bar, show
-from rooftop.core.files import write_json
+from rooftop.core.files import write_json, write_text
 
 _EXAMPLES = (
     "rooftop simulate plan.json --requests-per-second 2 --duration 1h",
@@ -75,8 +78,8 @@ class _SimulateOptions(TypedDict):
 @option("--trace", group=WORKLOAD, type=PATH, help="Requests: JSONL or CSV.")
 @option("--requests-per-second", group=WORKLOAD, type=QUANTITY, help="Or drawn at this rate; the plan's by default.")
 @duration_option(default="10m")
-@option("--concurrency", group=WORKLOAD, type=COUNT, help="Clients that each wait for an answer, instead of a rate.")
-@option("--requests", group=WORKLOAD, type=COUNT, help="Requests of all clients; 10 for each by default.")
+@concurrency_option()
+@requests_option()
 @option("--prompt", group=WORKLOAD, metavar="N", help="Tokens of a prompt: 512, or 128:1024. The plan's by default.")
 @option("--generate", group=WORKLOAD, metavar="N", help="Tokens of an answer, likewise.")
 @burstiness_option()
@@ -102,12 +105,14 @@ class _SimulateOptions(TypedDict):
 @calibration_option()
 @option("--per-request", group=OUTPUT, type=FILE, help="Write every request's times (CSV).")
 @perfetto_option(help="Write the timeline of the first minute here, for ui.perfetto.dev.")
+@report_option()
 @output_option()
 @json_option
 def command(
     *,
     per_request: Path | None,
     perfetto: Path | None,
+    report: Path | None,
     output: Path | None,
     as_json: bool,
     **options: Unpack[_SimulateOptions],
@@ -123,7 +128,10 @@ def command(
         result.write_requests(per_request)
     if perfetto is not None:
         result.write_perfetto(perfetto)
+    if report is not None:
+        write_text(report, result.page())
     if output is not None:
         write_json(output, data)
-    show(data, {"simulation": output, "requests": per_request, "timeline": perfetto}, as_json=as_json)
+    files = {"simulation": output, "page": report, "requests": per_request, "timeline": perfetto}
+    show(data, files, as_json=as_json)
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 Name = TypeVar("Name", bound=str)
@@ -73,6 +73,15 @@ def one_of(field: str, given: str, known: Iterable[Name]) -> Name:
         if name == given:
             return name
     raise unknown(field, given, names)
+
+
+def refuse(options: Mapping[str, object], accepted: str) -> None:
+    """Raise a RooftopError for the first option that is set, by its name and value; None, False and empty are not."""
+    for name, value in options.items():
+        if value:
+            entries = [f"{key}={entry}" for key, entry in value.items()] if isinstance(value, Mapping) else value
+            shown = " ".join(map(str, entries)) if isinstance(entries, tuple | list) else str(entries)
+            raise RooftopError(name, shown, accepted)
 
 
 def misread(field: str, error: Exception, accepted: str) -> RooftopError:

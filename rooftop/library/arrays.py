@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rooftop.algebra.einsums import Case, Einsum, Strategy
+from rooftop.algebra.einsums import Case, Einsum, Strategy, cases
 from rooftop.algebra.expression import dims_of, parse
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh, ShardedArray
 from rooftop.arrays.mesh import MeshLayout
 from rooftop.core.amounts import Count
-from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.errors import RooftopError, refuse, unknown
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype
 from rooftop.core.records import Record
 from rooftop.explain.compiled.checks import EinsumCheck
@@ -37,7 +37,8 @@ from rooftop.simulate.expressions import (
 class MatmulResult(Record, Result):
     """Arrays of an expression and the strategies that do it, the fastest first, as many as were asked for.
 
-    ``level`` is the kind of the prices; without a ``slice`` there are neither prices nor a layout of the ``mesh``.
+    ``level`` is the kind of the prices; without a ``slice`` there are neither prices nor a layout of the ``mesh``, and
+    of a product without a mesh only its ``cases``.
     ``strategies_found`` counts all strategies. ``backward`` has the programs of the derivatives: of an einsum that of
     the output, then of the left and the right operand, of a collective that of its input.
     """
@@ -66,6 +67,8 @@ class MatmulResult(Record, Result):
     @property
     def summary(self) -> str:
         """The best strategy, or the bytes of an array."""
+        if not self.arrays:
+            return "\n".join((self.expression, *(case.rule for case in self.cases)))
         if not self.strategies:
             array = self.arrays[0]
             return f"{array.array}: {format_bytes(array.device_bytes)} a device"
@@ -78,7 +81,7 @@ class MatmulResult(Record, Result):
 def matmul(
     expression: str | ShardedExpression,
     *,
-    mesh: AxesLike | Mesh,
+    mesh: AxesLike | Mesh | None = None,
     dims: Mapping[str, int] | str | None = None,
     on: SliceLike | None = None,
     layout: str | None = None,
@@ -98,7 +101,8 @@ def matmul(
 
     Args:
         expression: 'A @ B -> C', 'A @ B', 'A -> B', 'AllGather_X(A)' or 'A'; an array is 'bf16[B_X, D_YZ]{U_W}'.
-        mesh: Mesh axes and their sizes, 'X=4,Y=4', or a Mesh with its layout.
+        mesh: Mesh axes and their sizes, 'X=4,Y=4', or a Mesh with its layout. A product alone, without mesh, dims and
+            slice, is answered with its case of the book.
         dims: Sizes of the dims, 'B=8192,F=32Ki'.
         on: The slice; without one there are shapes and bytes, no times.
         layout: Axes pinned to the torus, 'X=x,Y=y[1:2]+z'.
@@ -122,6 +126,13 @@ def matmul(
     for name in sizes:
         if name not in known:
             raise unknown("dim", name, known)
+    if mesh is None:
+        if not isinstance(asked, Einsum) or sizes or on is not None:
+            raise RooftopError("mesh", None, "mesh axes and their sizes, such as X=4,Y=4")
+        options = {"layout": layout, "figure": figures, "backward": backward, "simulate": simulate}
+        refuse(options | {"compile": compile, "measure": measure}, "this with --dims, --mesh and --on")
+        alone = MeshLayout(axes={}, layout={})
+        return MatmulResult(expression=str(asked), kind="einsum", dims={}, mesh=alone, arrays=(), cases=cases(asked))
     if on is None:
         if not isinstance(asked, ShardedArray):
             raise RooftopError("on", None, "a slice, such as v5e:4x4: without one there are no times")

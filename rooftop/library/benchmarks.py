@@ -20,7 +20,7 @@ from rooftop import __version__
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh
 from rooftop.arrays.mesh import MeshLayout
-from rooftop.core.errors import Infeasible, RooftopError, unknown
+from rooftop.core.errors import Infeasible, RooftopError, refuse, unknown
 from rooftop.core.files import write_json
 from rooftop.core.ledger import COLLECTIVES
 from rooftop.core.measurements import MeasuredCollectives
@@ -233,7 +233,10 @@ def bench_serving(
     trace: RequestTrace | Path | str | None = None,
     requests_per_second: float | str | None = None,
     duration: TimeLike = 60.0,
+    concurrency: CountLike | None = None,
+    requests: CountLike | None = None,
     prompt: LengthsLike = 512,
+    texts: Path | str | None = None,
     generate: LengthsLike = 128,
     burstiness: float | str = 1.0,
     seed: int = 0,
@@ -251,10 +254,14 @@ def bench_serving(
 
     Args:
         url: Address of the server: 'http://127.0.0.1:8000'.
-        trace: Requests, or the path of a JSONL or CSV file of them; give this or a rate.
+        trace: Requests, or the path of a JSONL or CSV file of them; give this, a rate or clients.
         requests_per_second: Rate of drawn requests.
         duration: Time span of drawn requests.
+        concurrency: Clients, each of which sends its next request when its last answer ends; in the place of a rate.
+        requests: Requests of all clients; by default 10 for each.
         prompt: Tokens of a prompt: 512 or '128:1024'.
+        texts: File of prompts, in their order and then again: JSONL with a 'prompt' a line, or ShareGPT's JSON. By
+            default prompts are random token ids.
         generate: Tokens of an answer, likewise.
         burstiness: Shape of the times between requests: 1 is Poisson, below it requests come in bursts.
         seed: Seed of everything that is drawn.
@@ -271,29 +278,34 @@ def bench_serving(
     Raises RooftopError naming the argument that is wrong, and Infeasible if no request was answered.
     """
     require_packages(_CLIENT, "serve")
-    if (requests_per_second is None) == (trace is None):
-        accepted = "--trace FILE or --requests-per-second N, one of them"
-        raise RooftopError("trace", None if trace is None else str(trace), accepted)
-    requests = trace_of(
-        trace, requests_per_second=requests_per_second, duration=duration, prompt=prompt, generate=generate,
-        burstiness=burstiness, seed=seed, hash_tokens=hash_tokens,
+    asked = trace_of(
+        trace, concurrency=concurrency, requests=requests, requests_per_second=requests_per_second, duration=duration,
+        prompt=prompt, generate=generate, burstiness=burstiness, seed=seed, hash_tokens=hash_tokens,
     )  # fmt: skip
+    if trace is not None:
+        refuse({"texts": texts}, "nothing with a trace, which says how long its prompts are")
     targets = targets_of(ttft, tpot)
     ids = None if vocab is None else parse_count(vocab, "vocab")
     planned = plan if plan is None or isinstance(plan, ServingPlan) else read_serving_plan(plan)
     url = url.rstrip("/").removesuffix("/v1")
     from rooftop.serve.client.prediction import PredictionInput
-    from rooftop.serve.client.replay import ReplayTarget, find_model, prompts_of, replay
+    from rooftop.serve.client.replay import ReplayTarget, find_model, prompts_of, read_texts, replay
 
+    written = None if texts is None else read_texts(Path(texts))
     name, served_vocab = find_model(url, model, api_key)
     ids = ids or served_vocab or _VOCAB
     target = ReplayTarget(url=url, model=name, vocab=ids, key=api_key, exact=ignore_eos)
     before = PredictionInput.read(url)
-    replayed = asyncio.run(replay(requests, prompts_of(requests, ids, seed), target, targets, on_progress))
+    prompts: Sequence[Sequence[int] | str] = (
+        prompts_of(asked, ids, seed) if written is None else [written[at % len(written)] for at in range(len(asked))]
+    )
+    replayed = asyncio.run(replay(asked, prompts, target, targets, on_progress))
     if not replayed.served:
         raise Infeasible("no request was answered", str(replayed.metrics.requests.why))
     after = PredictionInput.read(url)
-    predicted, predicted_by = _prediction(replayed, requests, before, after, planned, targets)
+    # How long texts are, the server says.
+    sent = replayed.sent(asked) if written is None else replace(replayed.trace(), clients=asked.clients)
+    predicted, predicted_by = _prediction(replayed, asked, before, after, planned, targets)
     outside_s = None
     if before is not None and after is not None and replayed.metrics.ttft_s is not None:
         from rooftop.serve.client.prediction import outside_s as outside_engine_s
@@ -305,7 +317,7 @@ def bench_serving(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         url=url,
         model=name,
-        trace=SimulatedTrace.of(requests),
+        trace=SimulatedTrace.of(sent),
         measured=replayed.metrics,
         predicted=predicted,
         predicted_by=predicted_by,
@@ -326,7 +338,7 @@ def _prediction(
 
     if plan is None and (before is None or after is None):
         return None, "no --plan, and no step times at /metrics of the server"
-    served = replayed.trace()
+    served = replace(replayed.trace(), clients=trace.clients)
     if trace.hashes is not None and len(served) == len(trace):
         served = replace(served, hashes=trace.hashes, hash_tokens=trace.hash_tokens)
     try:
@@ -416,9 +428,7 @@ def calibrate(
     """
     path = None if output is None else Path(output)
     if run is not None:
-        for name, value in (("on", on), ("devices", devices)):
-            if value is not None:
-                raise RooftopError(name, value, "nothing with a run, which says it")
+        refuse({"on": on, "devices": devices}, "nothing with a run, which says it")
         return _of_run(Path(run), path)
     limit = parse_quantity(minutes, "minutes", largest=_LONGEST)
     where = None if on is None else slice_of(on)

@@ -54,6 +54,8 @@ from rooftop.simulate.planned import planned_lanes
 
 #: The longest run, a century, and the largest budget in dollars: more is a slip of the keyboard.
 LARGEST_DAYS, LARGEST_BUDGET = 36_500, 1e12
+#: Tokens of a sequence by default.
+_SEQ = 4096
 #: Tokens of a step where slices are compared and no batch is given: LLaMA-2's 4 Mi, doubled until a run takes no more
 #: than a million steps, as LLaMA-3's 15 T tokens at 16 Mi.
 _LEAST_BATCH, _MOST_STEPS = 4 * 2**20, 1e6
@@ -139,7 +141,7 @@ def plan_training(
     on: SlicesLike,
     batch_tokens: CountLike | None = None,
     batch_seqs: CountLike | None = None,
-    seq: CountLike = 4096,
+    seq: CountLike | None = None,
     tokens: CountLike | None = None,
     days: float | str | None = None,
     budget: float | str | None = None,
@@ -175,7 +177,7 @@ def plan_training(
         batch_tokens: Tokens of a step, rounded to whole sequences; give this or ``batch_seqs``. Where slices are
             compared, by default at least 4 Mi and so many that a run takes at most a million steps.
         batch_seqs: Sequences of a step.
-        seq: Tokens of a sequence.
+        seq: Tokens of a sequence; by default 4,096, or as many as the model was made for.
         tokens: Tokens in all, for days and cost.
         days: Limit of the days for all tokens.
         budget: Limit of the dollars for all tokens, at list prices.
@@ -214,6 +216,7 @@ def plan_training(
     places, comparing = _places(on, price, limits, smallest)
     places = calibrated_places(places, calibration)
     config, where = model_of(model), next(iter(places.values()))[0]
+    seq = min(_SEQ, config.max_seq_len) if seq is None else seq
     if comparing:
         for name, value in (("mesh", mesh), ("layout", layout)):
             if value is not None:

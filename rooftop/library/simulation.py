@@ -211,29 +211,12 @@ def simulate(
     )
     work = planned.problem.workload
     lengths = (work.prompt if prompt is None else prompt, work.generate if generate is None else generate)
-    if concurrency is not None:
-        for field, value in (("trace", trace), ("requests-per-second", requests_per_second)):
-            if value is not None:
-                raise RooftopError("concurrency", concurrency, f"this or --{field}, not both")
-        served = _closed(concurrency, requests, *lengths, seed)
-    elif requests is not None:
-        raise RooftopError("requests", requests, "requests of clients, with --concurrency")
-    else:
-        if trace is None and requests_per_second is None:
-            requests_per_second = work.requests_per_second
-            if requests_per_second is None:
-                accepted = "this, --trace or --concurrency: there is no rate"
-                raise RooftopError("requests-per-second", None, accepted)
-        served = trace_of(
-            trace,
-            requests_per_second=requests_per_second,
-            duration=duration,
-            prompt=lengths[0],
-            generate=lengths[1],
-            burstiness=burstiness,
-            seed=seed,
-            hash_tokens=hash_tokens,
-        )
+    if trace is None and concurrency is None and requests is None and requests_per_second is None:
+        requests_per_second = work.requests_per_second
+    served = trace_of(
+        trace, concurrency=concurrency, requests=requests, requests_per_second=requests_per_second, duration=duration,
+        prompt=lengths[0], generate=lengths[1], burstiness=burstiness, seed=seed, hash_tokens=hash_tokens,
+    )  # fmt: skip
     if prefix_cache and served.hashes is None:
         raise RooftopError("prefix-cache", "requests without hashes", "a --trace whose hashes say what prompts share")
     targets = targets_of(work.ttft_s if ttft is None else ttft, work.tpot_s if tpot is None else tpot)
@@ -246,6 +229,8 @@ def simulate(
 def trace_of(
     trace: RequestTrace | Path | str | None,
     *,
+    concurrency: CountLike | None,
+    requests: CountLike | None,
     requests_per_second: float | str | None,
     duration: TimeLike,
     prompt: LengthsLike,
@@ -254,7 +239,14 @@ def trace_of(
     seed: int,
     hash_tokens: CountLike,
 ) -> RequestTrace:
-    """The requests of a trace, or as they are drawn; see ``simulate``. Raises RooftopError."""
+    """The requests of a trace or of clients, or as they are drawn; see ``simulate``. Raises RooftopError."""
+    if concurrency is not None:
+        for field, value in (("trace", trace), ("requests-per-second", requests_per_second)):
+            if value is not None:
+                raise RooftopError("concurrency", concurrency, f"this or --{field}, not both")
+        return _closed(concurrency, requests, prompt, generate, seed)
+    if requests is not None:
+        raise RooftopError("requests", requests, "requests of clients, with --concurrency")
     if trace is not None:
         if requests_per_second is not None:
             raise RooftopError("requests-per-second", requests_per_second, "this or --trace, not both")
@@ -263,7 +255,7 @@ def trace_of(
         return read_trace(Path(trace), hash_tokens=parse_count(hash_tokens, "hash-tokens"))
     per_second = rate_of(requests_per_second)
     if per_second is None:
-        raise RooftopError("requests-per-second", None, "this or --trace: there is no rate")
+        raise RooftopError("requests-per-second", None, "this, --trace or --concurrency: there is no rate")
     return draw_trace(
         requests_per_second=per_second,
         requests=max(1, round(per_second * seconds_of(duration, "duration"))),

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -54,6 +56,35 @@ class ProcessBeat:
         """The beat of a line that ``Beats`` wrote. Raises ValueError for another."""
         activity, step, seconds, waits, stack = json.loads(line)
         return cls(activity=str(activity), step=int(step), seconds=float(seconds), waits=str(waits), stack=tuple(stack))
+
+
+def start_beating(
+    arguments: Sequence[str], *, stdin: int, stderr: int | None = None, environment: dict[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], Iterator[ProcessBeat]]:
+    """Start Python with these arguments; return the process and its beats as they come, which end with it.
+
+    Its stdout is a pipe; ``stdin`` and ``stderr`` are those of Popen. It has a session of its own, so that Ctrl-C
+    reaches this process alone, which passes it on once.
+    """
+    beats, write = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env=os.environ | {DESCRIPTOR: str(write)} | (environment or {}),
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        pass_fds=(write,),
+        start_new_session=True,
+    )
+    os.close(write)
+    return process, _read_beats(beats)
+
+
+def _read_beats(descriptor: int) -> Iterator[ProcessBeat]:
+    with os.fdopen(descriptor, "rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                yield ProcessBeat.read(line)
 
 
 class Beats:

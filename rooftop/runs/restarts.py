@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import make_folder
-from rooftop.runs.beats import DESCRIPTOR, ProcessBeat
+from rooftop.runs.beats import ProcessBeat, start_beating
 from rooftop.runs.supervise import OURS, RESTARTED, WORKER, is_stopped
 from rooftop.runs.vigil import Vigil
 
@@ -416,18 +416,17 @@ class _Agent:
         if self.of.processes > 1:
             extra += ["--coordinator", message["coordinator"], "--processes", str(message["count"])]
             extra += ["--process", str(message["rank"])]
-        beats, write = os.pipe()
         self._killed = False
-        self._worker = worker = subprocess.Popen(
-            [sys.executable, "-m", "rooftop", *self.of.arguments, *extra],
-            env=os.environ | {WORKER: str(os.getpid()), DESCRIPTOR: str(write), RESTARTED: "1"},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(write,),
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(write)
+        worker, beats = start_beating(
+            ("-m", "rooftop", *self.of.arguments, *extra),
+            environment={WORKER: str(os.getpid()), RESTARTED: "1"},
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        self._worker = worker
         threading.Thread(target=self._watch, args=(worker, beats, message["generation"]), daemon=True).start()
 
-    def _watch(self, worker: subprocess.Popen[bytes], beats: int, generation: int) -> None:
+    def _watch(self, worker: subprocess.Popen[bytes], beats: Iterator[ProcessBeat], generation: int) -> None:
         """Pass on what a worker writes, as it comes, and its beats; then its end."""
         lines = list[bytes]()
         # Several processes write to one terminal: each line says whose it is.
@@ -450,10 +449,8 @@ class _Agent:
                 _write(sys.stderr, mark + line)
 
         def copy_beats() -> None:
-            with os.fdopen(beats, "rb") as file:
-                for line in file:
-                    with contextlib.suppress(ValueError):
-                        connection.send(kind="beat", generation=generation, beat=vars(ProcessBeat.read(line)))
+            for beat in beats:
+                connection.send(kind="beat", generation=generation, beat=vars(beat))
 
         threads = [threading.Thread(target=target, daemon=True) for target in (copy_stdout, copy_stderr, copy_beats)]
         for thread in threads:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from rooftop.runs.beats import DESCRIPTOR, ProcessBeat
+from rooftop.runs.beats import ProcessBeat, start_beating
 
 #: The environment variable of a worker; its value is the supervisor's process id.
 WORKER = "ROOFTOP_SUPERVISOR"
@@ -80,27 +80,19 @@ def supervise(arguments: Sequence[str], how_to_resume: str) -> int:
 
     A worker that a signal or its runtime has ended had lost the other processes: one line says so, and the status is 1.
     """
-    beats, write = os.pipe()
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "rooftop", *arguments],
-        env=os.environ | {WORKER: str(os.getpid()), DESCRIPTOR: str(write)},
+    worker, beats = start_beating(
+        ("-m", "rooftop", *arguments),
+        environment={WORKER: str(os.getpid())},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        pass_fds=(write,),
-        # Ctrl-C reaches the supervisor alone, which passes it on once.
-        start_new_session=True,
     )
-    os.close(write)
     pages, ours = deque[bytes](maxlen=_LINES), 0
     last: ProcessBeat | None = None
 
     def copy_beats() -> None:
         nonlocal last
-        with os.fdopen(beats, "rb") as file:
-            for line in file:
-                with contextlib.suppress(ValueError):
-                    last = ProcessBeat.read(line)
+        for beat in beats:
+            last = beat
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -13,8 +13,11 @@ from typing import Literal
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import parse_count
 from rooftop.core.records import Record
+from rooftop.models.sizing import is_small
 from rooftop.present.document import Document
 
+#: Small models that a select of models offers.
+_SMALL = ("llama:2M", "llama:100M", "mixtral:5M")
 #: The longest text that a control takes.
 LONGEST = 20_000
 
@@ -24,7 +27,8 @@ class Control(Record):
     """One control. A slider has the ``stops`` that it stops at, a select ``options``, a text ``suggestions``.
 
     ``fields`` are the fields of errors that are shown next to it, its own name among them. ``only`` (name, value) is
-    the value of another control without which this one does nothing.
+    the value of another control without which this one does nothing. A select of ``models`` also takes small ones of
+    any size, such as llama:2M.
     """
 
     name: str
@@ -38,6 +42,7 @@ class Control(Record):
     help: str = ""
     fields: tuple[str, ...] = ()
     only: tuple[str, str] | None = None
+    models: bool = False
 
     def check(self, text: str) -> str:
         """The text, if the control takes it. Raises RooftopError naming the control."""
@@ -45,8 +50,8 @@ class Control(Record):
             raise RooftopError(self.name, f"{len(text)} characters", f"{LONGEST} at most")
         if self.kind == "slider" and not self.stops[0] <= parse_count(text, self.name) <= self.stops[-1]:
             raise RooftopError(self.name, text, f"{self.stops[0]} to {self.stops[-1]}")
-        if self.kind == "select" and text not in self.options:
-            raise unknown(self.name, text, self.options)
+        if self.kind == "select" and text not in self.options and not (self.models and is_small(text)):
+            raise unknown(self.name, text, self.options, listed_by="rooftop model" if self.models else None)
         return text
 
 
@@ -122,6 +127,14 @@ def select(
     return Control(
         name=name, label=label, kind="select", default=default, options=tuple(options), help=help,
         fields=(name, *fields),
+    )  # fmt: skip
+
+
+def model_select(options: Iterable[str], default: str) -> Control:
+    """One of some models, or a small one of any size."""
+    return Control(
+        name="model", label="Model", kind="select", default=default, options=(*options, *_SMALL), fields=("model",),
+        models=True,
     )  # fmt: skip
 
 

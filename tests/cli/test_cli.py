@@ -16,6 +16,7 @@ from rooftop import __version__
 from rooftop.cli import main as main_module
 from rooftop.cli.main import VERBS
 from rooftop.cli.output import emit_json
+from rooftop.cli.programs import words
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.runs.environment import prefer_cpus, uninterrupted
 
@@ -207,6 +208,18 @@ def test_an_import_that_is_not_interrupted_leaves_ctrl_c_as_it_was():
         pass
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_log_gets_a_line_a_minute_of_a_compilation(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(words.time, "monotonic", lambda: now[0])
+    with words.progress_line(shown=True) as on_progress:
+        for seconds in (1, 59, 61, 119, 121):
+            now[0] = 100.0 + seconds
+            on_progress("compiling", seconds)
+    assert capsys.readouterr().err == "rooftop: compiling: 61 s\nrooftop: compiling: 121 s\n"
+    with words.progress_line(shown=False) as on_progress:
+        assert on_progress is None
 
 
 def test_ctrl_c_while_the_command_line_is_imported_is_one_line(tmp_path):

@@ -51,6 +51,29 @@ def test_strategies_come_best_first_with_every_step(rooftop: Call) -> None:
     assert total["time_s"] == pytest.approx(total["bytes"] / 4.5e10)
 
 
+@pytest.mark.parametrize(
+    ("expression", "output", "case", "axes"),
+    [
+        ("A[I_X, J] * B[J, K_Y]", "bf16[I_X, K_Y]", 1, []),
+        ("A[I, J_X] * B[J, K]", "bf16[I, K]", 2, ["X"]),
+        ("A[I, J_X] * B[J_X, K]", "bf16[I, K]{U_X}", 3, ["X"]),
+        ("A[I_X, J] * B[J, K_X] -> C[I_X, K]", "bf16[I_X, K]", 4, ["X"]),
+    ],
+)
+def test_a_product_alone_is_answered_with_its_case(
+    rooftop: Call, expression: str, output: str, case: int, axes: list[str]
+) -> None:
+    """The four cases of chapter 3, as the book writes them: without sizes."""
+    data = rooftop("matmul", expression, "--json").json
+    jsonschema.validate(data, schema(library.MatmulResult))
+    assert data["expression"].endswith(f" -> {output}")
+    assert [(one["number"], one["axes"]) for one in data["cases"]] == [(case, axes)]
+    shown = rooftop("matmul", expression).out
+    assert (
+        data["expression"] in shown and f"Case {case}" in shown and data["cases"][0]["rule"] in " ".join(shown.split())
+    )
+
+
 def test_the_table_says_what_binds(rooftop: Call) -> None:
     answer = rooftop("matmul", SHOWN, *GIVEN, "--top", "2", "--backward", "--simulate")
     assert answer.status == 0

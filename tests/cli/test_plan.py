@@ -41,6 +41,12 @@ def test_tables_say_the_answer_first(rooftop: Run) -> None:
         assert part in answer.out
 
 
+@pytest.mark.parametrize(("model", "seq"), [("llama:2M", 2048), ("llama3.2-1b", 4096)])
+def test_sequences_are_no_longer_than_the_model_is_made_for(rooftop: Run, model: str, seq: int) -> None:
+    data = rooftop("plan", "train", model, "--on", "v5e:2x2", "--batch-seqs", "8", "--json").json
+    assert data["workload"]["seq_len"] == seq
+
+
 def test_given_mesh_and_remat_are_kept(rooftop: Run) -> None:
     data = rooftop(*JOB, "--mesh", "fsdp=16,tensor=4", "--remat", "block", "--optimizer", "lion", "--json").json
     assert {name: size for name, size in data["mesh"]["axes"].items() if size > 1} == {"fsdp": 16, "tensor": 4}

@@ -99,5 +99,13 @@ def test_tables_of_compiled_plans_are_those_of_their_results(script: str, monkey
     )
 
 
+def test_the_site_has_every_page() -> None:
+    """``make site`` refuses a page without a place in the menu, and a link out of the documentation."""
+    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = list((ROOT / "docs").glob("*.md"))
+    assert sorted(listed) == sorted(page.name for page in pages)
+    assert [page.name for page in pages if "](../" in page.read_text(encoding="utf-8")] == []
+
+
 def test_the_version_stands_in_the_citation() -> None:
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Each plan as three faces show it: whatever the terminal says, the page that is a file and the browser say too."""
+"""Each answer as three faces show it: whatever the terminal says, the page that is a file and the browser say too."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ ANSWERS = {
         ("plan", "serve", "llama3-8b", "--on", "v5e", "--requests-per-second", "10", "--ttft", "1s", "--tpot", "50ms"),
         ("Recommended:", "an hour at list prices", "Runner-up"),
     ),
+    "simulation": (
+        ("simulate", "{plan}", "--concurrency", "4"),
+        ("requests finished", "What users feel", "queue most"),
+    ),
     "embed": (("plan", "embed", TABLES, "--on", "v5p:2x2x1"), ("Stacks of tables", "Where a step goes")),
 }
 
@@ -37,8 +41,10 @@ def test_page_and_browser_show_what_the_terminal_shows(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "2000")
     command, special = ANSWERS[name]
-    page, file = tmp_path / "page.html", tmp_path / "plan.json"
-    answer = rooftop(*command, "--report", str(page), "-o", str(file))
+    page, file, plan = tmp_path / "page.html", tmp_path / "answer.json", tmp_path / "plan.json"
+    if "{plan}" in command:
+        rooftop(*ANSWERS["serve"][0], "-o", str(plan))
+    answer = rooftop(*(word.format(plan=plan) for word in command), "--report", str(page), "-o", str(file))
     assert all(text in answer.out for text in special)
     assert sum(1 for _ in faces.cells(answer.out)) > 30
     assert faces.missing(answer.out, faces.of_page(page.read_text(encoding="utf-8"))) == []

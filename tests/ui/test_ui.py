@@ -75,6 +75,9 @@ STATES: list[tuple[str, dict[str, str]]] = [
     ("training", {"tensor": "4", "batch_seqs": "8", "remat": "block"}),
     ("sharding", {"expression": "bf16[I_X, J] -> bf16[I, J]@(0,0)"}),
     ("training", {"on": "v5e:1x1", "model": "qwen3-0.6b", "batch_seqs": "1"}),
+    ("training", {"on": "v5e:2x2", "model": "llama:7M", "batch_seqs": "8", "seq": "2048"}),
+    ("serving", {"on": "v5e:1x1", "model": "mixtral:5M", "bounds": "usable", "context": "1024"}),
+    ("pipeline", {"model": "llama:100M", "stages": "2"}),
     ("training", {"on": "v5e:16x16@2", "model": "llama3-8b", "batch_seqs": "512"}),
     ("pipeline", {"schedule": "zero_bubble", "stages": "8", "model": "llama3-8b"}),
     ("pipeline", {"schedule": "interleaved", "stages": "4", "chunks": "4", "microbatches": "12"}),
@@ -505,6 +508,13 @@ def test_the_last_stop_of_a_slider_is_the_last_way() -> None:
     assert _asked("sharding", **state, way="24")["figures"] == _asked("sharding", **state)["figures"]
 
 
+def test_a_group_that_is_not_drawn_is_noted() -> None:
+    for state, drawn in (({"axis": "X"}, True), ({"axis": "X,Y"}, False)):
+        answer = _asked("collectives", on="v5e:8x8", mesh="X=8,Y=8", **state)
+        assert any(chart["kind"] == "frames" for chart in answer["charts"]) == drawn
+        assert any("64 over X, Y" in note for note in answer["notes"]) != drawn
+
+
 def test_a_verdict_of_training_says_what_is_waited_for() -> None:
     answer = _asked("training")
     figures = _figures(answer)
@@ -519,6 +529,7 @@ def test_a_verdict_of_training_says_what_is_waited_for() -> None:
     [
         ("training", {"model": "llama3-70b", "on": "v5e:1x1"}, {"memory_bytes", "nearest"}),
         ("serving", {"on": "v5e:1x1", "bounds": "usable"}, {"memory_bytes", "kv_bytes", "max_batch", "nearest"}),
+        ("serving", {"on": "v5e:1x1"}, {"memory_bytes", "kv_bytes", "max_batch", "nearest"}),
     ],
 )
 def test_what_does_not_fit_has_no_times_and_names_a_slice_that_does(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
@@ -17,8 +18,6 @@ from rooftop.cli.options import (
     WORKLOAD,
     frames_option,
     json_option,
-    layout_option,
-    mesh_option,
     on_option,
     option,
     report_option,
@@ -27,17 +26,21 @@ from rooftop.cli.options import (
 )
 from rooftop.cli.output import emit_json, show
 from rooftop.cli.programs.words import (
-    ARGS,
-    AUTO,
-    DIMS,
     NO_CACHE,
-    SCRIPT,
     WITH,
+    FunctionOptions,
     ScriptCommand,
+    function_options,
+    program_of,
     progress_line,
+    required_slice,
 )
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import RooftopError, refuse
 from rooftop.core.files import write_text
+
+if TYPE_CHECKING:
+    from rooftop.library.programs.compiling import CompileResult
+    from rooftop.library.programs.scripts import ScriptResult
 
 #: Programs that ``rooftop check`` takes.
 _PROGRAM = "module:function, a module of HLO, a folder of --xla_dump_to, a saved report, or -- python SCRIPT"
@@ -55,12 +58,8 @@ _PROGRAM = "module:function, a module of HLO, a folder of --xla_dump_to, a saved
 )
 @click.argument("program", metavar="MODULE:FUNCTION|MODULE.hlo|FOLDER|REPORT.json|-- python SCRIPT", required=False)
 @on_option(help="The slice, or for a module the kind of chip, that the program is compiled for.")
-@ARGS
-@DIMS
+@function_options
 @option("--tokens", group=WORKLOAD, type=COUNT, help="Tokens of a step on all devices, for tokens a second.")
-@mesh_option(help="Mesh axes and their sizes: X=4,Y=4.")
-@layout_option()
-@AUTO
 @timeout_option(help="Give up after this time: 90s, 10m.")
 @NO_CACHE
 @WITH
@@ -79,11 +78,7 @@ def command(
     program: str | None,
     on: str | None,
     arrays: tuple[str, ...],
-    dims: str | None,
     tokens: int | None,
-    mesh: str | None,
-    layout: str | None,
-    auto: bool,
     timeout: float | None,
     no_cache: bool,
     releases: str | None,
@@ -97,6 +92,7 @@ def command(
     junit: Path | None,
     report: Path | None,
     as_json: bool,
+    **of_function: Unpack[FunctionOptions],
 ) -> int:
     """Check a compiled program without a plan: what it wastes, at which line, and what that is worth.
 
@@ -106,14 +102,17 @@ def command(
     float32 traffic, padding and host transfers. With --against, compares with an earlier ledger; the status is 1 if a
     limit does not hold.
     """
-    script: list[str] | None = click.get_current_context().meta.get(SCRIPT)
-    if program is None and script is None:
-        raise RooftopError("program", None, _PROGRAM)
-    if program is not None and ":" not in program and not Path(program).exists():
-        raise RooftopError("program", program, f"{_PROGRAM}; there is no such path")
-    saved = program is not None and program.endswith(".json")
-    if on is None and not saved:
-        raise RooftopError("on", None, "the slice that the program is compiled for, such as v5e:4x4")
+    checked = program_of(program, _PROGRAM)
+    if isinstance(checked, str) and ":" not in checked and not Path(checked).exists():
+        raise RooftopError("program", checked, f"{_PROGRAM}; there is no such path")
+    saved = isinstance(checked, str) and checked.endswith(".json")
+    where = "" if saved else required_slice(on)
+    function: dict[str, object] = {"args": arrays, **of_function}
+    compiled = isinstance(checked, str) and (saved or ":" not in checked or Path(checked).exists())
+    if isinstance(checked, list):
+        refuse(function, "nothing with a script, which has its own")
+    elif compiled:
+        refuse(function | {"mesh": None}, "nothing but with module:function")
     for field, value in (("max-time", max_time), ("max-memory", max_memory)):
         if value is not None and against is None:
             raise RooftopError(field, value, "a ledger to compare with: --against FILE")
@@ -121,40 +120,31 @@ def command(
         raise RooftopError("against", str(against), "the file of a ledger; there is none")
     from rooftop.library.programs.checking import check
 
-    subject: object = program
-    if script is not None:
-        if program is not None or arrays or dims or mesh or layout or auto:
-            raise RooftopError("program", program, "nothing with a script, which has its own arrays and meshes")
+    subject: CompileResult | ScriptResult | str
+    if isinstance(checked, list):
         from rooftop.library.programs.scripts import compile_script
 
-        assert on is not None
         with progress_line(shown=not as_json) as on_progress:
-            subject = compile_script(script, on=on, timeout=timeout, cache=not no_cache, on_progress=on_progress)
-    elif program is None:
-        raise RooftopError("program", None, _PROGRAM)
-    elif ":" in program and not saved and not Path(program).exists():
+            subject = compile_script(checked, on=where, timeout=timeout, cache=not no_cache, on_progress=on_progress)
+    elif compiled:
+        subject = checked
+    else:
         from rooftop.library.programs.compiling import inspect
 
-        assert on is not None
         with progress_line(shown=not as_json) as on_progress:
             subject = inspect(
-                program,
+                checked,
                 *arrays,
-                on=on,
-                mesh=mesh,
-                layout=layout,
-                dims=dims,
-                auto=auto,
+                on=where,
                 timeout=timeout,
                 cache=not no_cache,
                 on_progress=on_progress,
+                **of_function,
             )
-    elif arrays or dims or layout or auto:
-        raise RooftopError("program", program, "module:function with --args, --dims, --layout and --auto")
     result = check(
-        subject,  # type: ignore[arg-type]
+        subject,
         on=on,
-        mesh=mesh,
+        mesh=of_function["mesh"],
         tokens=tokens,
         against=against,
         max_time=max_time,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
@@ -17,8 +16,6 @@ from rooftop.cli.options import (
     check_option,
     frames_option,
     json_option,
-    layout_option,
-    mesh_option,
     min_flops_option,
     on_option,
     option,
@@ -33,17 +30,17 @@ from rooftop.cli.options import (
 )
 from rooftop.cli.output import emit_json, show
 from rooftop.cli.programs.words import (
-    ARGS,
-    AUTO,
-    DIMS,
     NO_CACHE,
-    SCRIPT,
     WITH,
+    FunctionOptions,
     ScriptCommand,
     compiler_options_of,
+    function_options,
+    program_of,
     progress_line,
+    required_slice,
 )
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import RooftopError, refuse
 from rooftop.core.files import write_json, write_text
 
 if TYPE_CHECKING:
@@ -61,11 +58,7 @@ if TYPE_CHECKING:
 )
 @click.argument("program", metavar="PLAN.json|MODULE:FUNCTION|-- python SCRIPT", required=False)
 @on_option(help="The slice to compile a script or a function for, such as v5e:4x4.")
-@ARGS
-@DIMS
-@mesh_option(help="Mesh axes and their sizes for a function: X=4,Y=4.")
-@layout_option()
-@AUTO
+@function_options
 @xla_option()
 @steps_option(default="3", help="The last step of a script, in calls of one program; 0 runs it to its end.")
 @min_flops_option()
@@ -88,10 +81,6 @@ def command(
     program: str | None,
     on: str | None,
     arrays: tuple[str, ...],
-    dims: str | None,
-    mesh: str | None,
-    layout: str | None,
-    auto: bool,
     compiler_options: tuple[str, ...],
     steps: int,
     min_flops: float,
@@ -109,6 +98,7 @@ def command(
     report: Path | None,
     output: Path | None,
     as_json: bool,
+    **of_function: Unpack[FunctionOptions],
 ) -> int:
     """Compile ahead of time with XLA:TPU or XLA:GPU, without a TPU or a GPU, and read the compiler's result.
 
@@ -120,35 +110,28 @@ def command(
     for each stack of tables, and the overlap of whole steps. For MODULE:FUNCTION, any function of JAX arrays, report
     the compiled ledger and a roofline for every op.
     """
-    script: list[str] | None = click.get_current_context().meta.get(SCRIPT)
-    options = {"compiler-option": compiler_options}
-    of_function = {"args": arrays, "dims": dims, "mesh": mesh, "layout": layout, "auto": auto, **options}
+    subject = program_of(program, "a plan.json, module:function, or -- python SCRIPT")
+    function: dict[str, object] = {"args": arrays, **of_function, "compiler-option": compiler_options}
     files = {"save": save, "perfetto": perfetto, "xprof": xprof, "report": report}
-    if script is not None:
-        if program is not None:
-            raise RooftopError("program", program, "nothing with a script: rooftop compile --on SLICE -- python SCRIPT")
-        _refuse(of_function | {"check": check}, "nothing with a script, which has its own")
-        _refuse({"save": save, "perfetto": perfetto, "xprof": xprof}, "nothing with a script: it has many programs")
-        if on is None:
-            raise RooftopError("on", None, "a slice, such as v5e:4x4")
+    if isinstance(subject, list):
+        refuse(function | {"check": check}, "nothing with a script, which has its own")
+        refuse({"save": save, "perfetto": perfetto, "xprof": xprof}, "nothing with a script: it has many programs")
         return _compile_script(
-            script, on=on, steps=steps, min_flops=min_flops, timeout=timeout, cache=not no_cache, top=top,
-            out=out, report=report, output=output, as_json=as_json,
+            subject, on=required_slice(on), steps=steps, min_flops=min_flops, timeout=timeout, cache=not no_cache,
+            top=top, out=out, report=report, output=output, as_json=as_json,
         )  # fmt: skip
-    _refuse({"out": out}, "nothing but with a script: its programs are many")
-    if program is None:
-        raise RooftopError("program", None, "a plan.json, module:function, or -- python SCRIPT")
+    refuse({"out": out}, "nothing but with a script: its programs are many")
     from rooftop.library.programs.compiling import CompileResult, compile, inspect
 
     result: CompileResult | EmbedCompileResult
-    if Path(program).suffix == ".json":
-        _refuse(of_function | {"on": on}, "nothing with a plan, which says all that is needed")
+    if Path(subject).suffix == ".json":
+        refuse(function | {"on": on}, "nothing with a plan, which says all that is needed")
         from rooftop.library.inputs import plan_of
         from rooftop.plan.embedding.plan import EmbedPlan
 
-        plan = plan_of(program)
+        plan = plan_of(subject)
         if isinstance(plan, EmbedPlan):
-            _refuse(files, "nothing with a plan of embeddings: it has many programs")
+            refuse(files, "nothing with a plan of embeddings: it has many programs")
         with progress_line(shown=not as_json) as on_progress:
             result = compile(
                 plan,
@@ -159,28 +142,23 @@ def command(
                 save=save is not None,
                 on_progress=on_progress,
             )
-    elif ":" in program:
-        _refuse({"calibration": calibration}, "nothing with a function, which has no plan")
-        _refuse({"check": check}, "nothing but with a plan of embeddings: its programs run on SparseCores")
-        if on is None:
-            raise RooftopError("on", None, "a slice, such as v5e:4x4")
+    elif ":" in subject:
+        refuse({"calibration": calibration}, "nothing with a function, which has no plan")
+        refuse({"check": check}, "nothing but with a plan of embeddings: its programs run on SparseCores")
         with progress_line(shown=not as_json) as on_progress:
             result = inspect(
-                program,
+                subject,
                 *arrays,
-                on=on,
-                mesh=mesh,
-                layout=layout,
-                dims=dims,
-                auto=auto,
+                on=required_slice(on),
                 compiler_options=compiler_options_of(compiler_options),
                 timeout=timeout,
                 cache=not no_cache,
                 save=save is not None,
                 on_progress=on_progress,
+                **of_function,
             )
     else:
-        raise RooftopError("program", program, "a plan.json written by rooftop plan, or module:function")
+        raise RooftopError("program", subject, "a plan.json written by rooftop plan, or module:function")
     data = result.to_json(top=sys.maxsize if isinstance(top, str) else top)
     if output is not None:
         write_json(output, data)
@@ -242,14 +220,6 @@ def _compile_script(
         show(data, {"report": output, "page": report, "programs": out}, as_json=as_json)
     result.raise_if_infeasible()
     return 0
-
-
-def _refuse(options: Mapping[str, object], accepted: str) -> None:
-    """Raise RooftopError if one of the options is given."""
-    for name, value in options.items():
-        if value:
-            shown = " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-            raise RooftopError(name, shown, accepted)
 
 
 def _write_files(

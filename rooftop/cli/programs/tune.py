@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Unpack
 
 import click
 
@@ -15,8 +16,6 @@ from rooftop.cli.options import (
     WORKLOAD,
     Name,
     json_option,
-    layout_option,
-    mesh_option,
     min_flops_option,
     on_option,
     option,
@@ -28,12 +27,11 @@ from rooftop.cli.options import (
 )
 from rooftop.cli.output import progress_bar, show
 from rooftop.cli.programs.words import (
-    ARGS,
-    AUTO,
-    DIMS,
-    SCRIPT,
+    FunctionOptions,
     ScriptCommand,
     compiler_options_of,
+    function_options,
+    program_of,
 )
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json, write_text
@@ -51,11 +49,7 @@ from rooftop.core.files import write_json, write_text
 )
 @click.argument("program", metavar="PLAN.json|MODULE:FUNCTION|-- python SCRIPT", required=False)
 @on_option(help="The slice to compile a script or a function for, such as v5e:4x4.")
-@ARGS
-@DIMS
-@mesh_option(help="Mesh axes and their sizes for a function: X=4,Y=4.")
-@layout_option()
-@AUTO
+@function_options
 @option(
     "--vary",
     group=WORKLOAD,
@@ -100,10 +94,6 @@ def command(
     program: str | None,
     on: str | None,
     arrays: tuple[str, ...],
-    dims: str | None,
-    mesh: str | None,
-    layout: str | None,
-    auto: bool,
     vary: tuple[str, ...],
     search: str | None,
     minutes: float,
@@ -121,6 +111,7 @@ def command(
     report: Path | None,
     output: Path | None,
     as_json: bool,
+    **of_function: Unpack[FunctionOptions],
 ) -> int:
     """Search what makes a step faster by compiling it, again and again, with no TPU or GPU.
 
@@ -128,12 +119,7 @@ def command(
     function or a script options of XLA, and what --vary names. Every compilation is priced from its schedule, and equal
     schedules are one. The same command goes on where it was ended.
     """
-    script: list[str] | None = click.get_current_context().meta.get(SCRIPT)
-    if program is not None and script is not None:
-        raise RooftopError("program", program, "nothing with a script: rooftop tune --on SLICE -- python SCRIPT")
-    tuned: str | list[str] | None = program if script is None else script
-    if tuned is None:
-        raise RooftopError("program", None, "a plan.json, module:function, or -- python SCRIPT")
+    tuned = program_of(program, "a plan.json, module:function, or -- python SCRIPT")
     if program is not None and not (program.endswith(".json") or ":" in program):
         raise RooftopError("program", program, "a plan.json written by rooftop plan train, or module:function")
     if save is not None and (program is None or not program.endswith(".json")):
@@ -145,10 +131,6 @@ def command(
             tuned,
             *arrays,
             on=on,
-            mesh=mesh,
-            layout=layout,
-            dims=dims,
-            auto=auto,
             compiler_options=compiler_options_of(compiler_options),
             vary=_varied(vary),
             search=search,
@@ -162,6 +144,7 @@ def command(
             fresh=fresh,
             cache=not no_cache,
             on_progress=on_progress,
+            **of_function,
         )
     data = result.to_json()
     if output is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import click
 
@@ -15,12 +16,17 @@ from rooftop.cli.options import (
     RUN,
     WORKLOAD,
     VerbCommand,
+    layout_option,
+    mesh_option,
     option,
 )
 from rooftop.core.errors import RooftopError
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 #: Where a command line after ``--`` stands in click's context.
 SCRIPT = "rooftop.script"
+#: Seconds between two lines about a compilation in a log.
+_LOG_EVERY_S = 60.0
 #: Where the words of the command line stand there.
 WORDS = "rooftop.words"
 
@@ -75,17 +81,39 @@ class ScriptCommand(SeveralArrays):
         return run_rooftop(python, [str(ctx.info_name), *words, *script])
 
 
-#: Options of verbs that compile a function.
-ARGS = option(
-    "--args",
-    "arrays",
-    group=WORKLOAD,
-    multiple=True,
-    metavar="ARRAY...",
-    help="Arrays of a function: bf16[8192_X, D_Y].",
+#: Options of a function's arrays and mesh, in the order of ``--help``.
+_FUNCTION_OPTIONS = (
+    option(
+        "--args",
+        "arrays",
+        group=WORKLOAD,
+        multiple=True,
+        metavar="ARRAY...",
+        help="Arrays of a function: bf16[8192_X, D_Y].",
+    ),
+    option("--dims", group=WORKLOAD, metavar="SIZES", help="Sizes of the dims that arrays name: D=4096,F=16Ki."),
+    mesh_option(help="Mesh axes and their sizes: X=4,Y=4."),
+    layout_option(),
+    option("--auto", is_flag=True, group=PARALLELISM, help="Leave axes to the partitioner: not JAX's explicit mode."),
 )
-DIMS = option("--dims", group=WORKLOAD, metavar="SIZES", help="Sizes of the dims that arrays name: D=4096,F=16Ki.")
-AUTO = option("--auto", is_flag=True, group=PARALLELISM, help="Leave axes to the partitioner: not JAX's explicit mode.")
+
+
+class FunctionOptions(TypedDict):
+    """A function's dims and mesh, as ``inspect`` and ``tune`` of the library take them next to its ``arrays``."""
+
+    dims: str | None
+    mesh: str | None
+    layout: str | None
+    auto: bool
+
+
+def function_options(command: _Command) -> _Command:
+    """Add the options of ``arrays`` and ``FunctionOptions`` to a command."""
+    for decorate in reversed(_FUNCTION_OPTIONS):
+        command = decorate(command)
+    return command
+
+
 WITH = option(
     "--with",
     "releases",
@@ -94,6 +122,26 @@ WITH = option(
     help="Run the same with other releases, in an environment of their own.",
 )
 NO_CACHE = option("--no-cache", is_flag=True, group=RUN, help="Compile again, even if the answer is known.")
+
+
+def program_of(program: str | None, accepted: str) -> str | list[str]:
+    """The program, or the words of a script after ``--``. Raises RooftopError for both, and for neither."""
+    context = click.get_current_context()
+    script: list[str] | None = context.meta.get(SCRIPT)
+    if program is not None and script is not None:
+        example = f"rooftop {context.info_name} --on SLICE -- python SCRIPT"
+        raise RooftopError("program", program, f"nothing with a script: {example}")
+    named = program if script is None else script
+    if named is None:
+        raise RooftopError("program", None, accepted)
+    return named
+
+
+def required_slice(on: str | None) -> str:
+    """The slice to compile for. Raises RooftopError without one."""
+    if on is None:
+        raise RooftopError("on", None, "a slice, such as v5e:4x4")
+    return on
 
 
 def compiler_options_of(texts: Sequence[str]) -> dict[str, bool | int | str]:
@@ -113,9 +161,23 @@ def compiler_options_of(texts: Sequence[str]) -> dict[str, bool | int | str]:
 
 @contextmanager
 def progress_line(*, shown: bool) -> Iterator[Callable[[str, float], None] | None]:
-    """A callback (phase, seconds) that keeps one line on stderr up to date, or None if stderr is not a terminal."""
-    if not (shown and sys.stderr.isatty()):
+    """A callback (phase, seconds) that keeps a line on a terminal up to date; a log gets a line a minute.
+
+    Both are on stderr. None if nothing is to be shown.
+    """
+    if not shown:
         yield None
+        return
+    if not sys.stderr.isatty():
+        logged_s = time.monotonic()
+
+        def log(phase: str, elapsed_s: float) -> None:
+            nonlocal logged_s
+            if time.monotonic() - logged_s >= _LOG_EVERY_S:
+                logged_s = time.monotonic()
+                click.echo(f"rooftop: {phase}: {elapsed_s:.0f} s", err=True)
+
+        yield log
         return
 
     def write(phase: str, elapsed_s: float) -> None:

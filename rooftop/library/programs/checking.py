@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import RooftopError, refuse
 from rooftop.core.files import read_json_object, write_json, write_text
 from rooftop.core.quantities import parse_growth, parse_quantity, parse_seconds
 from rooftop.library.programs.compiling import CompileResult
@@ -121,9 +121,7 @@ def check(
         name, result = name or result.report.command, result.costliest
     report: ProgramCheck
     if not isinstance(result, CompileResult) and Path(result).suffix == ".json":
-        for field, stated in (("on", on), ("mesh", mesh)):
-            if stated is not None:
-                raise RooftopError(field, stated, "nothing with a saved report, which says it")
+        refuse({"on": on, "mesh": mesh}, "nothing with a saved report, which says it")
         data = read_json_object(Path(result), field="report", accepted=_SAVED)
         report = SavedCheck.read(data, program=name or Path(result).name, **common)
     else:

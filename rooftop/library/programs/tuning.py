@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rooftop.compiler.compiling import require_compiler
 from rooftop.compiler.targets import XLA_GPU
-from rooftop.core.errors import RooftopError, one_of, unknown
+from rooftop.core.errors import RooftopError, one_of, refuse, unknown
 from rooftop.core.files import cache_folder, write_json
 from rooftop.core.quantities import LARGEST_QUANTITY, parse_count, parse_quantity
 from rooftop.library.inputs import AxesLike, CountLike, PlanLike, SliceLike, mesh_on, slice_of, training_plan_of
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rooftop.arrays import Mesh
     from rooftop.explain.tuning.report import TuneReport
     from rooftop.explain.tuning.subjects import Subject
+    from rooftop.hardware import Slice
 
 
 #: Values of a setting: a list, or 'a,b,c'; the first is that of the baseline.
@@ -147,15 +148,16 @@ def tune(
     count = max(1, (os.cpu_count() or 2) // 2) if jobs is None else parse_count(jobs, "jobs")
     few = 0 if layers == "all" else None if layers is None else parse_count(layers, "layers")
     settings = settings_of(vary or {})
-    of_function = {"args": arguments, "mesh": mesh, "layout": layout, "dims": dims, "compiler-option": compiler_options}
+    options = {"auto": auto, "compiler-option": compiler_options}
+    of_function = {"args": arguments, "dims": dims, "mesh": mesh, "layout": layout, **options}
     subject: Subject
     if isinstance(program, str) and ":" in program and not program.endswith(".json"):
         subject = _function(program, arguments, on, mesh, layout, dims, auto, compiler_options, settings)
     elif isinstance(program, Sequence) and not isinstance(program, str):
-        _refused_options(of_function, "nothing with a script, which has its own")
+        refuse(of_function, "nothing with a script, which has its own")
         subject = _script(program, on, steps, min_flops, settings)
     else:
-        _refused_options({**of_function, "on": on, "vary": vary}, "nothing with a plan, which says all that is needed")
+        refuse({**of_function, "on": on, "vary": vary}, "nothing with a plan, which says all that is needed")
         plan = training_plan_of(program)
         require_compiler(plan.problem.slice.chip.kind)
         with uninterrupted():
@@ -234,6 +236,14 @@ def _value(text: str) -> Any:
     return value if isinstance(value, (int, float)) else text
 
 
+def _slice_to_compile_for(on: SliceLike | None) -> Slice:
+    if on is None:
+        raise RooftopError("on", None, "a slice, such as v5e:4x4")
+    where = slice_of(on)
+    require_compiler(where.chip.kind)
+    return where
+
+
 def _function(
     name: str,
     arguments: Sequence[str],
@@ -245,10 +255,7 @@ def _function(
     options: Mapping[str, bool | int | str] | None,
     settings: Mapping[str, tuple[Any, ...]],
 ) -> Subject:
-    if on is None:
-        raise RooftopError("on", None, "a slice, such as v5e:4x4")
-    where = slice_of(on)
-    require_compiler(where.chip.kind)
+    where = _slice_to_compile_for(on)
     with uninterrupted():
         from rooftop.explain.tuning.subjects import TunedFunction
     return TunedFunction(
@@ -269,10 +276,7 @@ def _script(
     min_flops: float | str,
     settings: Mapping[str, tuple[Any, ...]],
 ) -> Subject:
-    if on is None:
-        raise RooftopError("on", None, "a slice, such as v5e:4x4")
-    where = slice_of(on)
-    require_compiler(where.chip.kind)
+    where = _slice_to_compile_for(on)
     text = shlex.join(words)
     for name in settings:
         if "{" + name + "}" not in text:
@@ -286,12 +290,6 @@ def _script(
         min_flops=parse_quantity(min_flops, "min-flops", largest=LARGEST_QUANTITY),
         vary=settings,
     )
-
-
-def _refused_options(options: Mapping[str, object], accepted: str) -> None:
-    for name, value in options.items():
-        if value:
-            raise RooftopError(name, str(value), accepted)
 
 
 def _versions(kind: str) -> dict[str, str]:

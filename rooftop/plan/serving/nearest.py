@@ -59,8 +59,6 @@ def nearest_plans(problem: ServingProblem) -> Iterator[ServingPlan]:
     The first has number formats, lengths and a mesh that engines have. The second is there if the first has another
     batch than was asked for, or does not exist: on the smallest slice that is larger, or else the largest other one.
     """
-    if problem.book:
-        return
     runnable = _runnable(problem)
     asked = runnable.workload.batch_seqs
     here = _first(runnable, replace(runnable, axes=None, kv_split=None))
@@ -103,7 +101,7 @@ def _holds(problem: ServingProblem, batch: int) -> bool:
 
 
 def _runnable(problem: ServingProblem) -> ServingProblem:
-    """The problem with formats, lengths and batching that engines have, where it asks for others."""
+    """The problem with formats, lengths, batching and memory that engines have, where it asks for others."""
     mode = "interleaved" if problem.draft is not None else problem.mode
     return replace(
         problem,
@@ -111,6 +109,7 @@ def _runnable(problem: ServingProblem) -> ServingProblem:
         numerics=_numerics(problem.numerics),
         workload=_workload(problem.workload, problem.model.max_seq_len),
         mode=mode,
+        bounds="usable",
         prefill_axes=None,
         prefill_slice=None if mode == "interleaved" else problem.prefill_slice,
     )

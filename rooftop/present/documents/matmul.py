@@ -20,9 +20,10 @@ def matmul(data: Mapping[str, Any]) -> Document:
     """A sharded array, product or collective."""
     place = f" on {data['slice']}" if data["slice"] else ""
     axes = ", ".join(f"{name}={size}" for name, size in data["mesh"]["axes"].items())
+    sized = f"mesh {axes}{place}" if axes else "no sizes; --dims, --mesh and --on rank the ways to do it, with times"
     return Document(
         title=data["expression"],
-        verdict=ShownVerdict(subject=data["expression"], no=_no(data), details=(f"mesh {axes}{place}",)),
+        verdict=ShownVerdict(subject=data["expression"], no=_no(data), details=(sized,)),
         charts=tuple(_charts(data)),
     )
 
@@ -36,7 +37,8 @@ def _no(data: Mapping[str, Any]) -> str:
 
 
 def _charts(data: Mapping[str, Any]) -> Iterator[Chart]:
-    yield _arrays(data["arrays"], layouts=data["kind"] == "array")
+    if data["arrays"]:
+        yield _arrays(data["arrays"], layouts=data["kind"] == "array")
     for case in data["cases"]:
         over = f" over {','.join(case['axes'])}" if case["axes"] else ""
         yield prose(f"Case {case['number']}{over}: {case['rule']}.")

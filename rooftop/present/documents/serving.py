@@ -463,16 +463,18 @@ def server(data: Mapping[str, Any]) -> Document:
         title=f"{data['model']} at {data['url']}",
         verdict=ShownVerdict(
             subject=f"{data['model']} at {data['url']}, rooftop {data['rooftop_version']}, {data['date']}",
-            details=tuple(_measured_requests(data["measured"])),
+            details=tuple(_measured_requests(data["measured"], data["trace"]["clients"])),
         ),
         charts=(_measured_latencies(data), prose("\n".join(_measured_notes(data)))),
     )
 
 
-def _measured_requests(measured: Mapping[str, Any]) -> Iterator[str]:
+def _measured_requests(measured: Mapping[str, Any], clients: int | None) -> Iterator[str]:
     requests, tokens, goodput = measured["requests"], measured["tokens"], measured["goodput"]
     yield (
-        f"{requests['finished']:,} of {requests['offered']:,} requests in {format_seconds(measured['duration_s'])}, "
+        f"{requests['finished']:,} of {requests['offered']:,} requests"
+        + ("" if clients is None else f" of {clients:,} clients")
+        + f" in {format_seconds(measured['duration_s'])}, "
         f"{requests['per_second']:.4g} a second; {format_count(tokens['generated'], 'tok')} generated, "
         f"{tokens['generated_per_second']:,.0f} tok/s"
     )

@@ -7,8 +7,9 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ from rooftop.simulate.serving.traces import RequestTrace
 Floats = npt.NDArray[np.float64]
 Progress = Callable[[int, int, str], None]
 
+_TEXTS = 'JSONL of {"prompt": "..."}, or ShareGPT\'s JSON'
 #: Statuses of a server that has too much to do.
 _REFUSED = (429, 503)
 
@@ -74,6 +76,12 @@ class Replayed:
     def served(self) -> list[ReplayedRequest]:
         """Requests that were answered whole."""
         return [record for record in self.records if record.error is None and record.times_s]
+
+    def sent(self, trace: RequestTrace) -> RequestTrace:
+        """The trace that was replayed; in a closed loop requests arrive when they were sent."""
+        if trace.clients is None:
+            return trace
+        return replace(trace, arrival_s=np.sort([record.sent_s for record in self.records]))
 
     def trace(self) -> RequestTrace:
         """Trace of the served requests, with their send times and lengths, to simulate the same load."""
@@ -152,29 +160,64 @@ def prompts_of(trace: RequestTrace, vocab: int, seed: int) -> list[list[int]]:
     return prompts_of
 
 
+def read_texts(path: Path) -> list[str]:
+    """The prompts of a data set: JSONL with a ``prompt`` a line, or the first turns of ShareGPT's JSON.
+
+    Raises RooftopError that names the entry.
+    """
+    try:
+        content = path.read_text(encoding="utf-8")
+        rows = [json.loads(line) for line in content.split("\n") if line.strip()] if path.suffix == ".jsonl" else (
+            json.loads(content)
+        )  # fmt: skip
+    except OSError as error:
+        raise RooftopError("texts", str(path), f"a file that can be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise RooftopError("texts", str(path), f"{_TEXTS} ({error})") from None
+    texts = []
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
+        match row:
+            case {"prompt": str(text)} | {"conversations": [{"value": str(text)}, *_]} if text:
+                texts.append(text)
+            case {"conversations": list()}:
+                continue  # ShareGPT has conversations without a text.
+            case _:
+                raise RooftopError(f"{path.name} entry {number}", json.dumps(row)[:40], _TEXTS)
+    if not texts:
+        raise RooftopError("texts", str(path), "one prompt or more")
+    return texts
+
+
 async def replay(
     trace: RequestTrace,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | str],
     target: ReplayTarget,
     targets: Targets,
     on_progress: Progress | None = None,
 ) -> Replayed:
-    """Send each request when it is due, without waiting for earlier ones; return when all have ended."""
+    """Send each request when it is due, without waiting for earlier ones; return when all have ended.
+
+    In a closed loop a request is due when one of the trace's clients has its last answer.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     # A queue may be long: wait for every request that is not refused.
     timeout = httpx.Timeout(None, connect=30.0)
     records = [ReplayedRequest(due_s=due) for due in trace.arrival_s.tolist()]
+    clients = asyncio.Semaphore(trace.clients or len(records))
     done = 0
     async with httpx.AsyncClient(base_url=target.url, limits=limits, timeout=timeout, headers=target.headers) as client:
         begun = time.perf_counter()
 
-        async def one(record: ReplayedRequest, prompt: Sequence[int], output: int) -> None:
+        async def one(record: ReplayedRequest, prompt: Sequence[int] | str, output: int) -> None:
             nonlocal done
             await asyncio.sleep(max(0.0, record.due_s - (time.perf_counter() - begun)))
-            try:
-                await _ask(client, record, _body(target, prompt, output), begun)
-            except httpx.HTTPError as error:
-                record.error = f"{type(error).__name__}: {error}"
+            async with clients:
+                if trace.clients is not None:
+                    record.due_s = time.perf_counter() - begun
+                try:
+                    await _ask(client, record, _body(target, prompt, output), begun)
+                except httpx.HTTPError as error:
+                    record.error = f"{type(error).__name__}: {error}"
             done += 1
             if on_progress is not None:
                 on_progress(done, len(records), "requests")
@@ -184,8 +227,9 @@ async def replay(
     return Replayed(records=records, targets=targets)
 
 
-def _body(target: ReplayTarget, prompt: Sequence[int], output: int) -> dict[str, Any]:
-    body = {"model": target.model, "prompt": list(prompt), "max_tokens": output, "stream": True}
+def _body(target: ReplayTarget, prompt: Sequence[int] | str, output: int) -> dict[str, Any]:
+    sent = prompt if isinstance(prompt, str) else list(prompt)
+    body = {"model": target.model, "prompt": sent, "max_tokens": output, "stream": True}
     return body | {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if target.exact else {})
 
 

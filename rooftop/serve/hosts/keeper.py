@@ -12,17 +12,16 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, Any
 
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.runs.beats import DESCRIPTOR
+from rooftop.runs.beats import ProcessBeat, start_beating
 from rooftop.runs.supervise import is_stopped
 from rooftop.serve.hosts.processes import AWAY_S, LOADING_S, SILENT_S, STARVED_S, ended_by
 from rooftop.serve.request import ServeRequest
@@ -98,21 +97,13 @@ class Keeper:
 
     def _kept(self) -> str | None:
         """Start the process and wait for its end. Return why it was lost; None if the engine has ended."""
-        beats, write = os.pipe()
         self._ready, self._heard_s = False, time.monotonic()
-        process = self._process = subprocess.Popen(
-            [sys.executable, *self._command],
-            env=os.environ | {DESCRIPTOR: str(write)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(write,),
-            start_new_session=True,
-        )
-        os.close(write)
+        process, beats = start_beating(self._command, stdin=subprocess.PIPE)
+        self._process = process
         assert process.stdin is not None and process.stdout is not None
         threads = [
             threading.Thread(target=self._hear, args=(process.stdout,), daemon=True),
-            threading.Thread(target=self._count, args=(os.fdopen(beats, "rb"),), daemon=True),
+            threading.Thread(target=self._count, args=(beats,), daemon=True),
         ]
         for thread in threads:
             thread.start()
@@ -171,7 +162,6 @@ class Keeper:
                 else:
                     self._error = Infeasible(*value)
 
-    def _count(self, beats: IO[bytes]) -> None:
-        with beats:
-            for _ in beats:
-                self._heard_s = time.monotonic()
+    def _count(self, beats: Iterable[ProcessBeat]) -> None:
+        for _ in beats:
+            self._heard_s = time.monotonic()

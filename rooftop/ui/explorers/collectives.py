@@ -107,7 +107,13 @@ def answer(state: State) -> Document:
     binds = "latency: its hops take longer than its bytes" if cost.latency_s >= sum(cost.resources.values()) else (
         f"{'the network' if 'dcn' in cost.resources else 'links'}: {format_count(nbytes / cost.time_s, 'B/s')} a device"
     )  # fmt: skip
-    simulated = _simulated(kind, asked, nbytes)
+    simulated, drawn = _simulated(kind, asked, nbytes), _rounds(kind, asked)
+    notes = [f"The payload is {_PAYLOAD[kind]} on one device, as in every ledger."]
+    if not drawn:
+        notes.append(
+            f"Rounds are drawn of up to {_DRAWN} devices over one or two axes of the mesh, each along one axis of a "
+            f"torus; these are {size} over {', '.join(axes)}."
+        )
     figures = [
         ShownFigure("time_s", "Time", cost.time_s, "s", level, formula=formula, source="chapter 3"),
         ShownFigure("latency_s", "Latency", cost.latency_s, "s", "bound", formula="hops x time of a hop",
@@ -132,8 +138,8 @@ def answer(state: State) -> Document:
             says=f"{_NAMES[kind]} of {format_count(nbytes, 'B')} over {size} devices is bound by {binds}."
         ),
         figures=tuple(figures),
-        charts=(_over_bytes(asked, kind, nbytes, cost), _kinds(asked, nbytes, state["price"]), *_rounds(kind, asked)),
-        notes=(f"The payload is {_PAYLOAD[kind]} on one device, as in every ledger.",),
+        charts=(_over_bytes(asked, kind, nbytes, cost), _kinds(asked, nbytes, state["price"]), *drawn),
+        notes=tuple(notes),
         command=command_line(
             "matmul",
             expression,

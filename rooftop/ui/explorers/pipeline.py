@@ -21,7 +21,7 @@ from rooftop.present.document import (
 )
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES, pipeline_table
 from rooftop.simulate.pipeline import Durations, PipelineTimeline, bubble, durations_of, lockstep_s, run
-from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, model_select, select, slider
 
 #: Number of stages -> shape of the smallest v5p slice for them.
 _SLICES = {"2": "2x2x1", "4": "2x2x1", "8": "2x2x2", "16": "2x2x4"}
@@ -174,7 +174,7 @@ _CONTROLS: tuple[Control, ...] = (
         fields=("pipeline",),
         only=("schedule", "interleaved"),
     ),
-    select("model", "Model", ("llama3.2-1b", "llama3-8b", "qwen3-32b", "llama3-70b"), "llama3-8b"),
+    model_select(("llama3.2-1b", "llama3-8b", "qwen3-32b", "llama3-70b"), "llama3-8b"),
 )
 
 

@@ -33,7 +33,7 @@ from rooftop.present.document import (
     ShownFigure,
     ShownVerdict,
 )
-from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider, text
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, model_select, select, slider, text
 
 #: Contexts of the curves in addition to the chosen one.
 _CONTEXTS = (2048, 8192, 32768, 131072)
@@ -290,7 +290,7 @@ def _room(plan: ServingPlan) -> str:
 
 _DTYPES = ("bf16", "int8", "int4", "f8_e4m3")
 _CONTROLS: tuple[Control, ...] = (
-    select("model", "Model", presets(), "llama3-70b"),
+    model_select(presets(), "llama3-70b"),
     text("on", "Slice", "v5e:4x4", suggestions=("v5e:2x4", "v5e:4x4", "v5e:4x8", "v6e:2x4", "v5p:2x2x2", "h100:8"),
          fields=("slice", "chip", "flops dtype")),
     slider("context", "Context, tokens", "8192", 128, 131072, halves=True, unit="tokens"),

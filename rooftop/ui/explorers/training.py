@@ -14,7 +14,7 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Workload
 from rooftop.present.document import Bar, Bars, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
-from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider, text
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, model_select, select, slider, text
 
 #: Curves that are drawn, and sequences a step of their points.
 _DRAWN = 6
@@ -211,7 +211,7 @@ def _steps(curves: list[BatchCurve], problem: Problem, seqs: int) -> Bars:
 
 
 _CONTROLS: tuple[Control, ...] = (
-    select("model", "Model", presets(), "llama3-70b"),
+    model_select(presets(), "llama3-70b"),
     text("on", "Slice", "v5p:4x4x4", suggestions=("v5p:4x4x4", "v5p:8x8x8", "v5p:16x16x16", "v5e:16x16", "v6e:16x16",
                                                   "tpu7x:4x4x4", "h100:8x8", "v5e:16x16@2"), fields=("slice", "chip")),
     slider("batch_seqs", "Batch, sequences", "32", 1, 16384, fields=("batch_tokens", "batch")),
