@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
+
 from rooftop import __version__
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh
@@ -338,7 +340,9 @@ def _prediction(
 
     if plan is None and (before is None or after is None):
         return None, "no --plan, and no step times at /metrics of the server"
-    served = replace(replayed.trace(), clients=trace.clients)
+    served = replayed.trace()
+    if trace.clients is not None:
+        served = replace(served, clients=trace.clients, arrival_s=np.zeros(len(served)))
     if trace.hashes is not None and len(served) == len(trace):
         served = replace(served, hashes=trace.hashes, hash_tokens=trace.hash_tokens)
     try:

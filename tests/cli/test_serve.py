@@ -150,6 +150,19 @@ def test_a_replay_stands_beside_its_simulation(served: Served, rooftop: Callable
     assert table.out.count("predicted") >= 4
 
 
+def test_clients_and_their_texts_are_simulated_too(served: Served, rooftop: Callable[..., Any], tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"prompt": "a mesh"}\n{"prompt": "a slice"}\n')
+    load = ("--concurrency", "3", "--requests", "9", "--texts", str(texts), "--generate", "4")
+    data = rooftop("bench", "serve", "--url", served.url, *load, "--json").json
+    jsonschema.validate(data, schema(ServingBenchResult))
+    assert data["trace"]["clients"] == 3
+    for side in ("measured", "predicted"):
+        assert data[side]["requests"]["finished"] == 9, data["predicted_by"]
+    assert data["predicted"]["tokens"]["prompt"] == data["measured"]["tokens"]["prompt"]
+    assert data["trace"]["mean_prompt_tokens"] == data["measured"]["tokens"]["prompt"] / 9
+
+
 TOOLS: Any = [
     {"type": "function", "function": {"name": "go", "parameters": {
         "type": "object", "properties": {"to": {"enum": ["l", "r"]}}, "required": ["to"],

@@ -260,7 +260,9 @@ def test_malformed_and_huge_bodies(served: Served, content: bytes, kind: str, st
 
 
 def test_paths_and_methods_that_are_not(served: Served) -> None:
-    assert served.http.get("/v1/nothing").json()["error"]["message"] == "GET /v1/nothing: Not Found"
+    assert served.http.get("/v1/nothing").json()["error"]["message"] == (
+        "GET /v1/nothing: Not Found; GET /openapi.json lists what is there"
+    )
     answer = served.http.get("/v1/completions")
     assert answer.status_code == 405 and "error" in answer.json() and answer.headers["allow"] == "POST"
 

@@ -312,7 +312,8 @@ def _be_nice() -> None:
 async def _http_error(request: Request, exception: Exception) -> Response:
     """Answer errors of the router: an unknown path or method."""
     assert isinstance(exception, HTTPException)
-    content = error(f"{request.method} {request.url.path[:60]}: {exception.detail}", "invalid_request_error")
+    hint = "; GET /openapi.json lists what is there" if exception.status_code == 404 else ""
+    content = error(f"{request.method} {request.url.path[:60]}: {exception.detail}{hint}", "invalid_request_error")
     return _Json(content, status_code=exception.status_code, headers=exception.headers)
 
 
