@@ -152,7 +152,7 @@ def test_a_quantised_step_reads_latents_and_experts_once(
     planned = problem.generate(Placement(mesh=mesh, kv_split="batch"), float(batch))
     assert timed.step.expected_s == pytest.approx(float(planned.expected_s), rel=0.05)
     compiled = timed.ledger
-    # Weights up from latents, which the plan counts with the projections, are next to the cache in the core.
+    # No pool is copied to VMEM and back.
     assert _read(compiled, "layers/attn/core") == pytest.approx(_read(planned, "layers/attn/core"), rel=0.05)
     if not group:
         assert _read(compiled, "layers/moe/experts") == pytest.approx(_read(planned, "layers/moe/experts"), rel=0.05)

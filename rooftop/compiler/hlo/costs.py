@@ -227,14 +227,15 @@ def work(module: Module, computation: HloComputation, instruction: Instruction) 
     reads, writes = _traffic(module, computation, instruction)
     called = kernel(module, computation, instruction)
     arrays = sum(nbytes for nbytes, space in (*reads, *writes) if space == 0)
-    if arrays and called is not None and called.hbm_bytes is not None:
-        # An estimate does not know in which memory XLA puts an array.
+    read = sum(nbytes for nbytes, _ in reads)
+    if called is not None and called.hbm_bytes is not None:
+        # An estimate does not know in which memory XLA puts an array. A kernel may read a small part of one.
         elsewhere = sum(nbytes for nbytes, space in (*reads, *writes) if space != 0)
-        arrays = max(0.0, called.hbm_bytes - elsewhere)
+        arrays, read = max(0.0, called.hbm_bytes - elsewhere) if arrays else 0.0, min(read, called.hbm_bytes)
     return InstructionWork(
         matmuls=tuple(_matmuls(module, computation, instruction)),
         hbm_bytes=arrays,
-        vmem_bytes=sum(nbytes for nbytes, _ in reads),
+        vmem_bytes=read,
         vector_ops=_vector_ops(module, instruction),
         cycles=float(cycles.group(1)) if cycles else None,
         kernel=called,
