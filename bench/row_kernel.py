@@ -38,6 +38,7 @@ def cycles_per_token(chip_name: str, heads: int, dump: Path) -> float:
     place, pages = device_sharding(chip_name), CONTEXT // PAGE
     shapes = (
         ((SEQUENCES, 1, heads, SIZE), jnp.bfloat16),
+        ((SEQUENCES, 1, SIZE), jnp.bfloat16),
         ((SEQUENCES * pages + 1, 1, 1, PAGE, SIZE), jnp.bfloat16),
         ((SEQUENCES, pages), jnp.int32),
         ((SEQUENCES,), jnp.int32),

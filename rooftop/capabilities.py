@@ -96,10 +96,11 @@ def expert_rows(tokens: Number, moe: MoE, shards: Number, here: Number, width: N
 
     Of the pairs of a token and an expert, a device has those of ``here`` experts, one of ``shards`` parts. It takes so
     many at a time that half more than the mean, and a few, need no second pass: a multiple of the registers of each of
-    the ``width`` devices that split them.
+    the ``width`` devices that split them, which have two rows of 16 bits in a sublane. Of other rows XLA:TPU scatters
+    whole registers of sums, and permutes the rest.
     """
     most = tokens * np.minimum(moe.active, here)
-    often = next_multiple(np.ceil(1.5 * tokens * moe.active / shards) + 2 * SUBLANES, SUBLANES * width)
+    often = next_multiple(np.ceil(1.5 * tokens * moe.active / shards) + 2 * SUBLANES, 2 * SUBLANES * width)
     return np.where(np.asarray(shards) > 1, np.minimum(most, often), most)
 
 

@@ -309,6 +309,23 @@ def test_kernels_are_named() -> None:
     assert line.compute_s == pytest.approx(float(RATES.hbm_s(3 * NBYTES)))
 
 
+def test_a_kernel_moves_its_estimate_without_arrays_in_vmem() -> None:
+    """What was copied to VMEM before is read from HBM once; a kernel may read a part of it."""
+    cost = f'{{"flops":"2","bytes_accessed":"{5 * NBYTES}"}}'
+    call = f'k = {ARRAY} custom-call(%c, %x), custom_call_target="tpu_custom_call", '
+    call += f'backend_config={{"custom_call_config":{{"cost_estimate":{cost}}}}}'
+    vmem = ARRAY + "{1,0:T(8,128)(2,1)S(1)}"
+    copy = f"c-start = ({vmem}, {ARRAY}, u32[]) copy-start(%x), cross_program_prefetch_index=0"
+    done = f"c = {vmem} copy-done(%c-start)"
+    assert run([call.replace("%c", "%x")]).compute_s == pytest.approx(float(RATES.hbm_s(5 * NBYTES)))
+    assert run([copy, done, call]).compute_s == pytest.approx(float(RATES.hbm_s(4 * NBYTES)))
+    inside = [copy, done, call.replace(f"k = {ARRAY}", f"k = {vmem}").replace("%x", "%c")]
+    whole = run(inside).compute_s
+    assert whole < 0.5 * float(RATES.hbm_s(NBYTES))
+    part = [line.replace(str(5 * NBYTES), str(NBYTES // 2)) for line in inside]
+    assert run(part).compute_s == pytest.approx(whole / 4)
+
+
 @pytest.mark.parametrize(("word", "matmuls", "backward"), [("fwd", 2, False), ("dq", 3, True), ("dkv", 4, True)])
 def test_kernels_are_priced_by_the_flops_that_they_declare(word: str, matmuls: int, backward: bool) -> None:
     """An attention kernel at the rate that was counted for the chip; both kernels of the backward pass together."""

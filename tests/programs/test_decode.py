@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
@@ -140,7 +141,9 @@ def test_the_tpu_kernel_is_asked_for_what_is_gathered(scores: Scores, monkeypatc
         return kernel.ref_ragged_paged_attention(*arrays, **named)
 
     monkeypatch.setattr(ragged_paged_attention, "ragged_paged_attention", plain)
-    with jax.disable_jit():
+    # Without a jit there is no memory to choose.
+    monkeypatch.setattr(pltpu, "with_memory_space_constraint", lambda array, _: array)
+    with jax.disable_jit(), pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
         actual, expected, there = run(scores, size=128, reader="ragged")
     np.testing.assert_allclose(actual[there], expected[there], atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""The kernel for TPUs that reads pages of one row per token, interpreted on a CPU, against ``gather``."""
+"""The kernels for TPUs that read pages of one row per token and write tokens, interpreted on a CPU, against XLA's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from rooftop.programs.attention.scores import Scores
 from rooftop.programs.serving import row_kernel
 from rooftop.programs.serving.paged import Pages, Rows, attend_heads, attend_latents
+from rooftop.programs.serving.write_kernel import write_tokens
 
 PAGE, PAGES, LANES = 16, 11, 128
 #: Earlier tokens of each row: none, a part of a page, a whole page, several blocks, all but one of the table's.
@@ -82,3 +83,17 @@ def test_keys_and_values_that_share_a_row_are_those_that_gather_reads(
             attend = jax.jit(attend_heads, static_argnums=(0, 1))
             outputs.append(attend(reader, scores, q, k, v, sink, pool, (rows,)))
     compare(outputs, count)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 29])
+def test_tokens_are_written_where_a_scatter_writes_them(count: int) -> None:
+    """A few tokens, whole groups of them, and some more; nothing else of the pool changes."""
+    random, pages, heads = np.random.default_rng(count), 5, 4
+    values, tokens = (
+        jnp.asarray(random.normal(size=shape), jnp.bfloat16)
+        for shape in ((pages, PAGE, heads, LANES), (count, heads, LANES))
+    )
+    page, offset = np.divmod(random.permutation(pages * PAGE)[:count].astype(np.int32), PAGE)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        written = jax.jit(write_tokens)(values, jnp.asarray(page), jnp.asarray(offset), tokens)
+    np.testing.assert_array_equal(np.asarray(written), np.asarray(values.at[page, offset].set(tokens)))

@@ -166,7 +166,8 @@ class InstructionWork:
     """Work of one execution of an instruction.
 
     ``vector_ops`` are the elements computed one by one; ``vmem_bytes`` all bytes that are read; ``cycles`` XLA's own
-    estimate (None without one). The bytes of a hand-written ``kernel`` are those of its estimate, else of its arrays.
+    estimate (None without one). The bytes of a hand-written ``kernel`` are those of its estimate, without arrays in
+    VMEM; without an estimate, those of its arrays in HBM.
     """
 
     matmuls: tuple[Matmul, ...] = ()
@@ -226,10 +227,15 @@ def work(module: Module, computation: HloComputation, instruction: Instruction) 
     reads, writes = _traffic(module, computation, instruction)
     called = kernel(module, computation, instruction)
     arrays = sum(nbytes for nbytes, space in (*reads, *writes) if space == 0)
+    read = sum(nbytes for nbytes, _ in reads)
+    if called is not None and called.hbm_bytes is not None:
+        # An estimate does not know in which memory XLA puts an array. A kernel may read a small part of one.
+        elsewhere = sum(nbytes for nbytes, space in (*reads, *writes) if space != 0)
+        arrays, read = max(0.0, called.hbm_bytes - elsewhere) if arrays else 0.0, min(read, called.hbm_bytes)
     return InstructionWork(
         matmuls=tuple(_matmuls(module, computation, instruction)),
-        hbm_bytes=arrays if called is None or called.hbm_bytes is None else called.hbm_bytes,
-        vmem_bytes=sum(nbytes for nbytes, _ in reads),
+        hbm_bytes=arrays,
+        vmem_bytes=read,
         vector_ops=_vector_ops(module, instruction),
         cycles=float(cycles.group(1)) if cycles else None,
         kernel=called,

@@ -256,9 +256,12 @@ def _blocks(phase: Phase) -> list[Work]:
     layers, own = model.moe_layers, phase.ways(*GATHER_AXES)
     routed, everyone, rows = tokens * moe.active, phase.tokens_of_all, phase.expert_rows
     row = model.d_model * ACTIVATION_BYTES / own
-    scores = Transfer("all_reduce", GATHER_AXES, 4.0 * tokens / phase.split * moe.experts, "critical")
+    norms, scores = (
+        Transfer("all_reduce", GATHER_AXES, 4.0 * tokens / phase.split * size, "critical") for size in (1, moe.experts)
+    )
     work += _matmuls(phase, "layers/moe/router", layers, [phase.router], tokens, into=None, dtype=ROUTER_DTYPE)
-    work.append(_work(phase, "layers/moe/router", layers, collectives=(scores,), formula="scores of parts of D summed"))
+    summed = "squares for the norm, then scores, of parts of D summed"
+    work.append(_work(phase, "layers/moe/router", layers, collectives=(norms, scores), formula=summed))
     # One axis after the other: the tokens that a device has next to an axis, and its own of them.
     part = np.ceil(tokens / phase.ways(*COLUMN_AXES))
     columns = [(COLUMN_AXES, tokens, part)]

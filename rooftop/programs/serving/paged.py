@@ -17,9 +17,11 @@ There are five readers:
   multiplied, and rows are read up to the longest one of their group;
 - ``ragged``: JAX's kernel for TPU (``jax.experimental.pallas.ops.tpu.ragged_paged_attention``), which reads only
   existing pages. It supports no sinks, no latents, no quantised cache and no ``PageParts``, and needs heads of a
-  multiple of 128. Its pools are [pages + 1, p, 2 k, H], with the key and the value of a head adjacent;
-- ``rows``: for TPUs, ``rooftop.programs.serving.row_kernel`` for rows that generate, which reads only existing pages,
-  and ``gather`` for prompts. It supports latents, and heads whose keys and values share a row; no quantised cache;
+  multiple of 128. Its pools are [pages + 1, p, 2 k, H], with the key and the value of a head adjacent, and tokens are
+  written by ``rooftop.programs.serving.write_kernel``;
+- ``rows``: for TPUs, ``rooftop.programs.serving.row_kernel`` for rows that generate, which reads only existing pages
+  and writes the new token, and ``gather`` for prompts. It supports latents, and heads whose keys and values share a
+  row; no quantised cache;
 - ``kernel``: for GPUs, ``rooftop.programs.serving.paged_kernel`` for rows that generate, which reads only existing
   tokens, and ``gather`` for prompts. It supports no latents, and head sizes of powers of two.
 """
@@ -28,11 +30,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 
 import jax
 import jax.numpy as jnp
 from jax import lax, named_scope
+from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -43,6 +47,7 @@ from rooftop.models import ModelConfig
 from rooftop.programs.attention.scores import Scores
 from rooftop.programs.serving.paged_kernel import HEAD_SIZES, paged_sums
 from rooftop.programs.serving.row_kernel import PAGE_TOKENS, TABLE_BYTES, row_attention
+from rooftop.programs.serving.write_kernel import write_tokens
 from rooftop.programs.sharding import varying_as
 
 #: The largest score so far, which is finite, and relative to it the sums of weights and of weighted values [..., d_v].
@@ -309,31 +314,30 @@ def attend_heads(
     pages = pool.values.shape[0]
     if reader == "ragged":
         part = PagePart.of(parts, pool.values.shape[1])
-        both = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])
-        page, offset, both = _many(*_places(rows, part, pages - 1), both)
-        pool = Pages(values=pool.values.at[page, offset].set(both.astype(pool.values.dtype)))
-        return _by_rows(lambda q, rows: _ragged(scores, q, pool, rows), q, rows), pool
+        both = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2]).astype(pool.values.dtype)
+        pool = Pages(values=write_tokens(pool.values, *_places(rows, part, pages - 1), both))
+        return _by_rows(lambda q, _, rows, pool: (_ragged(scores, q, pool, rows), pool), q, both, rows, pool)
     part, size = PagePart.of(parts, pool.values.shape[3]), q.shape[-1]
     together = pool.values.shape[1] == 1
     new = jnp.concatenate([k, v], axis=-1)[:, None] if together else jnp.stack([k, v], axis=1)
-    pool = pool.write(
-        *_places(rows, part, pages - 1), new, by_rows=reader in ("gather", "rows"), unique=reader == "kernel"
-    )
-
-    def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        k, *v = (pool.read(part, table, q.dtype, by_rows=reader == "blocked") for part in range(1 if together else 2))
-        return k, v[0] if v else k
-
+    pool = _written(reader, pool, rows, part, new)
     q = _widened(q, pool.values.shape[-1])
 
-    def attend(q: jax.Array, rows: Rows) -> jax.Array:
+    def attend(q: jax.Array, new: jax.Array, rows: Rows, pool: Pages) -> tuple[jax.Array, Pages]:
+        if _has_row_kernel(reader, pool, rows):
+            return _from_row_kernel(scores, q, new, sinks, pool, rows, q.shape[-1])
         if reader == "kernel" and rows.width == 1:
-            return _from_kernel(scores, q, sinks, pool, rows)
-        if reader == "rows" and _has_row_kernel(pool, rows):
-            return _from_row_kernel(scores, q, sinks, pool, rows, q.shape[-1])
-        return _attended("gather" if reader in ("kernel", "rows") else reader, scores, q, sinks, rows, read, part)
+            return _from_kernel(scores, q, sinks, pool, rows), pool
 
-    o = _by_rows(attend, q, rows)
+        def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+            parts = range(1 if together else 2)
+            k, *v = (pool.read(part, table, q.dtype, by_rows=reader == "blocked") for part in parts)
+            return k, v[0] if v else k
+
+        by = "gather" if reader in ("kernel", "rows") else reader
+        return _attended(by, scores, q, sinks, rows, read, part), pool
+
+    o, pool = _by_rows(attend, q, new, rows, pool)
     return o[..., size : 2 * size] if together else o, pool
 
 
@@ -351,23 +355,34 @@ def attend_latents(
 
     The first part of q is multiplied by the keys' up-projection already. Outputs are sums of latents.
     """
-    pages, part = pool.values.shape[0], PagePart.of(parts, pool.values.shape[3])
-    rank = latent.shape[-1]
+    part, rank = PagePart.of(parts, pool.values.shape[3]), latent.shape[-1]
     both = jnp.concatenate([latent, shared], axis=-1)[:, None, None]
-    pool = pool.write(*_places(rows, part, pages - 1), both, by_rows=reader in ("gather", "rows"))
-
-    def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
-        both = pool.read(0, table, q.dtype, by_rows=reader == "blocked")
-        return both, both[..., :rank]
-
+    pool = _written(reader, pool, rows, part, both)
     q = _widened(q, pool.values.shape[-1])
 
-    def attend(q: jax.Array, rows: Rows) -> jax.Array:
-        if reader == "rows" and _has_row_kernel(pool, rows):
-            return _from_row_kernel(scores, q, None, pool, rows, next_multiple(rank, LANES))[..., :rank]
-        return _attended("gather" if reader == "rows" else reader, scores, q, None, rows, read, part)
+    def attend(q: jax.Array, new: jax.Array, rows: Rows, pool: Pages) -> tuple[jax.Array, Pages]:
+        if _has_row_kernel(reader, pool, rows):
+            o, pool = _from_row_kernel(scores, q, new, None, pool, rows, next_multiple(rank, LANES))
+            return o[..., :rank], pool
 
-    return _by_rows(attend, q, rows), pool
+        def read(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+            both = pool.read(0, table, q.dtype, by_rows=reader == "blocked")
+            return both, both[..., :rank]
+
+        return _attended("gather" if reader == "rows" else reader, scores, q, None, rows, read, part), pool
+
+    return _by_rows(attend, q, both, rows, pool)
+
+
+def _written(reader: str, pool: Pages, rows: Sequence[Rows], part: PagePart, new: Float[Array, "T parts k H"]) -> Pages:
+    """The pool with the new tokens of the rows, except those that a kernel writes when it reads."""
+    apart = _of_rows(new, rows)
+    written = [(block, own) for block, own in zip(rows, apart, strict=True) if not _has_row_kernel(reader, pool, block)]
+    if not written:
+        return pool
+    page, offset = _places([block for block, _ in written], part, pool.values.shape[0] - 1)
+    tokens = jnp.concatenate([own for _, own in written])
+    return pool.write(page, offset, tokens, by_rows=reader in ("gather", "rows"), unique=reader == "kernel")
 
 
 def _places(rows: Sequence[Rows], part: PagePart, scratch: int) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
@@ -377,16 +392,25 @@ def _places(rows: Sequence[Rows], part: PagePart, scratch: int) -> tuple[Int[Arr
     return page, offset
 
 
+#: Maps the queries [R, C, n, H] of a ``Rows``, its new tokens [R C, ...] and the pool to outputs and the pool.
+_Attend = Callable[[jax.Array, jax.Array, Rows, Pages], tuple[jax.Array, Pages]]
+
+
 def _by_rows(
-    attend: Callable[[jax.Array, Rows], jax.Array], q: Float[Array, "T n H"], rows: Sequence[Rows]
-) -> Float[Array, "T n d_v"]:
-    """Outputs of queries; ``attend`` processes those of each of the ``rows`` as [R, C, n, H]."""
-    outputs, first = list[jax.Array](), 0
-    for block in rows:
-        o = attend(q[first : first + block.tokens].reshape(-1, block.width, *q.shape[1:]), block)
+    attend: _Attend, q: Float[Array, "T n H"], new: Shaped[Array, "T ..."], rows: Sequence[Rows], pool: Pages
+) -> tuple[Float[Array, "T n d_v"], Pages]:
+    """Outputs of queries and the pool; ``attend`` processes each of the ``rows``."""
+    outputs = list[jax.Array]()
+    for block, queries, own in zip(rows, _of_rows(q, rows), _of_rows(new, rows), strict=True):
+        o, pool = attend(queries.reshape(-1, block.width, *q.shape[1:]), own, block, pool)
         outputs.append(o.reshape(-1, *o.shape[2:]))
-        first += block.tokens
-    return jnp.concatenate(outputs)
+    return jnp.concatenate(outputs), pool
+
+
+def _of_rows(tokens: Shaped[Array, "T ..."], rows: Sequence[Rows]) -> list[jax.Array]:
+    """The tokens [R C, ...] of each of the ``rows``."""
+    ends = list(accumulate(block.tokens for block in rows))
+    return [tokens[end - block.tokens : end] for block, end in zip(rows, ends, strict=True)]
 
 
 #: Returns keys [R, k, P p, H] and values [R, k, P p, d_v] of the pages of a table.
@@ -519,24 +543,33 @@ def _from_kernel(
     return _divided((top, total, summed), sinks).astype(q.dtype)
 
 
-def _has_row_kernel(pool: Pages, rows: Rows) -> bool:
+def _has_row_kernel(reader: str, pool: Pages, rows: Rows) -> bool:
     """True for rows that generate, if a token is a row of the pool, and the kernel takes its pages and tables."""
+    if reader != "rows" or rows.width > 1 or 4 * rows.tables.size > TABLE_BYTES:
+        return False
     _, parts, _, page_tokens, size = pool.values.shape
-    there = parts == 1 and pool.scales is None and size % LANES == 0 and page_tokens % PAGE_TOKENS == 0
-    return there and rows.width == 1 and 4 * rows.tables.size <= TABLE_BYTES
+    return parts == 1 and pool.scales is None and size % LANES == 0 and page_tokens % PAGE_TOKENS == 0
 
 
 def _from_row_kernel(
-    scores: Scores, q: Float[Array, "R 1 n W"], sinks: Float[Array, " n"] | None, pool: Pages, rows: Rows, columns: int
-) -> Float[Array, "R 1 n columns"]:
-    """Attention of rows that generate, by the kernel for TPUs."""
+    scores: Scores,
+    q: Float[Array, "R 1 n W"],
+    new: Float[Array, "R 1 k H"],
+    sinks: Float[Array, " n"] | None,
+    pool: Pages,
+    rows: Rows,
+    columns: int,
+) -> tuple[Float[Array, "R 1 n columns"], Pages]:
+    """Attention of rows that generate, by the kernel for TPUs, and the pool with their ``new`` tokens."""
     (count, _, heads, size), kv_heads = q.shape, pool.values.shape[2]
     rows = _in_window(rows, scores.window, pool.values.shape[3])
-    o = row_attention(
-        scores, q.reshape(count, kv_heads, heads // kv_heads, size), pool.values, rows.tables, rows.start,
-        None if sinks is None else sinks.reshape(kv_heads, -1), columns=columns, least=_LEAST,
+    o, values = row_attention(
+        scores, q.reshape(count, kv_heads, heads // kv_heads, size),
+        _widened(new[:, 0], size).astype(pool.values.dtype), pool.values, rows.tables,
+        jnp.where(rows.count > 0, rows.start, -1), None if sinks is None else sinks.reshape(kv_heads, -1),
+        columns=columns, least=_LEAST,
     )  # fmt: skip
-    return o.reshape(count, 1, heads, columns)
+    return o.reshape(count, 1, heads, columns), Pages(values=values)
 
 
 def _ragged(scores: Scores, q: Float[Array, "R C n H"], pool: Pages, rows: Rows) -> Float[Array, "R C n H"]:
@@ -547,7 +580,8 @@ def _ragged(scores: Scores, q: Float[Array, "R C n H"], pool: Pages, rows: Rows)
     room = rows.tables.shape[1] * pool.values.shape[1]
     o = ragged_paged_attention(
         q.reshape(count * width, *q.shape[2:]),
-        pool.values,
+        # XLA:TPU would copy a pool that fits VMEM there.
+        pltpu.with_memory_space_constraint(pool.values, pltpu.HBM),
         jnp.minimum(rows.start + width, room),
         rows.tables,
         jnp.arange(count + 1, dtype=jnp.int32) * width,

@@ -2,7 +2,9 @@
 
 Such pools have latents, or the key and the value of a narrow head in one row. The kernel reads only pages in use, each
 once, and multiplies a block of pages while the next one is copied, whose sequence may be the next. XLA would gather the
-pages, multiply and add up in turn. Dims are those of ``rooftop.programs.serving.paged``.
+pages, multiply and add up in turn. It also writes the row of the new token, into the page that it has in VMEM and from
+there to the pool: XLA:TPU copies a whole pool that fits VMEM there and back, to write rows of it. Dims are those of
+``rooftop.programs.serving.paged``.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ def pages_of_block(page_bytes: int, pages: int) -> int:
 def row_attention(
     scores: Scores,
     q: Float[Array, "R k g W"],
+    new: Shaped[Array, "R k W"],
     values: Shaped[Array, "pages 1 k p W"],
     tables: Int[Array, "R P"],
     last: Int[Array, " R"],
@@ -47,10 +50,11 @@ def row_attention(
     *,
     columns: int,
     least: float,
-) -> Float[Array, "R k g columns"]:
+) -> tuple[Float[Array, "R k g columns"], Shaped[Array, "pages 1 k p W"]]:
     """Softmax attention of one query a row and head: weighted sums of the first ``columns`` of the rows that it sees.
 
-    A query sees the tokens up to position ``last`` of its row that its window includes; zeros if it sees none.
+    A query sees the tokens up to position ``last`` of its row that its window includes: the last one is ``new``, which
+    is also written to the pool. A row whose ``last`` is -1 has no token: it writes nothing, and its output is zeros.
     ``least`` is below all scores. Declared FLOPs and bytes are those of sequences that fill their tables.
     """
     (count, kv_heads, group, size), (page_tokens, pages) = q.shape, (values.shape[3], tables.shape[1])
@@ -64,7 +68,7 @@ def row_attention(
     out = jax.ShapeDtypeStruct((count, kv_heads, group, columns), q.dtype)
     cost = pl.CostEstimate(
         flops=2 * count * kv_heads * group * tokens * (size + columns),
-        bytes_accessed=count * kv_heads * (tokens * size + group * (size + columns)) * item,
+        bytes_accessed=count * kv_heads * ((tokens + 1 + page_tokens) * size + group * (size + columns)) * item,
         transcendentals=count * kv_heads * group * tokens,
     )
     spread = () if sinks is None else (sinks.astype(jnp.float32)[..., None],)
@@ -73,37 +77,44 @@ def row_attention(
         grid=(cores, own),
         in_specs=[
             of_row,
-            # XLA:TPU would copy a pool that fits VMEM there, and back.
+            pl.BlockSpec((None, kv_heads, size), lambda core, row, *_: (core * own + row, 0, 0)),
             pl.BlockSpec(memory_space=pltpu.HBM),
             *(pl.BlockSpec((kv_heads, group, 1), lambda *_: (0, 0, 0)) for _ in spread),
         ],
-        out_specs=pl.BlockSpec((None, *out.shape[1:]), lambda core, row, *_: (core * own + row, 0, 0, 0)),
+        out_specs=[
+            pl.BlockSpec((None, *out.shape[1:]), lambda core, row, *_: (core * own + row, 0, 0, 0)),
+            pl.BlockSpec(memory_space=pltpu.HBM),
+        ],
         scratch_shapes=[
             pltpu.VMEM((2, block, *page), values.dtype),
             pltpu.VMEM((kv_heads, group, columns), jnp.float32),
             pltpu.SMEM((1,), jnp.int32),
-            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA((3,)),
         ],
     )
-    attended: jax.Array = pl.pallas_call(
+    # XLA:TPU would copy a pool that fits VMEM there, and back.
+    pool = pltpu.with_memory_space_constraint(values.reshape(-1, *page), pltpu.HBM)
+    attended, written = pl.pallas_call(
         partial(_kernel, scores, pages=pages, block=block, least=least),
         grid_spec=grid,
-        out_shape=out,
+        out_shape=[out, jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
+        # Tables and ``last`` count too.
+        input_output_aliases={4: 1},
         cost_estimate=cost,
         # Tables name pages of the pool; checks of each copy's bounds would take longer than the copy.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
         name="row_attention",
-    )(tables.reshape(-1), last, q, values.reshape(-1, *page), *spread)
-    return attended
+    )(tables.reshape(-1), last, q, new, pool, *spread)
+    return attended, written.reshape(values.shape)
 
 
 def _kernel(
-    scores: Scores, tables_ref: Any, last_ref: Any, q_ref: Any, pool_ref: Any, *refs: Any, pages: int, block: int,
-    least: float,
+    scores: Scores, tables_ref: Any, last_ref: Any, q_ref: Any, new_ref: Any, pool_ref: Any, *refs: Any, pages: int,
+    block: int, least: float,
 ) -> None:  # fmt: skip
     """The output of one row: a loop over ``block`` pages at a time, whose copies are one block ahead, over rows too."""
-    sinks_ref = refs[0] if len(refs) > 5 else None
-    o_ref, buffers, summed_ref, slot_ref, semaphores = refs[-5:]
+    sinks_ref = refs[0] if len(refs) > 6 else None
+    o_ref, written_ref, buffers, summed_ref, slot_ref, semaphores = refs[-6:]
     own = pl.num_programs(1)
     begin = pl.program_id(0) * own
     row = begin + pl.program_id(1)
@@ -149,6 +160,12 @@ def _kernel(
     first, blocks, last = slot_ref[0], lax.div(pages_of(row) + block - 1, block), last_ref[row]
     summed_ref[...] = jnp.zeros_like(summed_ref)
 
+    def write() -> Any:
+        """The copy of the page of the new token, the last one of the last block, to the pool."""
+        slot, at = lax.rem(first + blocks - 1, 2), in_block(row, blocks - 1) - 1
+        page = tables_ref[row * pages + pages_of(row) - 1]
+        return pltpu.make_async_copy(buffers.at[slot, at], written_ref.at[page], semaphores.at[2])
+
     def add(index: Any, carry: tuple[tuple[jax.Array, jax.Array], ...]) -> tuple[tuple[jax.Array, jax.Array], ...]:
         slot = lax.rem(first + index, 2)
         ends = index + 1 == blocks
@@ -159,6 +176,16 @@ def _kernel(
             start(following, jnp.where(ends, 0, index + 1), 1 - slot)
 
         wait(row, index, slot)
+
+        @pl.when(ends & (last >= 0))
+        def _() -> None:
+            at, token = in_block(row, index) - 1, new_ref[...].astype(jnp.float32)
+            own = lax.broadcasted_iota(jnp.int32, (page_tokens, size), 0) == lax.rem(last, page_tokens)
+            for head in range(kv_heads):
+                page = jnp.where(own, token[head : head + 1], buffers[slot, at, head].astype(jnp.float32))
+                buffers[slot, at, head] = page.astype(buffers.dtype)
+            write().start()
+
         position = index * (block * page_tokens) + lax.broadcasted_iota(jnp.int32, (1, block * page_tokens), 1)
         seen, sums = scores.seen(last - position), []
         for head, (top, total) in enumerate(carry):
@@ -179,5 +206,10 @@ def _kernel(
 
     sums = lax.fori_loop(0, blocks, add, tuple(none(head) for head in range(kv_heads)))
     slot_ref[0] = lax.rem(first + blocks, 2)
+
+    @pl.when(last >= 0)
+    def _() -> None:
+        write().wait()
+
     for head, (_, total) in enumerate(sums):
         o_ref[head] = (summed_ref[head] / jnp.where(total == 0, 1.0, total)).astype(o_ref.dtype)
