@@ -310,7 +310,7 @@ def test_kernels_are_named() -> None:
 
 
 def test_a_kernel_moves_its_estimate_without_arrays_in_vmem() -> None:
-    """What was copied to VMEM before is read from HBM once; a kernel may read a part of it."""
+    """Arrays that were copied to VMEM before are read from HBM once, and a kernel may read a part of one."""
     cost = f'{{"flops":"2","bytes_accessed":"{5 * NBYTES}"}}'
     call = f'k = {ARRAY} custom-call(%c, %x), custom_call_target="tpu_custom_call", '
     call += f'backend_config={{"custom_call_config":{{"cost_estimate":{cost}}}}}'
