@@ -202,13 +202,40 @@ def test_errors_have_openai_s_form(client: openai.OpenAI) -> None:
         ),
         (b"", "body: got ''; accepted: JSON"),
         (b'{"model": "echo", "prompt": "a", "suffix": "x"}', "suffix: got 'x'; accepted: one of model, max_tokens"),
-        (b'{"model": "echo", "prompt": "a", "best_of": 2}', "best_of: got 2; accepted: one of"),
+        (b'{"model": "echo", "prompt": "a", "best_of": 2}', "best_of: got 2; accepted: 1"),
+        (b'{"prompt": "a", "skip_special_tokens": false}', "skip_special_tokens: got False; accepted: true"),
+        (b'{"prompt": "a", "min_tokens": 5}', "min_tokens: got 5; accepted: 0"),
+        (
+            b'{"prompt": "a", "guided_regex": "a", "response_format": {"type": "json_object"}}',
+            "guided_regex: got 'a'; accepted: this without response_format",
+        ),
+        (
+            b'{"prompt": "a", "guided_json": {}, "structured_outputs": {"regex": "a"}}',
+            "structured_outputs.regex: got 'a'; accepted: this without guided_json",
+        ),
+        (b'{"prompt": "a", "guided_json": {"type": "strange"}}', "guided_json: got 'a constraint that cannot be enforced'"),
         (b'{"model": "echo"}', "prompt: got nothing; accepted: a string that is not empty"),
     ],
 )
 def test_what_is_wrong_is_said_as_it_was_given(served: Served, body: bytes, message: str) -> None:
     answer = served.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(message)
+
+
+def test_fields_that_clients_of_other_servers_send(served: Served) -> None:
+    """Hints that nothing reads, and fields with the only value that is served."""
+    both: dict[str, Any] = {
+        "service_tier": "auto", "prompt_cache_key": "a", "safety_identifier": "b", "priority": 1, "best_of": 1,
+        "min_tokens": 0, "length_penalty": 1.0, "use_beam_search": False, "skip_special_tokens": True,
+        "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
+    }  # fmt: skip
+    chat = {"reasoning_effort": "low", "modalities": ["text"], "verbosity": "low", "add_generation_prompt": True}
+    messages = [{"role": "user", "content": "a"}]
+    answers = (
+        served.http.post("/v1/completions", json={"prompt": "a", **both}),
+        served.http.post("/v1/chat/completions", json={"messages": messages, "echo": False, **chat, **both}),
+    )
+    assert [answer.status_code for answer in answers] == [200, 200], [answer.text for answer in answers]
 
 
 @pytest.mark.parametrize("model", [{}, {"model": None}, {"model": "echo"}])

@@ -19,7 +19,7 @@ from rooftop.serve.api.choices import AnswerChoice, Detokeniser, StopStrings, Vo
 from rooftop.serve.api.grammars import Grammars
 from rooftop.serve.api.openai import prepare, read_request
 from rooftop.serve.api.openapi import document, read_body
-from rooftop.serve.api.schemas import ChatRequest, CompletionRequest, JsonObjectFormat, JsonSchemaFormat, NamedSchema
+from rooftop.serve.api.schemas import ChatRequest, CompletionRequest, JsonSchemaFormat, NamedSchema
 from rooftop.serve.api.texts import ChatTemplate, Texts
 from rooftop.serve.engine.requests import Token
 from tests.support import serving_echo
@@ -265,9 +265,7 @@ def test_constraints_that_cannot_be_kept_are_refused(texts: Texts) -> None:
     with pytest.raises(RooftopError, match=r"response_format\.json_schema\.schema"):
         texts.matcher(schema, None)
     with pytest.raises(RooftopError, match="guided_regex"):
-        texts.matcher(None, "(a")
-    with pytest.raises(RooftopError, match="guided_regex"):
-        texts.matcher(JsonObjectFormat(), "a")
+        texts.matcher(None, "(a", "guided_regex")
     with pytest.raises(RooftopError, match="end its text"):
         Grammars(definition=texts.tokenizer.definition, vocab=texts.vocab, ends=())
     matcher = texts.matcher(None, "ab")

@@ -99,10 +99,10 @@ class Grammars:
             raise RooftopError(field, "a schema", _line(str(error))) from None
         return self._matcher(grammar, field)
 
-    def regex(self, pattern: str) -> Matcher:
+    def regex(self, pattern: str, field: str = "guided_regex") -> Matcher:
         """The matcher of a regular expression for the whole answer. Raises RooftopError if it is invalid."""
-        _check_length(pattern, "guided_regex")
-        return self._matcher(llguidance.LLMatcher.grammar_from_regex(pattern), "guided_regex")
+        _check_length(pattern, field)
+        return self._matcher(llguidance.LLMatcher.grammar_from_regex(pattern), field)
 
     def _matcher(self, grammar: str, field: str) -> Matcher:
         built = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)

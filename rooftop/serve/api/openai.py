@@ -14,6 +14,7 @@ from rooftop.serve.api.choices import AnswerPiece, Logprob
 from rooftop.serve.api.openapi import read_body
 from rooftop.serve.api.schemas import (
     MOST_SEQUENCES,
+    ONLY,
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
@@ -31,6 +32,11 @@ from rooftop.serve.api.schemas import (
     ErrorDetail,
     FunctionCall,
     FunctionPart,
+    JsonSchemaFormat,
+    NamedSchema,
+    ResponseFormat,
+    StructuredOutputs,
+    TextFormat,
     TokenLogprob,
     ToolCall,
     ToolCallPart,
@@ -71,7 +77,35 @@ def read_request(body: bytes, *, chat: bool) -> AnyRequest:
         raise RooftopError("top_logprobs", request.top_logprobs, "this with logprobs only")
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise RooftopError("echo", True, "this without logprobs: those of prompts are not computed")
+    only = {**ONLY, "best_of": request.choices} | ({"echo": False} if isinstance(request, ChatRequest) else {})
+    for name, value in only.items():
+        sent = getattr(request, name, None)
+        if sent is not None and sent != value:
+            raise RooftopError(name, sent, msgspec.json.encode(value).decode())
     return request
+
+
+def _form(request: AnyRequest) -> tuple[ResponseFormat | None, str | None, str]:
+    """The format of the answer and its regular expression, and the field that one of them is from.
+
+    Raises RooftopError if several fields ask for a form.
+    """
+    outputs = request.structured_outputs or StructuredOutputs()
+    schemas = {"guided_json": request.guided_json, "structured_outputs.json": outputs.json}
+    regexes = {"guided_regex": request.guided_regex, "structured_outputs.regex": outputs.regex}
+    plain = isinstance(request.response_format, TextFormat | None)
+    asked = {"response_format": None if plain else "", **schemas, **regexes}
+    fields = [name for name, value in asked.items() if value is not None]
+    if len(fields) > 1:
+        value = asked[fields[1]]
+        raise RooftopError(fields[1], value[:60] if isinstance(value, str) else value, f"this without {fields[0]}")
+    field = fields[0] if fields else "response_format"
+    schema = schemas.get(field)
+    if schema is not None:
+        return JsonSchemaFormat(json_schema=NamedSchema(schema=schema)), None, field
+    if not plain:
+        field = "response_format.json_schema.schema"
+    return request.response_format, regexes.get(field), field
 
 
 def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) -> PreparedRequest:
@@ -86,7 +120,9 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) 
         # The template gets all fields of the messages, whatever their names.
         sent = msgspec.json.Decoder(Conversation, float_hook=float).decode(body)
         tools = sent.tools if with_tools else None
-        prompts = [texts.chat(sent.messages, tools, sent.chat_template_kwargs, longest=max_model_len - 1)]
+        variables = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
+        variables |= sent.chat_template_kwargs or {}
+        prompts = [texts.chat(sent.messages, tools, variables, longest=max_model_len - 1)]
     else:
         where, echoes, how = "prompt", bool(request.echo), None
         prompts = _prompts(request, texts, max_model_len - 1)
@@ -97,7 +133,7 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) 
             raise TooLong(where, f"{len(ids)} tokens", f"1 to {max_model_len - 1} tokens")
         if max(ids) >= texts.vocab:
             raise RooftopError(where, max(ids), f"token ids below {texts.vocab}")
-    matcher = texts.matcher(request.response_format, request.guided_regex, None if how is None else how.schema)
+    matcher = texts.matcher(*_form(request), calls=None if how is None else how.schema)
     base = Sampling(
         **{name: value for name in _SAMPLING if (value := getattr(request, name)) is not None},
         stop_tokens=frozenset(request.stop_token_ids or ()).union(() if request.ignore_eos else texts.ends),

@@ -6,6 +6,7 @@ or null.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -23,6 +24,8 @@ Probability: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 Alternatives: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 Object: TypeAlias = dict[str, Any]
+Yes: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": True})]
+No: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": False})]
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 #: Kinds of prompts. msgspec reads one type of list in a union: their items together, and a check follows.
 PROMPTS = (
@@ -63,6 +66,23 @@ class JsonSchemaFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag_fie
     json_schema: NamedSchema
 
 
+ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form of the whole answer. ``json``: a JSON Schema; ``regex``: a regular expression. One of the two."""
+
+    json: Object | None = None
+    regex: Text | None = None
+
+
+#: Fields that other servers have, and the only value that is served. Clients send them with it.
+ONLY: Mapping[str, object] = {
+    "min_tokens": 0, "length_penalty": 1, "use_beam_search": False, "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "include_stop_str_in_output": False, "add_generation_prompt": True,
+}  # fmt: skip
+
+
 class RequestOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of both kinds of requests.
 
@@ -81,12 +101,25 @@ class RequestOptions(Struct, kw_only=True, forbid_unknown_fields=True):
         seed: The same seed gives the same tokens, whatever else is being served.
         response_format: Format of the answer: text, any JSON object, or JSON that matches a schema.
         user: Accepted; nothing reads it.
+        service_tier: Accepted; nothing reads it.
+        prompt_cache_key: Accepted; nothing reads it.
+        safety_identifier: Accepted; nothing reads it.
+        priority: Accepted; nothing reads it. An extension.
+        best_of: Only n.
         top_k: Sample from this many likeliest tokens. An extension.
         min_p: Sample from tokens at least this many times as likely as the likeliest. An extension.
         repetition_penalty: Divides positive and multiplies negative logits of earlier tokens. An extension.
         ignore_eos: Go on when the model ends its text. An extension.
         stop_token_ids: Tokens that end the answer; it does not include them. An extension.
         guided_regex: A regular expression that the whole answer matches. An extension.
+        guided_json: A JSON Schema that the whole answer matches. An extension.
+        structured_outputs: Either of them. An extension.
+        min_tokens: Only 0. An extension.
+        length_penalty: Only 1. An extension.
+        use_beam_search: Only false. An extension.
+        skip_special_tokens: Only true. An extension.
+        spaces_between_special_tokens: Only true. An extension.
+        include_stop_str_in_output: Only false. An extension.
     """
 
     model: str | None = None
@@ -101,14 +134,33 @@ class RequestOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: Penalty | None = None
     logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    response_format: ResponseFormat | None = None
     user: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    priority: int | None = None
+    best_of: Positive | None = None
     top_k: Positive | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     guided_regex: Text | None = None
+    guided_json: Object | None = None
+    structured_outputs: StructuredOutputs | None = None
+    min_tokens: Annotated[int, Meta(extra_json_schema={"const": 0})] | None = None
+    length_penalty: Annotated[float, Meta(extra_json_schema={"const": 1})] | None = None
+    use_beam_search: No | None = None
+    skip_special_tokens: Yes | None = None
+    spaces_between_special_tokens: Yes | None = None
+    include_stop_str_in_output: No | None = None
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if the whole answer has to have a form."""
+        forms = (self.guided_regex, self.guided_json, self.structured_outputs)
+        return not isinstance(self.response_format, TextFormat | None) or any(form is not None for form in forms)
 
     @property
     def choices(self) -> int:
@@ -221,8 +273,13 @@ class ChatRequest(RequestOptions, kw_only=True, forbid_unknown_fields=True):
         tool_choice: none leaves the tools out of the prompt; with required, or a tool, the answer must call one.
         parallel_tool_calls: With required: true allows several calls. Default: false.
         chat_template_kwargs: More variables for the chat template. An extension.
+        reasoning_effort: A variable for the chat template.
+        modalities: Only text.
+        verbosity: Accepted; nothing reads it.
         metadata: Accepted; nothing reads it.
         store: Accepted; nothing is stored.
+        add_generation_prompt: Only true. An extension.
+        echo: Only false. An extension.
     """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
@@ -233,8 +290,13 @@ class ChatRequest(RequestOptions, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Object | None = None
+    reasoning_effort: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    verbosity: str | None = None
     metadata: Object | None = None
     store: bool | None = None
+    add_generation_prompt: Yes | None = None
+    echo: No | None = None
 
     @property
     def alternatives(self) -> int | None:

@@ -23,7 +23,7 @@ from rooftop.checkpoints.tokenizer import Tokenizer
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.choices import Vocabulary
 from rooftop.serve.api.grammars import Grammars, Matcher
-from rooftop.serve.api.schemas import JsonObjectFormat, JsonSchemaFormat, TextFormat
+from rooftop.serve.api.schemas import JsonObjectFormat, ResponseFormat, TextFormat
 
 #: Characters of a piece of a long text, for each token that a prompt may have.
 _PIECE = 4
@@ -122,20 +122,23 @@ class Texts:
 
     def matcher(
         self,
-        response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None,
+        response_format: ResponseFormat | None,
         regex: str | None,
+        field: str = "response_format.json_schema.schema",
+        *,
         calls: Mapping[str, Any] | None = None,
     ) -> Matcher | None:
-        """Return the matcher of a constrained answer, or None; ``calls``: the schema of a call. Raises RooftopError."""
+        """Return the matcher of a constrained answer, or None; ``calls``: the schema of a call.
+
+        Raises RooftopError, which names the ``field`` that the schema or the expression is from.
+        """
         if calls is not None:
             return self._grammars.json(calls, "tools")
         if isinstance(response_format, TextFormat | None):
-            return None if regex is None else self._grammars.regex(regex)
-        if regex is not None:
-            raise RooftopError("guided_regex", regex[:60], "this without a response_format, or with that of type text")
+            return None if regex is None else self._grammars.regex(regex, field)
         if isinstance(response_format, JsonObjectFormat):
             return self._grammars.json({"type": "object"})
-        return self._grammars.json(response_format.json_schema.schema)
+        return self._grammars.json(response_format.json_schema.schema, field)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

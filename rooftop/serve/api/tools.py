@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.serve.api.schemas import ChatRequest, NamedTool, TextFormat, ToolFunction
+from rooftop.serve.api.schemas import ChatRequest, NamedTool, ToolFunction
 
 #: Begins all tags, after their bracket.
 TOKEN = "\uff5cDSML\uff5c"
@@ -130,8 +130,8 @@ def calling(request: ChatRequest, template: str | None) -> Calling | None:
     if choice == "auto":
         form = next((form for form, signs in _SIGNS.items() if any(sign in (template or "") for sign in signs)), None)
         return None if form is None else Calling(form=form, names=frozenset(functions))
-    if not isinstance(request.response_format, TextFormat | None) or request.guided_regex is not None:
-        accepted = "none or auto beside response_format and guided_regex"
+    if request.is_constrained:
+        accepted = "none or auto next to response_format and other forms of the answer"
         raise RooftopError("tool_choice", msgspec.to_builtins(choice), accepted)
     if isinstance(choice, NamedTool):
         name = choice.function.name
