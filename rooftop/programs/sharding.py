@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import P
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Shaped
 
 from rooftop.arrays.rules import Rules, ways
+from rooftop.arrays.tiles import default_layout
 from rooftop.core.errors import RooftopError, unknown
 
 #: A dim of an array, as the logical dims whose mesh axes split it, in order: one, several, or none.
@@ -118,6 +120,20 @@ def named_reshard(array: Shaped[Array, "*dims"], spec: P) -> Shaped[Array, "*dim
     the second reshard, which moves no data.
     """
     return reshard(reshard(array, spec), spec)
+
+
+def laid_out_as_argument(array: Shaped[Array, "*dims"], dtype: str) -> Shaped[Array, "*dims"]:
+    """The array with its dims in the order in which XLA:TPU stores an argument of ``dtype`` and of its shards' shape.
+
+    Only on TPUs. An elementwise operation is compiled in one order of dims. Where a result comes in another order than
+    arguments that are combined with it, XLA may copy them and what is stored in their place, rather than the result.
+    """
+    order = default_layout(dtype, jax.typeof(array).sharding.shard_shape(array.shape)).minor_to_major
+    if order == tuple(reversed(range(array.ndim))):
+        return array
+    turned = partial(with_layout_constraint, layouts=Layout(major_to_minor=order[::-1]))
+    laid_out: jax.Array = jax.lax.platform_dependent(array, tpu=turned, default=lambda array: array)
+    return laid_out
 
 
 def split_sequence(x: Float[Array, "B T D"], spec: P) -> Float[Array, "B T D"]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import named_scope
+from jax import P, named_scope
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import reshard
 from jaxtyping import Array, Float, Float32
 
 from rooftop.models.config import MLA, ModelConfig
@@ -95,8 +96,10 @@ def latents(
         latent = scale_norm(latent, layer.kv_norm, model, place)
     if turns is not None:
         with named_scope("rope"):
-            # The key that all heads share is rotated on the device of its token.
-            shared = rotate(shared[:, :, None], turns, interleaved=model.rope_interleaved)[:, :, 0]
+            # The key that all heads share is rotated on the device of its token, by turns of its own: XLA:TPU would
+            # split those of the queries in the same way, and gather them in each layer.
+            own = turns if turns.ndim > 4 else reshard(turns, P(None, place.partitions[1], None, None))
+            shared = rotate(shared[:, :, None], own, interleaved=model.rope_interleaved)[:, :, 0]
     with named_scope("qkv"):
         both = split_sequence(jnp.concatenate([latent, shared], axis=-1), gathered)
         latent, shared = jnp.split(both, [mla.kv_rank], axis=-1)

@@ -27,7 +27,7 @@ from rooftop.programs.parameters import (
     shardings,
     without_padding,
 )
-from rooftop.programs.sharding import Specs, in_parts, named_reshard
+from rooftop.programs.sharding import Specs, in_parts, laid_out_as_argument, named_reshard
 from rooftop.programs.training.adafactor import describe_moments
 from rooftop.programs.training.muon import describe_squares
 from rooftop.programs.training.pipeline import pipelined
@@ -202,6 +202,10 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
             with named_scope("gradients"):
                 (gradients,) = reduce(jax.tree.map(lambda gradient: gradient.astype(summed), gradients))
         with named_scope("gradients"):
+            if gradients.unembed is not None:
+                # The gradient of a lookup comes in rows, and the update would be compiled so.
+                embed = laid_out_as_argument(gradients.embed, program.weights_dtype)
+                gradients = replace(gradients, embed=embed)
             gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
             gradients = jax.tree.map(without_padding, gradients, described)
             norm = optax.tree.norm(gradients) if program.gradient_norm else None
