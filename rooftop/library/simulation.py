@@ -255,7 +255,7 @@ def trace_of(
         return read_trace(Path(trace), hash_tokens=parse_count(hash_tokens, "hash-tokens"))
     per_second = rate_of(requests_per_second)
     if per_second is None:
-        raise RooftopError("requests-per-second", None, "this, --trace or --concurrency: there is no rate")
+        raise RooftopError("requests-per-second", None, "this, --trace or --concurrency")
     return draw_trace(
         requests_per_second=per_second,
         requests=max(1, round(per_second * seconds_of(duration, "duration"))),
