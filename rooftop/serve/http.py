@@ -316,7 +316,7 @@ class LimitedServer(uvicorn.Server):
         self._listening = list[socket.socket]()
         self._greeting = dict[asyncio.Task[None], None]()
         self._logged_s = -_LOG_EVERY_S
-        self._unsaid = 0
+        self._unsaid = self._closed = 0
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -382,13 +382,15 @@ class LimitedServer(uvicorn.Server):
 
     def _wait_for_descriptors(self, listening: socket.socket, failure: OSError) -> None:
         """Close connections that wait, and accept again when they are closed."""
-        evicted = sum(self.table.evict() for _ in range(_EVICTED))
+        self._closed += sum(self.table.evict() for _ in range(_EVICTED))
         self._unsaid += 1
-        if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
+        # Connections that have just been accepted wait from the next turn of the loop on.
+        says_more = self._closed or self._unsaid > 1
+        if says_more and time.monotonic() - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = time.monotonic()
-            fields = {"times": self._unsaid, "closed": evicted}
+            fields = {"times": self._unsaid, "closed": self._closed}
             self._log.warning(f"no descriptor for a connection: {failure.strerror}", extra={"fields": fields})
-            self._unsaid = 0
+            self._unsaid = self._closed = 0
         self._loop.remove_reader(listening)
         self._loop.call_later(_PAUSE_S, self._listen_again, listening)
 
