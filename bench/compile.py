@@ -1,7 +1,7 @@
-"""Plans beside their compiled programs: FLOPs, peak memory, collective bytes by axis, expected time.
+"""Plans next to their compiled programs: FLOPs, peak memory, collective bytes by axis, expected time.
 
 Each case is planned, its program compiled ahead of time by XLA:TPU (no TPU; half a minute to two minutes each on two
-cores, one at a time) and set beside the plan. Writes bench/results/compile.csv, a row at a time, and the table of
+cores, one at a time) and set next to the plan. Writes bench/results/compile.csv, a row at a time, and the table of
 docs/accuracy.md. A case whose program cannot be built, or does not fit, says so in ``note``.
 
     python bench/compile.py [NAME ... | --planned]

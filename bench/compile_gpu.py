@@ -1,4 +1,4 @@
-"""Plans for GPUs beside their compiled programs, with no GPU: FLOPs, peak memory, collective bytes, expected time.
+"""Plans for GPUs next to their compiled programs, with no GPU: FLOPs, peak memory, collective bytes, expected time.
 
 As ``bench/compile.py``, with the compiler for GPUs (``pip install 'rooftop[gpu-compile]'``), whose version is that of
 jax. Writes bench/results/compile_gpu.csv, and a table of docs/compile.md.

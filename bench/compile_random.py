@@ -1,4 +1,4 @@
-"""Recommended plans drawn at random, beside their compiled programs: does what is recommended compile as planned?
+"""Recommended plans drawn at random, next to their compiled programs: does what is recommended compile as planned?
 
     python bench/compile_random.py [--seed N [--count K | --only I [I ...]] [--again]]
 
