@@ -132,8 +132,17 @@ def laid_out_as_argument(array: Shaped[Array, "*dims"], dtype: str) -> Shaped[Ar
     if order == tuple(reversed(range(array.ndim))):
         return array
     turned = partial(with_layout_constraint, layouts=Layout(major_to_minor=order[::-1]))
-    laid_out: jax.Array = jax.lax.platform_dependent(array, tpu=turned, default=lambda array: array)
-    return laid_out
+
+    def laid_out(shard: jax.Array) -> jax.Array:
+        turned_shard: jax.Array = jax.lax.platform_dependent(shard, tpu=turned, default=lambda shard: shard)
+        return turned_shard
+
+    if jax.sharding.get_abstract_mesh().empty:
+        return laid_out(array)
+    # On shards: a constraint on an array that several axes split has XLA put the whole array together on each device.
+    spec = jax.typeof(array).sharding.spec
+    on_each: jax.Array = on_shards(laid_out, in_specs=spec, out_specs=spec)(array)
+    return on_each
 
 
 def split_sequence(x: Float[Array, "B T D"], spec: P) -> Float[Array, "B T D"]:
