@@ -1,21 +1,26 @@
 """Gradients that XLA:TPU scatters, and those that it sums on every device: small programs, compiled ahead of time.
 
-    python bench/scatter.py
+    python bench/scatter.py [kinds | rows]
 
 Each program multiplies inputs and output gradients whose tokens are split over fsdp, and keeps a part of the rows of
-the product on each device, as the backward pass of a weight does. Writes bench/results/scatter.csv: no TPU needed, a
-few seconds a case. ``rooftop.arrays.tiles.summed_whole`` is the rule that follows; tests hold it against the results.
+the product on each device, as the backward pass of a weight does. No TPU needed, a few seconds a case. ``kinds`` writes
+bench/results/scatter.csv, which collective a gradient becomes; ``rows`` writes bench/results/scatter_rows.csv, how many
+rows of each part are scattered, padding included; without an argument both are written.
+``rooftop.arrays.tiles.summed_whole`` and ``scattered_rows`` are the rules; tests hold them against the results.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from math import lcm
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +33,8 @@ from rooftop.explain.compiled.report import CompiledReport
 
 RESULTS = Path(__file__).parent / "results" / "scatter.csv"
 COLUMNS = ("slice", "mesh", "parts", "shape", "kind", "jax", "libtpu", "date")
+ROWS_RESULTS = RESULTS.with_name("scatter_rows.csv")
+ROWS_COLUMNS = ("slice", "mesh", "parts", "shape", "rows", "jax", "libtpu", "date")
 TOKENS = 4096
 #: Slice, mesh, devices along fsdp, and weights: [rows, columns], or [rows, heads, head size].
 CASES: tuple[tuple[str, str, int, tuple[tuple[int, ...], ...]], ...] = (
@@ -106,6 +113,30 @@ EXPERTS: tuple[tuple[str, str, int, tuple[tuple[int, int, int], ...]], ...] = (
     ("v6e:4x8", "fsdp=16,expert=2", 16, ((1408, 8, 2048),)),
 )
 
+#: Weights [rows, columns] of which the rows of a scattered part are read.
+PADDED: tuple[tuple[str, str, int, tuple[tuple[int, int], ...]], ...] = (
+    (
+        "v5e:4x4", "fsdp=2,tensor=8", 2,
+        (
+            (640, 4096), (672, 4096), (704, 4096), (768, 4096), (896, 4096), (1024, 4096), (1056, 4096), (1280, 4096),
+            (2048, 4096), (2304, 4096), (3328, 4096), (3584, 4096), (2048, 1536), (4096, 896), (4096, 1024),
+            (4096, 1280), (4096, 1408), (4096, 1536), (4096, 1792), (4096, 3584),
+        ),
+    ),
+    (
+        "v5e:4x4", "fsdp=4,tensor=4", 4,
+        (
+            (1280, 4096), (1536, 4096), (1792, 4096), (2048, 4096), (3072, 4096), (4096, 1024), (4096, 1536),
+            (4096, 2048), (4096, 2560), (4096, 3072), (4096, 3584), (4096, 4096), (4096, 7168), (5120, 3456),
+        ),
+    ),
+    ("v5e:4x8", "fsdp=8,tensor=4", 8, ((4096, 3584), (4096, 1792), (4096, 4096), (1792, 4096))),
+    ("v5e:8x8", "fsdp=16,tensor=4", 16, ((4096, 3584), (3584, 3584), (3584, 4096), (4096, 4096), (1024, 7168))),
+    ("v5p:4x4x4", "fsdp=16,tensor=4", 16, ((4096, 3584), (4096, 4096), (8192, 7168))),
+)  # fmt: skip
+#: XLA's note on the collective: the shape that it pads the array to.
+_PADDED_TO = re.compile(r"formatting steps: \(pad -\\u003e bf16\[(\d+),")
+
 
 def gradient(x: jax.Array, dy: jax.Array, *, dims: str) -> jax.Array:
     """The gradient of a weight with these dims, the rows split over fsdp."""
@@ -144,20 +175,54 @@ def _compiled(
     return "+".join(sorted(kinds)), report
 
 
-def main() -> None:
-    """Compile every case and write the table."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+def kinds() -> Iterator[dict[str, Any]]:
+    """Lines of the table of collectives."""
     for read, cases in ((kind, CASES), (expert_kind, EXPERTS)):
         for slice_, mesh, parts, shape in ((*case[:3], shape) for case in cases for shape in case[3]):
             became, report = read(slice_, mesh, shape)
-            versions = report.compiled.versions
-            line = (slice_, mesh, parts, "x".join(map(str, shape)), became, versions["jax"], versions["libtpu"])
-            print(*line, flush=True)
-            writer.writerow((*line, f"{datetime.now(UTC):%Y-%m-%d}"))
-            write_text(RESULTS, text.getvalue())
+            yield _line(slice_, mesh, parts, shape, report) | {"kind": became}
+
+
+def scattered_parts() -> Iterator[dict[str, Any]]:
+    """Lines of the table of parts' rows."""
+    for slice_, mesh, parts, shape in ((*case[:3], shape) for case in PADDED for shape in case[3]):
+        became, report = kind(slice_, mesh, shape)
+        if became != "reduce_scatter":
+            sys.exit(f"{slice_} {mesh} {shape}: {became}, not scattered")
+        padded = _PADDED_TO.search(report.compiled.hlo_text)
+        rows = int(padded[1]) if padded else shape[0]
+        yield _line(slice_, mesh, parts, shape, report) | {"rows": rows // parts}
+
+
+def _line(slice_: str, mesh: str, parts: int, shape: tuple[int, ...], report: CompiledReport) -> dict[str, Any]:
+    versions = report.compiled.versions
+    return {
+        "slice": slice_, "mesh": mesh, "parts": parts, "shape": "x".join(map(str, shape)),
+        "jax": versions["jax"], "libtpu": versions["libtpu"], "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }  # fmt: skip
+
+
+def write(path: Path, columns: tuple[str, ...], lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write the lines as they come."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    for line in lines:
+        print(*(line[column] for column in columns[:5]), flush=True)
+        writer.writerow(line)
+        write_text(path, text.getvalue())
+
+
+def main(names: list[str]) -> None:
+    """Compile every case and write the tables."""
+    tables = {"kinds": (RESULTS, COLUMNS, kinds), "rows": (ROWS_RESULTS, ROWS_COLUMNS, scattered_parts)}
+    for name in names:
+        if name not in tables:
+            sys.exit(f"{name}: one of {', '.join(tables)}")
+    for name, (path, columns, lines) in tables.items():
+        if not names or name in names:
+            write(path, columns, lines())
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

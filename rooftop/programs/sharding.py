@@ -128,19 +128,21 @@ def laid_out_as_argument(array: Shaped[Array, "*dims"], dtype: str) -> Shaped[Ar
     Only on TPUs. An elementwise operation is compiled in one order of dims. Where a result comes in another order than
     arguments that are combined with it, XLA may copy them and what is stored in their place, rather than the result.
     """
-    sharding = jax.typeof(array).sharding
-    order = default_layout(dtype, sharding.shard_shape(array.shape)).minor_to_major
+    order = default_layout(dtype, jax.typeof(array).sharding.shard_shape(array.shape)).minor_to_major
     if order == tuple(reversed(range(array.ndim))):
         return array
     turned = partial(with_layout_constraint, layouts=Layout(major_to_minor=order[::-1]))
 
-    def local(part: jax.Array) -> jax.Array:
-        laid_out: jax.Array = jax.lax.platform_dependent(part, tpu=turned, default=lambda part: part)
-        return laid_out
+    def laid_out(shard: jax.Array) -> jax.Array:
+        turned_shard: jax.Array = jax.lax.platform_dependent(shard, tpu=turned, default=lambda shard: shard)
+        return turned_shard
 
-    # On shards: XLA's partitioner gathers the operand of a layout constraint.
-    laid_out: jax.Array = on_shards(local, in_specs=sharding.spec, out_specs=sharding.spec)(array)
-    return laid_out
+    if jax.sharding.get_abstract_mesh().empty:
+        return laid_out(array)
+    # On shards: a constraint on an array that several axes split has XLA put the whole array together on each device.
+    spec = jax.typeof(array).sharding.spec
+    on_each: jax.Array = on_shards(laid_out, in_specs=spec, out_specs=spec)(array)
+    return on_each
 
 
 def split_sequence(x: Float[Array, "B T D"], spec: P) -> Float[Array, "B T D"]:

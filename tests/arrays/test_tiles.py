@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftop.arrays.tiles import TileLayout, default_layout, mxu_padding, padded_shape, shifts, summed_whole
+from rooftop.arrays.tiles import (
+    TileLayout,
+    default_layout,
+    mxu_padding,
+    padded_shape,
+    scattered_rows,
+    shifts,
+    summed_whole,
+)
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.roofline.overlap import overlap
@@ -202,9 +210,9 @@ def test_default_layouts(text: str) -> None:
     assert str(default_layout(compiled.dtype, compiled.shape)) == text
 
 
-def _scattered() -> list[dict[str, str]]:
+def _scattered(name: str = "scatter.csv") -> list[dict[str, str]]:
     """Results of bench/scatter.py: gradients as XLA:TPU compiled them."""
-    path = Path(__file__).parents[2] / "bench" / "results" / "scatter.csv"
+    path = Path(__file__).parents[2] / "bench" / "results" / name
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
@@ -248,6 +256,18 @@ def test_gradients_that_xla_does_not_scatter(row: dict[str, str]) -> None:
 def test_rows_of_padded_parts_are_moved_by_permutes(part: int, parts: int, permutes: int) -> None:
     """Permutes counted in compiled programs of bench/scatter.py."""
     assert shifts(part, parts) == permutes
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=_name(row)) for row in _scattered("scatter_rows.csv")])
+def test_scattered_parts_are_padded_to_pieces(row: dict[str, str]) -> None:
+    rows, columns = (int(size) for size in row["shape"].split("x"))
+    parts = int(row["parts"])
+    assert scattered_rows(rows // parts, columns, parts) == int(row["rows"])
+
+
+def test_scattered_parts_of_several_layouts_are_those_of_each() -> None:
+    parts, columns = np.array([2, 4, 16]), np.array([896, 4096, 3584])
+    assert scattered_rows(4096 / parts, columns, parts).tolist() == [2064, 1040, 288]
 
 
 @pytest.mark.parametrize(("dtype", "what"), [("f64", "32 bits"), ("bf61", "bf16")])

@@ -13,7 +13,7 @@ from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
 from rooftop.models.activations import MLP_CHECKPOINTS
-from rooftop.models.attention import attention_kind
+from rooftop.models.attention import MatmulShape, attention_kind
 from rooftop.models.segments import segments
 from rooftop.plan.training.step import TrainingStep
 
@@ -262,14 +262,30 @@ def _layer_backward(step: TrainingStep) -> Number:
     if step.rates.overlap.asynchronous == "all":
         streams = streams + _kept_late(step, hidden, heads)
     if step.rates.overlap.asynchronous == "gathers" and moe is None and step.assumptions.own_program:
-        # On v5e sums of gradients end where they begin: in the MLP's backward pass nothing of the attention block's is
-        # there yet. Where nothing is gathered over tensor, only the residual streams are, and attention's output twice.
-        alone = 3.0 * hidden + heads * d_v
-        streams = np.where((step.tensor > 1) | (step.staged > 0), streams, alone)
+        streams = np.where(step.staged > 0, streams, _streams_of_mlp(step, hidden, heads))
     if step.operand_bytes < step.element_bytes and model.mla is None:
         streams = np.maximum(streams, 2.0 * hidden + 8.0 * step.tensor * model.d_model)
     inside = queries_and_keys + ring + sent + 4.0 * model.d_model
     return (gathered + _own(step) * (inside + streams)) * step.element_bytes
+
+
+def _streams_of_mlp(step: TrainingStep, hidden: Number, heads: Number) -> Number:
+    """Elements per token of the streams and hidden activations at the peak of a dense layer's backward pass on v5e.
+
+    Sums of gradients end where they begin there: in the MLP's backward pass nothing of the attention block's is there
+    yet. Gathered over tensor it has the inputs of both blocks, the gradient of its output, and partial sums of that of
+    its input. Gradients of the gate and the up projection come after these sums, unless permutes move rows of their
+    padded parts: permutes are asynchronous and begin as early as they can, and then the MLP's input is gone before the
+    sums. Where nothing is gathered over tensor, only the residual streams are there, and attention's output twice.
+    Outputs that a norm follows are summed again, and of layers that take turns the one before has its input: five.
+    """
+    model = step.model
+    up = MatmulShape(np.asarray(float(model.d_model)), step.columns(model.d_ff))
+    again = step.strategies.kept("save", model, moe_layer=False, names=("mlp_up",)) == 0
+    plain = model.norm_placement == "pre" and all(len(run.kinds) == 1 for run in segments(model))
+    arrays = 4.0 - again * step.padded_in_pieces(up) if plain else 5.0
+    d_v = attention_kind(model).head_sizes[1]
+    return 3.0 * hidden + np.where(step.tensor > 1, arrays * step.tensor * model.d_model, heads * d_v)
 
 
 def _kept_late(step: TrainingStep, hidden: Number, heads: Number) -> Number:

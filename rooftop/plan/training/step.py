@@ -26,7 +26,7 @@ from rooftop.arrays.rules import (
     Rules,
     copy_axes,
 )
-from rooftop.arrays.tiles import VPU, shifts, summed_whole
+from rooftop.arrays.tiles import VPU, scattered_rows, shifts, summed_whole
 from rooftop.capabilities import CONTEXT_CHUNKS, LANES, block_size, padded_positions
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
@@ -348,6 +348,15 @@ class TrainingStep:
         if self.slice.chip.kind != "tpu" or not self.rates.overlap.whole_tiles or not np.any(part % VPU[0]):
             return 0.0, 0.0
         return shifts(part, parts), next_multiple(part, VPU[0])
+
+    def padded_in_pieces(self, shape: MatmulShape) -> Number:
+        """1 where fsdp scatters gradients of a weight in parts that its pieces pad, and permutes move rows, [C, K]."""
+        if self.slice.chip.kind != "tpu" or not self.rates.overlap.whole_tiles:
+            return 0.0
+        parts = self.strategies.devices(*GATHER_AXES)
+        part = np.asarray(self.widths.stored(shape.k)) / parts
+        padded = (parts > 1) & (scattered_rows(part, shape.n, parts) > next_multiple(part, VPU[0]))
+        return np.where(padded, 1.0 - self.summed_whole(shape), 0.0)
 
     @cached_property
     def _weight_splits(self) -> tuple[Ints, Ints]:

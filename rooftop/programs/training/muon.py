@@ -202,7 +202,13 @@ class _Dealt:
         padding = self.groups * self.together - len(matrices)
         padded = jnp.pad(matrices.astype(dtype), ((0, padding), (0, 0), (0, 0)))
         groups = padded.reshape(self.groups, self.together, *matrices.shape[1:])
-        results = jax.lax.map(self._group, groups)
+
+        def with_group(index: jax.Array, groups: jax.Array) -> jax.Array:
+            group = self._group(jax.lax.dynamic_index_in_dim(groups, index, keepdims=False))
+            return jax.lax.dynamic_update_index_in_dim(groups, group, index, 0)
+
+        # Results replace their matrices: XLA:TPU gives the place of a second stack before the first layer runs.
+        results = jax.lax.fori_loop(0, self.groups, with_group, groups)
         return results.reshape(-1, *matrices.shape[1:])[: len(matrices)].reshape(x.shape).astype(x.dtype)
 
     def _group(self, x: jax.Array) -> jax.Array:
