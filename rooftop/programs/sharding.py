@@ -129,11 +129,18 @@ def laid_out_as_argument(array: Shaped[Array, "*dims"], dtype: str) -> Shaped[Ar
     Only on TPUs. An elementwise operation is compiled in one order of dims. Where a result comes in another order than
     arguments that are combined with it, XLA may copy them and what is stored in their place, rather than the result.
     """
-    order = default_layout(dtype, jax.typeof(array).sharding.shard_shape(array.shape)).minor_to_major
+    sharding = jax.typeof(array).sharding
+    order = default_layout(dtype, sharding.shard_shape(array.shape)).minor_to_major
     if order == tuple(reversed(range(array.ndim))):
         return array
     turned = partial(with_layout_constraint, layouts=Layout(major_to_minor=order[::-1]))
-    laid_out: jax.Array = jax.lax.platform_dependent(array, tpu=turned, default=lambda array: array)
+
+    def local(part: jax.Array) -> jax.Array:
+        laid_out: jax.Array = jax.lax.platform_dependent(part, tpu=turned, default=lambda part: part)
+        return laid_out
+
+    # On shards: XLA's partitioner gathers the operand of a layout constraint.
+    laid_out: jax.Array = on_shards(local, in_specs=sharding.spec, out_specs=sharding.spec)(array)
     return laid_out
 
 

@@ -34,14 +34,15 @@ def update(table: jax.Array, moment: jax.Array, ids: jax.Array, *, laid_out: boo
     return table - 0.1 * moment, moment
 
 
-def arrays(mesh: jax.sharding.Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
-    table = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32, sharding=NamedSharding(mesh, P(None, "fsdp")))
+def arrays(mesh: jax.sharding.Mesh, columns: int = COLUMNS) -> tuple[jax.ShapeDtypeStruct, ...]:
+    table = jax.ShapeDtypeStruct((ROWS, columns), jnp.float32, sharding=NamedSharding(mesh, P(None, "fsdp")))
     return table, table, jax.ShapeDtypeStruct((8, 256), jnp.int32, sharding=NamedSharding(mesh, P()))
 
 
 def lower(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
+    laid_out, columns = arguments["laid_out"], arguments.get("columns", COLUMNS)
     with jax.set_mesh(mesh):
-        return jax.jit(partial(update, **arguments), donate_argnums=(0, 1)).lower(*arrays(mesh))
+        return jax.jit(partial(update, laid_out=laid_out), donate_argnums=(0, 1)).lower(*arrays(mesh, columns))
 
 
 @pytest.mark.oracle
@@ -59,6 +60,18 @@ def test_only_the_gradient_is_copied_into_another_layout() -> None:
         copies[laid_out] = re.findall(rf"= (\w+)\[{ROWS},{COLUMNS // FSDP}\]\S* copy\(", entry)
     assert copies[False].count("f32") == 4
     assert copies[True].count("f32") == 0
+
+
+@pytest.mark.oracle
+def test_a_gradient_that_is_split_over_many_devices_is_not_gathered() -> None:
+    """libtpu 0.0.42.1 gathers the operand of a layout constraint outside of a ``shard_map``, and cuts it again."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed")
+    from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
+
+    mesh = Mesh.from_layout(Slice.parse("v5p:4x4x4"), "fsdp=x+y+z")
+    request = CompileRequest(mesh=mesh, program=f"{__name__}:lower", arguments={"laid_out": True, "columns": 128})
+    text = compile_ahead_of_time(request).hlo_text
+    assert not re.findall(r" (?:all-gather|all-reduce|reduce-scatter)\(", text)
 
 
 def test_an_array_keeps_its_values_and_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
