@@ -421,7 +421,6 @@ _KNOWN_MISSES = {
     for name, reason in {
         "v5e-shared-keys": "memory 1.163: three gathered streams and one hidden array are alive, not five and three",
         "3-20": "time 0.894: no plan leaves memory free, and XLA multiplies again what it has no room for",
-        "3-7": "XLA permutes weights over fsdp and expert, and gathers them over expert for gradients of inputs",
     }.items()
 }
 

@@ -1,8 +1,9 @@
 """Operations of layers with their weights: matmuls, norms and biases.
 
-The gradient of a matmul's weight is computed in the weight's own layout. Norms and biases work on shards, without
-communication: scales and biases arrive ``reduced`` over the axes that split the tokens, and their gradients stay
-unreduced, for one all-reduce after all layers.
+The gradient of a matmul's weight is computed in the weight's own layout, and that of its input on shards where XLA:TPU
+would gather the weight over the wrong axes. Norms and biases work on shards, without communication: scales and biases
+arrive ``reduced`` over the axes that split the tokens, and their gradients stay unreduced, for one all-reduce after all
+layers.
 
 Dims: B batch, T sequence, D and F those of the weight.
 """
