@@ -191,7 +191,9 @@ CASES = (
     case("tpu7x-muon", "llama3.2-3b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16, optimizer="muon"),
     case("tpu7x-rings", "llama3-8b", "tpu7x:2x2x2", "fsdp=4,tensor=4", "block", 16, layers=4, collective_matmuls=True),
     case("v6e-tensor-int8", "qwen3-8b", "v6e:4x4", "fsdp=4,tensor=4", "block", 32, matmul="int8"),
+    case("v5p-odd-rows", "qwen2.5-7b", "v5p:4x4x8", "fsdp=128", "block", 128, layers=4),
     case("pod", "llama3-70b", "v5p:16x16x16", "fsdp=1024,tensor=4", "block", 1024),
+    case("pod-fsdp", "llama3-70b", "v5p:16x16x16", "fsdp=4096", "block", 4096, layers=8),
 )
 
 

@@ -18,12 +18,14 @@ class OptimizerKind:
     """Costs of an update, per parameter.
 
     ``moments`` are kept for each parameter, and ``gradient_reads`` are passes over its gradient. If matrices of layers
-    are ``orthogonalised`` (Muon), tables and routers have two moments, by AdamW.
+    are ``orthogonalised`` (Muon), tables and routers have two moments, by AdamW. ``factored`` second moments are means
+    over rows and columns (Adafactor).
     """
 
     moments: int
     gradient_reads: int = 1
     orthogonalised: bool = False
+    factored: bool = False
 
     @property
     def table_moments(self) -> int:
@@ -39,11 +41,13 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
         "adam": OptimizerKind(moments=2),
         "lion": OptimizerKind(moments=1),
         "muon": OptimizerKind(moments=1, orthogonalised=True),
-        "adafactor": OptimizerKind(moments=0, gradient_reads=3),
+        "adafactor": OptimizerKind(moments=0, gradient_reads=3, factored=True),
         "sgd": OptimizerKind(moments=0),
     }
 )
 
+#: Adafactor factors a matrix if both of its dims have this many elements: with fewer, little is saved.
+SMALLEST_FACTORED_DIM = 128
 #: Newton-Schulz steps of Muon (Jordan et al. 2024).
 NEWTON_SCHULZ_STEPS = 5
 #: The most matrices, over those that there are, that devices with copies of weights share out with padding.

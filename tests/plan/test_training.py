@@ -420,7 +420,8 @@ _KNOWN_MISSES = {
     name: pytest.mark.xfail(strict=True, reason=reason)
     for name, reason in {
         "v5e-shared-keys": "memory 1.163: three gathered streams and one hidden array are alive, not five and three",
-        "3-20": "time 0.894: no plan leaves memory free, and XLA multiplies again what it has no room for",
+        "3-5": "memory 0.962: float32 gradients of experts' biases, and what both layers of a loop's trip have kept",
+        "3-20": "time 0.895: no plan leaves memory free, and XLA multiplies again what it has no room for",
     }.items()
 }
 

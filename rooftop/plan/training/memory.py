@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rooftop.arrays.rules import GATHER_AXES, SEQUENCE_AXES, STAGE_AXES
+from rooftop.arrays.tiles import VPU
 from rooftop.capabilities import LANES
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
@@ -312,14 +313,31 @@ def _stage_loss(step: TrainingStep) -> Number:
 def _loss(step: TrainingStep) -> Number:
     """The unembedding as gathered and its gradient, a chunk's float32 logits, the stream before and its gradient.
 
-    On GPUs the gradient of the logits is there too, rounded for its matmuls. On TPU7x a SparseCore copies a tied table,
-    as it is gathered, into the layout of the matmul: before the first logits it is there twice.
+    On GPUs the gradient of the logits is there too, rounded for its matmuls. Before the first logits the table may be
+    there a second time, as it arrives (``_table_pieces``).
     """
     table = step.model.d_model * step.widths.vocab
     chunk = step.tokens / step.loss_chunks * step.widths.vocab
     streams = (2.0 * step.tensor + 1.0) * _own(step) * step.model.d_model
     rounded = chunk if step.assumptions.own_program and step.slice.chip.kind == "gpu" else 0.0
     logits = 4.0 * chunk
-    if step.model.tied_embeddings and step.assumptions.own_program and step.rates.overlap.asynchronous == "all":
-        logits = np.maximum(logits, step.element_bytes * table)
+    if step.assumptions.own_program and step.slice.chip.kind == "tpu":
+        logits = np.maximum(logits, step.element_bytes * _table_pieces(step))
     return (2.0 * table + streams + rounded) * step.element_bytes + logits
+
+
+def _table_pieces(step: TrainingStep) -> Number:
+    """Elements of the unembedding as it arrives on a TPU, if the layout of its matmul is another one, [C, 1].
+
+    On TPU7x SparseCores copy a tied table. Elsewhere, an untied one of which a device's rows do not fill registers
+    arrives in padded pieces. XLA has room for its gradient by then if the gather is asynchronous.
+    """
+    overlap, vocab = step.rates.overlap, step.widths.vocab
+    if step.model.tied_embeddings:
+        return step.model.d_model * vocab if overlap.asynchronous == "all" else 0.0
+    parts = step.strategies.devices(*GATHER_AXES)
+    rows = step.widths.stored(step.model.d_model) / parts
+    ahead = step.strategies.gathers_ahead(overlap) | (overlap.asynchronous == "all")
+    # Up to half a register has tiles of its own size.
+    padded = np.where(rows > VPU[0] / 2, next_multiple(rows, VPU[0]), rows)
+    return np.where(ahead & (parts > 1) & (rows % VPU[0] > 0), parts * padded * vocab, 0.0)

@@ -128,15 +128,6 @@ class _Durations:
         crosses: npt.NDArray[np.bool_] = self.strategies.within_slice(*GATHER_AXES) < gather
         return crosses & (slice_.chip.kind == "tpu")
 
-    @property
-    def gathers_ahead(self) -> npt.NDArray[np.bool_]:
-        """True where weights are gathered asynchronously within slices, [C, 1]."""
-        slice_ = self.strategies.layouts.slice
-        whole: npt.NDArray[np.bool_] = self.strategies.within_slice(*GATHER_AXES) * slice_.num_slices == slice_.devices
-        # Over whole slices options of the compiler make it so: see ``rooftop.programs.training.options``.
-        overlap = self.rates.overlap
-        return whole & (overlap.whole_slice_gather == "all_reduce") | (overlap.asynchronous == "gathers")
-
     def alone(self, transfer: Transfer) -> Number:
         """1 where XLA:GPU leaves a transfer without computation next to it, [C, 1]; 0 on TPUs.
 
@@ -284,7 +275,7 @@ class _Busy:
         is_scheduled = assumptions.shares(schedule)["weight_gather"] == schedule.hidden["weight_gather"]
         if asynchronous != "all" and assumptions.own_program and is_scheduled:
             least = durations.strategies.groups is not None
-            crosses, ahead = durations.crosses, durations.gathers_ahead
+            crosses, ahead = durations.crosses, durations.strategies.gathers_ahead(schedule)
             busy = replace(busy, parts=LayerParts(asynchronous, crosses=crosses, ahead=ahead, least=least))
         counted = asynchronous != "none" or bool(np.any(busy.parts.gathers_hide))
         kernels_hide = durations.rates.chip.kind != "tpu" or not assumptions.own_program

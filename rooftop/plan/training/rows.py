@@ -33,7 +33,7 @@ from rooftop.models.activations import MLP_CHECKPOINTS, POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind, parameters
 from rooftop.models.config import MLA, MoE
 from rooftop.models.mixers import STATE_BYTES, Recurrence
-from rooftop.models.optimizers import NEWTON_SCHULZ_STEPS, deal, newton_schulz_flops
+from rooftop.models.optimizers import NEWTON_SCHULZ_STEPS, SMALLEST_FACTORED_DIM, deal, newton_schulz_flops
 from rooftop.models.segments import LayerKind, segments, shared_segment
 from rooftop.plan.pricing import ALWAYS, RingSteps, StagePart, Transfer, Work
 from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
@@ -707,6 +707,7 @@ def _update(step: TrainingStep) -> list[Work]:
             vector_flops=VECTOR_OPS["update"] * total, formula="state read and written once per parameter held",
         ),
         *(_orthogonalise(step) if step.numerics.update.orthogonalised else ()),
+        *(_factored(step) if step.numerics.update.factored else ()),
     ]  # fmt: skip
 
 
@@ -714,14 +715,16 @@ def _update(step: TrainingStep) -> list[Work]:
 class _StackedMatrix:
     """A stacked weight: one matrix [rows, columns] as all devices store it, [C, 1].
 
-    Fsdp splits its rows. Tensor splits its columns if ``in_columns`` is 1 and its rows if 0, or nothing if None.
-    ``arrays`` weights are alike, each of so many ``experts`` on a device: ``whole`` ones if tensor deals them out.
-    ``when`` is 1 where the weight is stored like this.
+    Fsdp splits its rows. Tensor splits its columns if ``in_columns`` is 1 and its rows if 0, or nothing if None. Of
+    several heads the columns are [heads, ``head``], and tensor splits the heads. ``arrays`` weights are alike, each of
+    so many ``experts`` on a device: ``whole`` ones if tensor deals them out. ``when`` is 1 where the weight is stored
+    like this.
     """
 
     rows: Number
     columns: Number
     in_columns: Number | None
+    head: int | None = None
     arrays: int = 1
     experts: Number | None = None
     whole: bool = False
@@ -780,11 +783,12 @@ def _mlp_matrices(step: TrainingStep, hidden: int, experts: Number | None = None
 def _attention_matrices(step: TrainingStep) -> Iterator[_StackedMatrix]:
     model, widths, tensor = step.model, step.widths, step.tensor
     d, h, copied = model.d_model, model.d_head, widths.copied_keys > 0
-    yield _StackedMatrix(rows=widths.stored(d), columns=widths.heads * tensor * h, in_columns=1)
+    yield _StackedMatrix(rows=widths.stored(d), columns=widths.heads * tensor * h, in_columns=1, head=h)
     yield _StackedMatrix(
         rows=np.where(copied, widths.spread(d), widths.stored(d)),
         columns=np.where(copied, model.kv_heads, step.kv_heads * tensor) * h,
         in_columns=1 - widths.copied_keys,
+        head=h,
         arrays=2,
     )
     yield _StackedMatrix(rows=widths.stored(widths.heads * h) * tensor, columns=d, in_columns=0)
@@ -795,10 +799,79 @@ def _latent_matrices(step: TrainingStep, mla: MLA) -> Iterator[_StackedMatrix]:
     d, heads = model.d_model, widths.heads * step.tensor
     if mla.q_rank is not None:
         yield _StackedMatrix(rows=widths.stored(d), columns=mla.q_rank, in_columns=None)
-    yield _StackedMatrix(rows=widths.stored(mla.q_rank or d), columns=heads * model.d_head, in_columns=1)
+    queries = heads * model.d_head
+    yield _StackedMatrix(rows=widths.stored(mla.q_rank or d), columns=queries, in_columns=1, head=model.d_head)
     yield _StackedMatrix(rows=widths.stored(d), columns=mla.kv_rank + mla.d_rope, in_columns=None)
-    yield _StackedMatrix(rows=widths.stored(mla.kv_rank), columns=heads * (mla.d_nope + mla.d_v), in_columns=1)
+    head = mla.d_nope + mla.d_v
+    yield _StackedMatrix(rows=widths.stored(mla.kv_rank), columns=heads * head, in_columns=1, head=head)
     yield _StackedMatrix(rows=widths.stored(widths.heads * mla.d_v) * step.tensor, columns=d, in_columns=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StoredDim:
+    """A dim of a stored array: its size over all devices and the ``axes`` that split it."""
+
+    size: Number
+    axes: tuple[str, ...] = ()
+
+
+def _factored(step: TrainingStep) -> list[Work]:
+    """Adafactor's means over rows and columns of all weights, summed over the devices that split them."""
+    model, d, vocab = step.model, step.widths.stored(step.model.d_model), step.widths.vocab * step.tensor
+    sums: dict[tuple[str, ...], Number] = {}
+
+    def add(dims: Sequence[_StoredDim], many: Number) -> None:
+        """The means of so ``many`` arrays; both dims are the largest, as in ``programs.training.adafactor``."""
+        order = sorted(range(len(dims)), key=lambda at: (float(np.min(dims[at].size)), at))[-2:]
+        if np.min(dims[order[0]].size) < SMALLEST_FACTORED_DIM:
+            return
+        of_device = many * np.prod([dim.size / step.strategies.devices(*dim.axes) for dim in dims], axis=0)
+        for gone in (dims[at] for at in order):
+            ways = step.strategies.devices(*gone.axes)
+            mean = 4.0 * of_device * ways / gone.size
+            sums[gone.axes] = sums.get(gone.axes, 0.0) + np.where(ways > 1, mean, 0.0)
+
+    for at, segment in enumerate(segments(model)):
+        stacked: Number = segment.repeats
+        if at == shared_segment(model):
+            stacked = np.where(step.staged, step.periods, segment.repeats)
+        for kind in segment.kinds:
+            for matrix in _matrices(step, kind):
+                many = stacked * matrix.arrays * (1.0 if matrix.experts is None else matrix.experts) * matrix.when
+                for dims, when in _stored_dims(matrix):
+                    add(dims, many * when)
+            if kind.moe and model.moe is not None:
+                add((_StoredDim(size=d, axes=GATHER_AXES), _StoredDim(size=model.moe.experts)), stacked)
+    columns = _StoredDim(size=d, axes=(*GATHER_AXES, *COLUMN_AXES))
+    add((_StoredDim(size=vocab), columns), 1.0)
+    if model.positions == "learned":
+        add((_StoredDim(size=model.position_offset + model.max_seq_len), columns), 1.0)
+    if not model.tied_embeddings:
+        add((_StoredDim(size=d, axes=GATHER_AXES), _StoredDim(size=vocab, axes=COLUMN_AXES)), 1.0)
+    transfers = tuple(
+        Transfer("all_reduce", axes, nbytes, "gradient_all_reduce", np.where(np.asarray(nbytes) > 0, 1.0, 0.0))
+        for axes, nbytes in sums.items()
+        if axes
+    )
+    formula = "means of squares over rows and over columns, summed over the devices that split them"
+    return [Work(scope="optimizer", phase="update", count=1, collectives=transfers, formula=formula)]
+
+
+def _stored_dims(matrix: _StackedMatrix) -> Iterator[tuple[tuple[_StoredDim, ...], Number]]:
+    """The dims of one matrix for each place where tensor may split it, and 1 where it does."""
+    in_columns = 0.0 if matrix.in_columns is None else matrix.in_columns
+    for value in (0, 1):
+        when = np.where(np.asarray(in_columns) == value, 1.0, 0.0)
+        if not np.any(when):
+            continue
+        split = () if matrix.in_columns is None else COLUMN_AXES
+        rows = _StoredDim(size=matrix.rows, axes=(*GATHER_AXES, *(() if value else split)))
+        axes = split if value else ()
+        if matrix.head is None:
+            yield (rows, _StoredDim(size=matrix.columns, axes=axes)), when
+        else:
+            heads = _StoredDim(size=matrix.columns / matrix.head, axes=axes)
+            yield (rows, heads, _StoredDim(size=matrix.head)), when
 
 
 def _of_matrix(step: TrainingStep, matrix: _StackedMatrix, stacked: Number, *, staged: bool) -> Work:

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from rooftop.models.optimizers import SMALLEST_FACTORED_DIM
 from rooftop.programs.parameters import Leaf, Parameter, Transformer
 
-#: A matrix is factored if both of its dims have this many elements: with fewer, little is saved.
-SMALLEST_DIM = 128
 #: Of the paper, section 9: the decay of the moments is 1 - step**-0.8, updates are clipped to a root mean square of 1,
 #: and weights count as at least this large.
 _DECAY, _CLIP, _SMALLEST_WEIGHT = 0.8, 1.0, 1e-3
@@ -48,7 +47,7 @@ def factored_dims(parameter: Parameter) -> tuple[int, int] | None:
     """Row and column dim of a parameter's matrices: the two largest, layers apart. None if it is not factored."""
     sizes = parameter.true_shape
     dims = sorted(range(int(parameter.stacked), len(sizes)), key=lambda dim: (sizes[dim], dim))[-2:]
-    if len(dims) < 2 or sizes[dims[0]] < SMALLEST_DIM:
+    if len(dims) < 2 or sizes[dims[0]] < SMALLEST_FACTORED_DIM:
         return None
     return dims[0], dims[1]
 
