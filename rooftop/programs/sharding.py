@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -234,6 +235,20 @@ def on_shards(
 
     apply.defvjp(lambda *operands: (apply(*operands), operands), backward)
     return apply
+
+
+def regroups_weight(x: Float[Array, "B T D"]) -> bool:
+    """True if XLA:TPU may gather a weight over the wrong axes when it computes the gradient of x.
+
+    That is, x is ``reduced`` over an axis, and an axis that splits its batch comes before one that is further out in
+    the mesh and no larger: expert=16 before fsdp=4. XLA:TPU then permutes the shards of the weight between devices,
+    and gathers them over a part of expert instead of over fsdp (libtpu 0.0.42.1 on TPU7x; docs/accuracy.md).
+    """
+    spec, mesh = jax.typeof(x).sharding.spec, jax.sharding.get_abstract_mesh()
+    batch = [axis for axis in axes_of(spec.partitions[0]) if mesh.shape[axis] > 1]
+    place = mesh.axis_names.index
+    inverted = any(place(a) > place(b) and mesh.shape[a] >= mesh.shape[b] for a, b in pairwise(batch))
+    return inverted and any(mesh.shape[axis] > 1 for axis in spec.reduced)
 
 
 def partial_sums(

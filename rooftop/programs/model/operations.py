@@ -1,8 +1,9 @@
 """Operations of layers with their weights: matmuls, norms and biases.
 
-The gradient of a matmul's weight is computed in the weight's own layout. Norms and biases work on shards, without
-communication: scales and biases arrive ``reduced`` over the axes that split the tokens, and their gradients stay
-unreduced, for one all-reduce after all layers.
+The gradient of a matmul's weight is computed in the weight's own layout, and that of its input on shards where XLA:TPU
+would gather the weight over the wrong axes. Norms and biases work on shards, without communication: scales and biases
+arrive ``reduced`` over the axes that split the tokens, and their gradients stay unreduced, for one all-reduce after all
+layers.
 
 Dims: B batch, T sequence, D and F those of the weight.
 """
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float, Float32
 from rooftop.models.config import ModelConfig
 from rooftop.programs.model.narrow import NarrowWeight, narrow_matmul
 from rooftop.programs.parameters import Norm
-from rooftop.programs.sharding import Specs, axes_of, on_shards, partial_sums, split_sequence
+from rooftop.programs.sharding import Specs, axes_of, on_shards, partial_sums, regroups_weight, split_sequence
 
 
 def project(
@@ -52,7 +53,7 @@ def project_heads(x: Float[Array, "B T D"], weight: Float[Array, "D N H"] | Narr
     if isinstance(weight, NarrowWeight):
         return narrow_matmul(x, weight)
     # Not ``project``: with one head on a device, XLA:TPU would turn the gradient's ReduceScatter into an AllReduce.
-    return jnp.einsum("btd,dnh->btnh", x, weight)
+    return _project_heads(x, weight) if regroups_weight(x) else _heads(x, weight)
 
 
 def into_heads(
@@ -96,14 +97,43 @@ def _forward(
     return _product(x, weight, out, dtype), (x, weight)
 
 
+def _heads(x: Float[Array, "B T D"], weight: Float[Array, "D N H"]) -> Float[Array, "B T N H"]:
+    return jnp.einsum("btd,dnh->btnh", x, weight)
+
+
+_project_heads = jax.custom_vjp(_heads)
+
+
+def _heads_backward(saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = saved
+    (dw,) = jax.vjp(partial(_heads, x), weight)[1](dy)
+    return _input_gradient(x, dy, weight), dw
+
+
+_project_heads.defvjp(lambda x, weight: (_heads(x, weight), (x, weight)), _heads_backward)
+
+
 def _backward(
     out: P | None, dtype: DTypeLike | None, rounded: bool, saved: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
     if rounded:
         dtype, dy = None, dy.astype(x.dtype)
-    (dx,) = jax.vjp(partial(_product, weight=weight, out=out, dtype=dtype), x)[1](dy)
+    if regroups_weight(x):
+        dx = _input_gradient(x, dy, weight, dtype)
+    else:
+        (dx,) = jax.vjp(partial(_product, weight=weight, out=out, dtype=dtype), x)[1](dy)
     return dx, weight_gradient(x, dy, weight, dtype)
+
+
+def _input_gradient(
+    x: Float[Array, "B T D"], dy: Float[Array, "B T *F"], weight: Float[Array, " D *F"], dtype: DTypeLike | None = None
+) -> Float[Array, "B T D"]:
+    """The gradient of an x that a weight multiplies, computed on shards: unreduced over the ``reduced`` axes of x."""
+    spec = jax.typeof(x).sharding.spec
+    columns = tuple(range(2, dy.ndim)), tuple(range(1, weight.ndim))
+    product = partial(lax.dot_general, dimension_numbers=(columns, ((), ())), preferred_element_type=dtype)
+    return partial_sums(product, P(*spec.partitions, unreduced=spec.reduced), dy, weight).astype(x.dtype)
 
 
 def weight_gradient(
