@@ -2,7 +2,7 @@
 
     python bench/compiler_fractions.py                                  # everything: about 90 minutes of one core
     python bench/compiler_fractions.py --sections matmul --chips v6e    # one part; the other rows are kept
-    python bench/compiler_fractions.py --sections recipes               # needs tokamax 0.0.12 too: 30 minutes more
+    python bench/compiler_fractions.py --sections recipes               # needs tokamax 0.0.12 too: 5 minutes
 
 Five sections, each chip in a process of its own (libtpu takes its flags once), each recipe too:
 
@@ -79,26 +79,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "chip": "tpu7x", "library": "tokamax", "tokens": 131072, "layouts": "SHS",
         "forward": (2048, 2048, 512), "fused": (1024, 4096, 256),
         "options": {"max_logit_const": 30.0, "dq_reduction_steps": 3},
-    },
-    "tokamax-llama3.1-70b-8k-bf16": {  # ironwood/llama3.1-70b/8k-bf16-*
-        "chip": "tpu7x", "library": "tokamax", "tokens": 8192, "layouts": "SSH",
-        "forward": (2048, 1024, 512), "fused": (2048, 2048, 256),
-    },
-    "tokamax-llama3.1-70b-8k-fp8": {  # ironwood/llama3.1-70b/8k-fp8-tpu7x-4x8x8
-        "chip": "tpu7x", "library": "tokamax", "tokens": 8192, "layouts": "SHH",
-        "forward": (1024, 1024, 512), "fused": (2048, 2048, 256),
-    },
-    "tokamax-llama3.1-70b-8k-fp8-whole": {  # ironwood/llama3.1-70b/8k-fp8-tpu7x-4x4x4
-        "chip": "tpu7x", "library": "tokamax", "tokens": 8192, "layouts": "SSH",
-        "forward": (2048, 2048, 2048), "fused": (2048, 2048, 2048),
-    },
-    "tokamax-llama3.1-405b-8k-bf16": {  # ironwood/llama3.1-405b/8k-bf16-*
-        "chip": "tpu7x", "library": "tokamax", "tokens": 8192, "layouts": "SSH",
-        "forward": (2048, 2048, 1024), "fused": (2048, 2048, 512), "options": {"use_experimental_scheduler": True},
-    },
-    "tokamax-llama3.1-405b-8k-fp8": {  # ironwood/llama3.1-405b/8k-fp8-*
-        "chip": "tpu7x", "library": "tokamax", "tokens": 8192, "layouts": "HSS",
-        "forward": (1024, 2048, 256), "fused": (2048, 2048, 1024), "options": {"max_logit_const": 30.0},
     },
     "jax-2048": {  # trillium/Llama3.1-8B-MaxText, Llama3.1-70B-MaxText and Mistral-7B-MaxText
         "chip": "v6e", "library": "jax", "tokens": 8192, "layouts": "HHH",
