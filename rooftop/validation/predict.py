@@ -11,7 +11,6 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Numerics, Workload
-from rooftop.roofline.achievable import attention_kernels
 from rooftop.validation.readings import readings
 from rooftop.validation.runs import PublishedRun
 
@@ -44,7 +43,6 @@ def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Predic
     """Plan ``run`` as published. Raises RooftopError if it has a strategy that cannot be planned."""
     notes: list[str] = []
     facts, hidden = run.facts, (assumptions or Assumptions()).hidden
-    kernels = facts.get("attention_kernels")
     if facts.get("hides_exchange"):
         hidden = {"all_to_all": 1.0, **hidden}
     problem = Problem(
@@ -60,8 +58,7 @@ def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Predic
             own_program=False,
             narrow_gradients=facts.get("narrow_gradients", False),
             fused_attention_gradients=facts.get("fused_attention_gradients", False),
-            attention_kernels=kernels,
-            attention_block=attention_kernels(run.slice.chip, kernels).block if kernels else None,
+            attention_kernels=facts.get("attention_kernels"),
         ),
         framework=_program(run),
         axes=run.mesh,

@@ -131,7 +131,9 @@ def test_a_run_is_priced_with_the_attention_kernels_of_its_recipe() -> None:
     saved_s = cores[ours.uncalibrated_s] - cores[theirs.uncalibrated_s]
     assert ours.uncalibrated_s - theirs.uncalibrated_s == pytest.approx(saved_s, rel=0.01)
     assert theirs.plan.document.assumptions.attention_kernels == run.facts["attention_kernels"]
-    assert theirs.plan.document.assumptions.attention_block == fit.block
+    assert theirs.plan.step.attention_block == fit.block
+    # Our program, which `--compiled` compiles, has its own kernels.
+    assert theirs.plan.spec.attention_block == ours.plan.spec.attention_block == fractions("tpu7x").attention.block
 
 
 def test_one_kernel_for_the_gradients_of_attention_makes_a_step_shorter() -> None:

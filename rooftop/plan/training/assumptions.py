@@ -97,7 +97,7 @@ class Assumptions(Record):
     Transformer Engine does; our program multiplies them in that of activations. ``fused_attention_gradients``: all
     gradients of attention come from one kernel, as with ``use_fused_bwd_kernel`` of splash attention on TPUs; our
     program has two. ``attention_kernels`` names kernels of another program that were counted for the chip
-    (``rooftop.roofline.achievable.Fractions.kernels``); None are those of ours.
+    (``rooftop.roofline.achievable.Fractions.kernels``), with their blocks; None are those of ours.
     """
 
     closed = True
