@@ -2,14 +2,18 @@
 
     python bench/compiler_fractions.py                                  # everything: about 90 minutes of one core
     python bench/compiler_fractions.py --sections matmul --chips v6e    # one part; the other rows are kept
+    python bench/compiler_fractions.py --sections recipes               # needs tokamax 0.0.12 too: 5 minutes
 
-Four sections, each chip in a process of its own (libtpu takes its flags once):
+Five sections, each chip in a process of its own (libtpu takes its flags once), each recipe too:
 
 matmul     bare matmuls, forward [M,K]x[K,N] ("nn"), dX ("nt") and dW ("tn"): `estimated_cycles` of the fusion;
 batched    the same for matmuls of several experts at once, [E,M,K]x[E,K,N]; "detail" has E;
 layer      dense LLaMA layers, forward and backward: the same for their matmuls, and HBM bytes of everything else;
 attention  the splash kernels of JAX: the final VLIW listing, issued in order, one bundle a cycle, a matrix push
-           waiting until its systolic array is free ("cycles" is one executed block; see docs/achievable.md).
+           waiting until its systolic array is free ("cycles" is one executed block; see docs/achievable.md);
+recipes    the same for the kernels of published recipes: their library, blocks, layouts and options, and segment ids,
+           which MaxText always has. "m" and "k" are queries and keys of a block, "cycles" those of a block without a
+           causal mask; "detail" has the cycles of all, per 1024 scores of the causal blocks of 2,048 x 2,048.
 
 The table goes to bench/results/compiler_fractions.csv; docs/achievable.md says what follows from it.
 """
@@ -34,7 +38,8 @@ from rooftop.hardware import chip as find_chip
 
 RESULTS = Path(__file__).parent / "results" / "compiler_fractions.csv"
 COLUMNS = ("section", "chip", "dtype", "case", "m", "k", "n", "flops", "cycles", "fraction", "detail")
-SECTIONS = ("matmul", "batched", "layer", "attention")
+SECTIONS = ("matmul", "batched", "layer", "attention", "recipes")
+DEFAULT_SECTIONS = SECTIONS[:-1]
 #: Smallest slice that libtpu describes, and the VMEM that a fusion may use (KiB; None leaves the default).
 CHIPS: dict[str, tuple[str, dict[str, str], int | None]] = {
     "v4": ("v4:1x1x1", {"chip_config_name": "megacore"}, None),
@@ -66,6 +71,23 @@ LAYERS = ((4096, 14336, 32, 8, 4096), (4096, 14336, 32, 8, 16384), (8192, 7168, 
 BLOCKS = ((512, 512), (1024, 512), (1024, 1024))
 HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
 SEQUENCE = 4096
+#: Kernels by name, as rooftop/roofline/achievable.toml has them: what a recipe of AI-Hypercomputer/tpu-recipes says of
+#: MaxText's sa_block_*, sa_*_layout and so on. Blocks are of queries, keys, and keys inside; layouts of queries, keys
+#: and values have heads (H) or tokens (S) minor. The recipes are in training/, in the folders after each name.
+RECIPES: dict[str, dict[str, Any]] = {
+    "tokamax-llama3.1-70b-128k": {  # ironwood/llama3.1-70b/128k-*
+        "chip": "tpu7x", "library": "tokamax", "tokens": 131072, "layouts": "SHS",
+        "forward": (2048, 2048, 512), "fused": (1024, 4096, 256),
+        "options": {"max_logit_const": 30.0, "dq_reduction_steps": 3},
+    },
+    "jax-2048": {  # trillium/Llama3.1-8B-MaxText, Llama3.1-70B-MaxText and Mistral-7B-MaxText
+        "chip": "v6e", "library": "jax", "tokens": 8192, "layouts": "HHH",
+        "forward": (2048, 2048, 2048), "fused": (2048, 2048, 2048),
+    },
+}  # fmt: skip
+#: Cycles that a grid step waits besides its bundles (docs/achievable.md), and the side of the square blocks of which
+#: the causal ones have the scores that all cycles of a recipe's kernel are divided by.
+STEP_CYCLES, SIDE = 230, 2048
 KERNEL_MATMULS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2), "fused": (3, 2)}  # of size d_qk, of size d_v
 
 
@@ -342,17 +364,138 @@ def read_bundles(text: str) -> list[tuple[int, str, str]]:
     return starts
 
 
+def recipe_rows(name: str, dump: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a recipe's two kernels, for heads of 128.
+
+    The compiler takes long for a block of many inner ones: that is compiled with 4 and with 2, and the others take what
+    two more take. For 16 of "tokamax-llama3.1-70b-128k" that is 0.4 % off (without segment ids: 21,032 for 20,955).
+    """
+    recipe = RECIPES[name]
+    inner = {case: recipe[case][1] // recipe[case][2] for case in ("forward", "fused")}
+    listings = {4: recipe_listings(recipe, 4, dump)}
+    if max(inner.values()) > 4:
+        listings[2] = recipe_listings(recipe, 2, dump)
+    for case, number in inner.items():
+        yield recipe_row(name, case, [read_bundles(listings[most][case]) for most in (4, 2)[: 1 + (number > 4)]])
+
+
+def recipe_listings(recipe: dict[str, Any], most: int, dump: Path) -> dict[str, str]:
+    """The listings of a recipe's two kernels, with ``most`` inner blocks at most in a block."""
+    import jax
+    import jax.numpy as jnp
+
+    blocks = {case: (recipe[case][0], min(recipe[case][1], most * recipe[case][2]), recipe[case][2])
+              for case in ("forward", "fused")}  # fmt: skip
+    # Bundles of a block are those of any length.
+    length = 2 * max(*blocks["forward"], *blocks["fused"])
+    kernel, segments = recipe_kernel(recipe, blocks, length)
+    sharding = device_sharding(recipe["chip"])
+    heads = jax.ShapeDtypeStruct((2, length, 128), jnp.bfloat16, sharding=sharding)
+    ids = jax.ShapeDtypeStruct((length,), jnp.int32, sharding=sharding)
+
+    def run(q: Any, k: Any, v: Any, do: Any, ids: Any) -> Any:
+        return jax.vjp(lambda q, k, v: kernel(q, k, v, segments(ids, ids)), q, k, v)[1](do)
+
+    jax.jit(run).lower(heads, heads, heads, heads, ids).compile()
+    listings = {}
+    for path in sorted(dump.iterdir()):
+        if match := re.search(r"-splash_mha_(fwd|dkv)\w*\.\d+-\d+-final_bundles\.txt$", path.name):
+            listings["forward" if match[1] == "fwd" else "fused"] = path.read_text()
+        path.unlink()
+    return listings
+
+
+def recipe_kernel(recipe: dict[str, Any], blocks: dict[str, tuple[int, int, int]], length: int) -> tuple[Any, Any]:
+    """A recipe's splash attention, causal, with other ``blocks``, and the class of its segment ids."""
+    library: Any
+    if recipe["library"] == "jax":
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    else:
+        from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as library
+        from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
+    layouts = {"H": library.QKVLayout.HEAD_DIM_MINOR, "S": library.QKVLayout.SEQ_MINOR}
+    sizes = dict(zip(("block_q", "block_kv", "block_kv_compute"), blocks["forward"], strict=True))
+    sizes |= dict(zip(("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"), blocks["fused"], strict=True))
+    orders = {f"{name}_layout": layouts[order] for name, order in zip("qkv", recipe["layouts"], strict=True)}
+    mask = masks.CausalMask((length, length))
+    if recipe["library"] == "jax":
+        config = library.BlockSizes(**sizes, **orders, use_fused_bwd_kernel=True)
+        many = masks.MultiHeadMask([mask] * 2)
+        kernel = library.make_splash_mha(mask=many, head_shards=1, q_seq_shards=1, block_sizes=config)
+    else:
+        config = library.SplashConfig(**sizes, **orders, **recipe.get("options", {}))
+        kernel = library.make_splash_mha(mask, config=config, q_seq_shards=1)
+    return kernel, library.SegmentIds
+
+
+def recipe_row(name: str, case: str, listings: list[list[tuple[int, str, str]]]) -> dict[str, Any]:
+    """Facts of one of a recipe's kernels, from one listing, or from those of blocks of 4 and of 2 inner ones."""
+    recipe = RECIPES[name]
+    tokens, (queries, keys, inside) = recipe["tokens"], recipe[case]
+    chip = find_chip(recipe["chip"])
+    peak = flops_per_cycle(chip.name) * chip.devices / chip.cores
+    (unmasked, masked, step, edge), *fewer = (recipe_cycles(bundles, chip.name, peak) for bundles in listings)
+    for few_unmasked, few_masked, _, _ in fewer:
+        more = (keys // inside - 4) / 2
+        unmasked, masked = unmasked + more * (unmasked - few_unmasked), masked + more * (masked - few_masked)
+    causal = [(i, j) for i in range(tokens // queries) for j in range(tokens // keys) if j * keys < (i + 1) * queries]
+    diagonal = sum((j + 1) * keys - 1 > i * queries for i, j in causal)
+    rows = tokens // (queries if case == "forward" else keys)
+    # Tokamax's grid has the causal blocks alone; JAX's has all.
+    steps = len(causal) if recipe["library"] == "tokamax" else (tokens // queries) * (tokens // keys)
+    cycles = (len(causal) - diagonal) * unmasked + diagonal * masked + steps * (step + STEP_CYCLES) + rows * edge
+    scores = tokens * (tokens + SIDE) / 2
+    of_qk, of_v = KERNEL_MATMULS[case]
+    flops = 2 * queries * keys * (of_qk + of_v) * 128
+    return {
+        "dtype": "bf16", "case": case, "m": queries, "k": keys, "n": 128, "flops": flops, "cycles": round(unmasked),
+        "fraction": round(flops / peak / unmasked, 4),
+        "detail": f"{name} inside={inside} masked={masked:.0f} step={step} edge={edge} "
+        f"cycles_per_1024={cycles / scores * 1024:.3f}",
+    }  # fmt: skip
+
+
+def recipe_cycles(bundles: list[tuple[int, str, str]], chip_name: str, peak: float) -> tuple[float, float, int, int]:
+    """Cycles of a block without a causal mask and of one with it; bundles of every step, and around a row of blocks.
+
+    The two blocks are code of their own in Tokamax's kernels, in JAX's the same.
+    """
+    regions = find_regions(bundles)
+
+    def multiplies(region: tuple[int, int]) -> bool:
+        return any("vmatmul" in text for _, _, text in bundles[slice(*region)])
+
+    def within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
+        return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
+
+    blocks = [r for r in regions if multiplies(r) and not any(within(q, r) and multiplies(q) for q in regions)]
+    plain = [r for r in regions if not multiplies(r)]
+    edges = [r for r in plain if r[1] - r[0] > 24 and not any(within(r, q) for q in plain)
+             and any("vst" in text for _, _, text in bundles[slice(*r)])]  # fmt: skip
+    loop = next((at for at, (_, label, _) in enumerate(bundles) if label == "LB"), 0)
+    edge = sum(high - low for low, high in edges)
+    step = len(bundles) - loop - edge - sum(high - low for low, high in blocks)
+    cycles = [issue_cycles(bundles[slice(*r)], chip_name, peak) for r in blocks]
+    return min(cycles), max(cycles), step, edge
+
+
+def find_regions(bundles: list[tuple[int, str, str]]) -> list[tuple[int, int]]:
+    """Predicated regions: from a forward branch to its fallthrough."""
+    ends = {name: at for at, (_, label, text) in enumerate(bundles) if label == "PF"
+            for name in re.findall(r"empty region (\d+)", text)}  # fmt: skip
+    return [(at + 1, ends[branch[1]]) for at, (_, _, text) in enumerate(bundles)
+            if (branch := re.search(r"sbr\.rel \(!?%\w+\) target = \$region(\d+)", text))
+            and ends.get(branch[1], -1) > at]  # fmt: skip
+
+
 def find_block(bundles: list[tuple[int, str, str]]) -> tuple[tuple[int, int], int, int]:
     """Where the work of an executed block lies; bundles that run once per row of blocks; those of every grid step.
 
     A predicated region is a forward branch to its fallthrough. The innermost that multiplies is the block; regions
     beside it that store set the accumulators up and write them out.
     """
-    ends = {name: at for at, (_, label, text) in enumerate(bundles) if label == "PF"
-            for name in re.findall(r"empty region (\d+)", text)}  # fmt: skip
-    regions = [(at + 1, ends[branch[1]]) for at, (_, _, text) in enumerate(bundles)
-               if (branch := re.search(r"sbr\.rel \(!?%\w+\) target = \$region(\d+)", text))
-               and ends.get(branch[1], -1) > at]  # fmt: skip
+    regions = find_regions(bundles)
     products = [at for at, (_, _, text) in enumerate(bundles) if "vmatmul" in text]
     around = sorted((r for r in regions if r[0] <= products[0] and products[-1] < r[1]), key=lambda r: r[1] - r[0])
     block = around[0]
@@ -378,16 +521,16 @@ def issue_cycles(bundles: list[tuple[int, str, str]], chip_name: str, peak: floa
     return max(now, *free)
 
 
-def work(section: str, chip_name: str) -> None:
-    """Print the rows of one section and chip as CSV."""
+def work(section: str, chip_name: str, recipe: str | None) -> None:
+    """Print the rows of one section and chip, or of one recipe, as CSV."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
     with tempfile.TemporaryDirectory() as dump:
-        if section == "attention":
+        if section in ("attention", "recipes"):
             os.environ["LIBTPU_INIT_ARGS"] = (
                 f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
             )
-            rows = attention_rows(chip_name, Path(dump))
+            rows = attention_rows(chip_name, Path(dump)) if recipe is None else recipe_rows(recipe, Path(dump))
         else:
             rows = {"matmul": matmul_rows, "batched": batched_rows, "layer": layer_rows}[section](chip_name)
         for row in rows:
@@ -398,27 +541,33 @@ def work(section: str, chip_name: str) -> None:
 def main() -> None:
     """Run the parts asked for, and write the table with the other parts kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=SECTIONS)
+    parser.add_argument("--sections", nargs="+", default=list(DEFAULT_SECTIONS), choices=SECTIONS)
     parser.add_argument("--chips", nargs="+", default=list(CHIPS), choices=list(CHIPS))
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.sections[0], options.chips[0])
+        section = options.sections[0]
+        work(section, options.chips[0], options.recipes[0] if section == "recipes" else None)
         return
     for section in options.sections:
         for chip_name in options.chips:
-            command = [sys.executable, __file__, "--worker", "--sections", section, "--chips", chip_name]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            save(section, chip_name, list(csv.DictReader(io.StringIO(done.stdout), COLUMNS)))
-            print(section, chip_name, file=sys.stderr)
+            recipes = [name for name in options.recipes if RECIPES[name]["chip"] == chip_name]
+            for recipe in recipes if section == "recipes" else [None]:
+                command = [sys.executable, __file__, "--worker", "--sections", section, "--chips", chip_name]
+                command += [] if recipe is None else ["--recipes", recipe]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                save(section, chip_name, recipe, list(csv.DictReader(io.StringIO(done.stdout), COLUMNS)))
+                print(section, chip_name, recipe or "", file=sys.stderr)
 
 
-def save(section: str, chip_name: str, rows: list[dict[str, str]]) -> None:
-    """Replace the rows of one section and chip in the table."""
+def save(section: str, chip_name: str, recipe: str | None, rows: list[dict[str, str]]) -> None:
+    """Replace the rows of one section and chip, or of one recipe, in the table."""
     entries: list[dict[str, str]] = []
     if RESULTS.exists():
         lines = [line for line in RESULTS.read_text().splitlines() if not line.startswith("#")]
-        entries = [r for r in csv.DictReader(lines) if (r["section"], r["chip"]) != (section, chip_name)]
+        entries = [r for r in csv.DictReader(lines) if (r["section"], r["chip"]) != (section, chip_name)
+                   or (recipe is not None and r["detail"].split()[0] != recipe)]  # fmt: skip
     entries = sorted(entries + rows, key=lambda r: (SECTIONS.index(r["section"]), list(CHIPS).index(r["chip"])))
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu"))
     with RESULTS.open("w", newline="") as file:

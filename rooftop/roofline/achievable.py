@@ -59,12 +59,14 @@ class AttentionFit:
 
     ``vector_cycles`` maps a kernel ('fwd', 'dq', 'dkv') to the cycles of one core, per 1024 scores, in which the
     matrix unit waits for the vector unit and for the loop around them. ``fused``: the time of one kernel for all
-    gradients over that of 'dq' and 'dkv'.
+    gradients over that of 'dq' and 'dkv', where that kernel ('bwd') was not counted itself. ``source`` is the evidence
+    of kernels of other programs; that of ours is among those of ``Fractions``.
     """
 
     block: int
     vector_cycles: Mapping[str, float] = field(hash=False)
-    fused: float
+    fused: float = 1.0
+    source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +77,15 @@ class Fractions:
     ``batch`` is of 16-bit matmuls, None where none was compiled.
     ``hbm`` and ``dcn`` are shares of the catalogue's rates. ``convert_s`` are seconds in which a weight in groups is
     read and converted for a matmul, by dtype; 0 where nothing was compiled. ``attention`` is None where no kernel was
-    counted or measured. ``sources`` has the evidence, under 'hbm', 'ici.all_gather', 'matmul.16-bit' and so on.
+    counted or measured; ``kernels`` are attention kernels of other programs, by name. ``sources`` has the evidence of
+    all else, under 'hbm', 'ici.all_gather', 'matmul.16-bit' and so on.
     """
 
     chip: str
     matmul: Mapping[str, MatmulFit] = field(hash=False)
     batch: BatchFit | None
     attention: AttentionFit | AttentionCurve | None
+    kernels: Mapping[str, AttentionFit] = field(hash=False)
     hbm: float
     ici: Mapping[str, CollectiveFit] = field(hash=False)
     dcn: float
@@ -148,7 +152,8 @@ def _catalogued(name: str) -> Fractions:
         return {name: value for name, value in result.items() if name != "source"} or None
 
     matmul = {width: MatmulFit(**fit(f"matmul.{width}") or {}) for width in ("16-bit", "8-bit")}
-    batch, kernels, curves = fit("matmul.batch"), fit("attention"), fit("collectives")
+    batch, attention, curves = fit("matmul.batch"), fit("attention"), fit("collectives")
+    kernels = {kernel: _counted(**figures) for kernel, figures in entry.get("kernels", {}).items()}
     if curves:
         ici: dict[str, CollectiveFit] = {kind: _by_ranks(**curves[kind]) for kind in COLLECTIVES}
     else:
@@ -159,7 +164,8 @@ def _catalogued(name: str) -> Fractions:
         chip=name,
         matmul=MappingProxyType(matmul),
         batch=BatchFit(**batch) if batch else None,
-        attention=_kernels(kernels) if kernels else None,
+        attention=_attention(attention) if attention else None,
+        kernels=MappingProxyType(kernels),
         hbm=figure("hbm", 1.0),
         ici=MappingProxyType(ici),
         dcn=figure("dcn", 1.0),
@@ -172,11 +178,12 @@ def _by_ranks(small: Mapping[str, Any], ranks: Sequence[float], **large: Any) ->
     return CollectiveFit(ranks=ranks, small=CollectiveFit(ranks=ranks, **small), **large)
 
 
-def _kernels(figures: Mapping[str, Any]) -> AttentionFit | AttentionCurve:
-    if "sizes" in figures:
-        return AttentionCurve(**figures)
-    cycles = MappingProxyType(figures["vector_cycles"])
-    return AttentionFit(block=figures["block"], vector_cycles=cycles, fused=figures["fused"])
+def _attention(figures: Mapping[str, Any]) -> AttentionFit | AttentionCurve:
+    return AttentionCurve(**figures) if "sizes" in figures else _counted(**figures)
+
+
+def _counted(vector_cycles: Mapping[str, float], **figures: Any) -> AttentionFit:
+    return AttentionFit(vector_cycles=MappingProxyType(vector_cycles), **figures)
 
 
 def matmul_fraction(chip: Chip | str, m: Number, k: Number, n: Number, dtype: str = "bf16") -> Number:
@@ -227,6 +234,14 @@ def kernel_flops(chip: Chip, d_qk: int, d_v: int, *, backward: bool = False, fus
     return sum(2 * (of_qk * d_qk + of_v * d_v) for of_qk, of_v in matmuls)
 
 
+def attention_kernels(chip: Chip | str, name: str) -> AttentionFit:
+    """The attention kernels of another program by their name. Raises RooftopError if the chip has none of that name."""
+    known = fractions(chip).kernels
+    if name not in known:
+        raise RooftopError("attention kernels", name, ", ".join(known) or "none on this chip")
+    return known[name]
+
+
 def attention_seconds(
     chip: Chip,
     scores: Number,
@@ -235,6 +250,7 @@ def attention_seconds(
     *,
     backward: bool = False,
     fused: bool = False,
+    kernels: str | None = None,
     queries: Number = 0.0,
 ) -> tuple[Number, Number]:
     """Expected seconds of an attention kernel on one device: the matrix unit's, and those in which it waits.
@@ -242,22 +258,26 @@ def attention_seconds(
     Their sum is how long the kernel takes. ``scores`` is the (query, key, head) triples that it executes: whole blocks
     of its side, masked ones skipped; ``queries`` the (query, head) pairs. Heads fill a TPU's matrix unit in whole
     multiples of its side. ``backward`` prices the kernels of the backward pass, which compute the scores again, or the
-    one kernel in which they are ``fused``.
+    one kernel in which they are ``fused``. ``kernels`` names those of another program (``Fractions.kernels``). Raises
+    RooftopError if the chip has none of that name.
     """
-    fit, slower = fractions(chip).attention, 1.0 if chip.calibrated is None else chip.calibrated.compute
+    fit = fractions(chip).attention if kernels is None else attention_kernels(chip, kernels)
+    slower = 1.0 if chip.calibrated is None else chip.calibrated.compute
     if isinstance(fit, AttentionCurve):
         matrix_s = scores * kernel_flops(chip, d_qk, d_v, backward=backward) * chip.devices / chip.flops_per_s["bf16"]
         share, query_s = fit.at((d_qk + d_v) / 2, backward=backward)
         return matrix_s, slower * (matrix_s / share + queries * query_s) - matrix_s
     side = chip.mxu_tile if fit else 1
     matrix, waits = 0.0, 0.0
-    for kernel in _BACKWARD[chip.kind] if backward else ("fwd",):
+    counted = fused and fit is not None and "bwd" in fit.vector_cycles
+    backwards = ("bwd",) if counted else _BACKWARD[chip.kind]
+    for kernel in backwards if backward else ("fwd",):
         of_qk, of_v = KERNEL_MATMULS[kernel]
         matrix += of_qk * next_multiple(d_qk, side) + of_v * next_multiple(d_v, side)
         waits += fit.vector_cycles[kernel] / _REGISTER if fit else 0.0
     rate = chip.flops_per_s["bf16"] / chip.devices
     matrix_s, waiting_s = 2.0 * scores * matrix / rate, scores * waits * chip.devices / (chip.cores * chip.clock_hz)
-    if fit and backward and fused:
+    if fit and backward and fused and not counted:
         of_qk, of_v = KERNEL_MATMULS["bwd"]
         whole_s = fit.fused * (matrix_s + waiting_s)
         matrix_s = 2.0 * scores * (of_qk * next_multiple(d_qk, side) + of_v * next_multiple(d_v, side)) / rate

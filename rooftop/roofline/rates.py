@@ -98,15 +98,23 @@ class Rates:
         return weights * self.fractions.convert_s.get(dtype, 0.0)
 
     def attention_s(
-        self, scores: Number, d_qk: int, d_v: int, *, backward: bool, fused: bool = False, queries: Number = 0.0
+        self,
+        scores: Number,
+        d_qk: int,
+        d_v: int,
+        *,
+        backward: bool,
+        fused: bool = False,
+        kernels: str | None = None,
+        queries: Number = 0.0,
     ) -> Number:
         """Expected seconds of an attention kernel: its matrix unit's, and those in which that waits.
 
         ``scores`` is the (query, key, head) triples that the kernel executes on a device, ``queries`` its (query, head)
-        pairs. ``fused``: the backward pass is one kernel.
+        pairs. ``fused``: the backward pass is one kernel. ``kernels`` names those of another program.
         """
         matrix_s, waiting_s = attention_seconds(
-            self.chip, scores, d_qk, d_v, backward=backward, fused=fused, queries=queries
+            self.chip, scores, d_qk, d_v, backward=backward, fused=fused, kernels=kernels, queries=queries
         )
         return matrix_s + waiting_s
 

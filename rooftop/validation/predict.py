@@ -58,6 +58,7 @@ def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Predic
             own_program=False,
             narrow_gradients=facts.get("narrow_gradients", False),
             fused_attention_gradients=facts.get("fused_attention_gradients", False),
+            attention_kernels=facts.get("attention_kernels"),
         ),
         framework=_program(run),
         axes=run.mesh,

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import COLLECTIVES
 from rooftop.hardware import catalogue, chip
-from rooftop.roofline.achievable import MEASURED_DIMS, NO_MEASUREMENT, attention_seconds, fractions, matmul_fraction
+from rooftop.roofline.achievable import (
+    MEASURED_DIMS,
+    NO_MEASUREMENT,
+    attention_kernels,
+    attention_seconds,
+    fractions,
+    matmul_fraction,
+)
 from rooftop.roofline.rates import Rates
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "compiler_fractions.csv"
@@ -172,6 +179,32 @@ def test_attention_takes_what_the_compiled_kernels_take(name: str) -> None:
             seconds = sum(attention_seconds(spec, scores, d_qk, d_v, backward=backward))
             compiled = sum(cycles[kernel] for kernel in kernels) * spec.devices / spec.cores / spec.clock_hz
             assert seconds == pytest.approx(compiled, rel=0.14)
+
+
+RECIPE_ROWS = [row for row in ROWS if row["section"] == "recipes"]
+
+
+def test_kernels_of_recipes_are_those_that_were_compiled() -> None:
+    compiled = {(row["chip"], row["detail"].split()[0]) for row in RECIPE_ROWS}
+    assert compiled == {(name, kernels) for name in catalogue() for kernels in fractions(name).kernels}
+    assert all(fit.source and fit.block == 2048 for name in catalogue() for fit in fractions(name).kernels.values())
+
+
+@pytest.mark.parametrize("row", RECIPE_ROWS, ids=lambda row: f"{row['detail'].split()[0]}-{row['case']}")
+def test_kernels_of_recipes_take_what_the_compiled_ones_take(row: dict[str, str]) -> None:
+    name, spec = row["detail"].split()[0], chip(row["chip"])
+    detail = dict(entry.split("=") for entry in row["detail"].split()[1:])
+    seconds = sum(attention_seconds(spec, 1024.0, 128, 128, backward=row["case"] == "fused", fused=True, kernels=name))
+    compiled = float(detail["cycles_per_1024"]) * spec.devices / spec.cores / spec.clock_hz
+    assert seconds == pytest.approx(compiled, rel=0.005)
+    # All cycles of a kernel are those of its blocks, and those around them: a fifth of them at most.
+    block = int(row["cycles"]) / (int(row["m"]) * int(row["k"]) / 1024)
+    assert block < float(detail["cycles_per_1024"]) < 1.25 * block
+
+
+def test_only_kernels_that_were_compiled_for_a_chip_have_a_time() -> None:
+    with pytest.raises(RooftopError, match="attention kernels"):
+        attention_kernels("v5e", "jax-2048")
 
 
 def test_published_kernel_timings_follow_from_the_table() -> None:

@@ -96,7 +96,8 @@ class Assumptions(Record):
     transfers. ``narrow_gradients``: gradients of weights are multiplied in the dtype of the layers' matmuls too, as
     Transformer Engine does; our program multiplies them in that of activations. ``fused_attention_gradients``: all
     gradients of attention come from one kernel, as with ``use_fused_bwd_kernel`` of splash attention on TPUs; our
-    program has two.
+    program has two. ``attention_kernels`` names kernels of another program that were counted for the chip
+    (``rooftop.roofline.achievable.Fractions.kernels``), with their blocks; None are those of ours.
     """
 
     closed = True
@@ -108,6 +109,7 @@ class Assumptions(Record):
     own_program: bool = True
     narrow_gradients: bool = False
     fused_attention_gradients: bool = False
+    attention_kernels: str | None = None
 
     def __post_init__(self) -> None:
         require_shares(self.hidden, HIDDEN, "assume")

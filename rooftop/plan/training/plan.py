@@ -410,6 +410,8 @@ class TrainingPlan:
                 calibration=problem.assumptions.calibration,
                 own_program=problem.assumptions.own_program,
                 narrow_gradients=problem.assumptions.narrow_gradients,
+                fused_attention_gradients=problem.assumptions.fused_attention_gradients,
+                attention_kernels=problem.assumptions.attention_kernels,
                 bounds=problem.bounds,
             ),
             flops=StepFlops(

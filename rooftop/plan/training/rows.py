@@ -231,7 +231,13 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
             hbm_bytes=(executed / 2) * (queries_keys + values + per_score * scores),
             elementwise_bytes=merging + {"forward": stacked, "backward": unstacked}.get(phase, 0.0),
             matmul_s=step.rates.attention_s(
-                scores, d_qk, d_v, backward=phase == "backward", fused=fused, queries=tokens * heads
+                scores,
+                d_qk,
+                d_v,
+                backward=phase == "backward",
+                fused=fused,
+                kernels=step.assumptions.attention_kernels,
+                queries=tokens * heads,
             )
             / step.framework.attention_speed,
             collectives=(moves if np.any(step.staged) else moves[:1]) + (() if phase == "recompute" else window),

@@ -44,6 +44,7 @@ from rooftop.plan.shapes import MixerMatmuls, full_attention_share, mean_attende
 from rooftop.plan.training.assumptions import Assumptions, Framework
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.roofline.achievable import attention_kernels
 from rooftop.roofline.rates import Rates
 
 
@@ -142,11 +143,18 @@ class TrainingStep:
         padded: Floats = next_multiple(self.workload.batch_seqs, parts) * self.positions
         return 1 - self.workload.batch_tokens / padded
 
+    @property
+    def attention_block(self) -> int:
+        """Largest side of the blocks of the attention kernels that are priced."""
+        kernels = self.assumptions.attention_kernels
+        priced = self.rates.attention_block if kernels is None else attention_kernels(self.slice.chip, kernels).block
+        return self.assumptions.attention_block or priced
+
     @cached_property
     def pairs_per_token(self) -> Floats:
         """(Query, key) pairs that the attention kernel executes per token and head, averaged over layers, [C, 1]."""
         kernel = self.assumptions.kernel(self.slice.chip.kind)
-        largest = self.assumptions.attention_block or self.rates.attention_block
+        largest = self.attention_block
         ring = self.strategies.devices(*SEQUENCE_AXES)
         own = self.positions / ring
         # Few layouts differ in these lengths.
@@ -172,7 +180,7 @@ class TrainingStep:
         A window needs only the blocks before each of a device's chunks. The second figure is a mean of all layers.
         """
         windows = self.model.windows
-        largest = self.assumptions.attention_block or self.rates.attention_block
+        largest = self.attention_block
         ring = self.strategies.devices(*SEQUENCE_AXES)
         lengths, index = np.unique(self.positions + 1j * ring, return_inverse=True)
         rings, before = [], []
