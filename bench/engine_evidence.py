@@ -17,7 +17,7 @@ def main() -> None:
     runs, _ = load_engine_runs()
     ratios = engine_ratios(engine_comparisons(runs))
     path = Path(evidence.__file__).with_name("engine_evidence.csv")
-    evidence.write_ratios(ratios, path)
+    evidence.write_ratios(evidence.with_strays(ratios), path)
     print(f"{len(ratios)} latencies in {path}")
     for engine, overheads in overheads_of_engines(runs).items():
         figures = ", ".join(

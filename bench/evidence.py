@@ -20,7 +20,7 @@ def main() -> None:
         *serving_ratios(result.serving.comparisons),
     )
     path = Path(evidence.__file__).with_name("evidence.csv")
-    evidence.write_ratios(ratios, path)
+    evidence.write_ratios(evidence.with_strays(ratios), path)
     print(f"{len(ratios)} runs in {path}")
 
 

@@ -9,6 +9,10 @@ and what the measured places and frameworks have of it; a plan is a run of a mod
 Standard deviations of effects are not fitted but averaged over, each combination by how well it explains the runs, with
 half-Cauchy priors as A. Gelman recommends for few groups (Prior distributions for variance parameters in hierarchical
 models, 2006).
+
+Intervals of a chip and kind with nine runs or more are then scaled so that of its runs, each with its own model left
+out, nine in ten are inside: a conformal interval of each category (V. Vovk and others, Algorithmic learning in a random
+world, 2005).
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ from rooftop.models import ModelConfig
 Kind = Literal["dense", "experts"]
 Phase = Literal["train", "decode", "prefill", "tpot", "ttft"]
 Level = Literal["expected", "bound", "calibrated"]
+#: Phase, chip and kind of model.
+Category = tuple[Phase, str, Kind]
 
 #: Runs of a phase in words; the last two are benchmarks of engines under load.
 _RUNS: Mapping[Phase, str] = {
@@ -51,16 +57,20 @@ _SCALE = 0.1
 DEVIATIONS = tuple(_SCALE * math.tan(math.pi / 2 * share) for share in (0.1, 0.3, 0.5, 0.7, 0.9))
 #: Degrees of freedom that the variance between runs of other chips is worth.
 _PRIOR = 2
+#: The share of runs that an interval holds, and the fewest runs whose strays can say how wide it has to be for that.
+_HELD, _FEWEST = 0.9, 9
 #: Sequences more than so many times as long as any that was measured are outside the evidence.
 _LONGER = 2
-_COLUMNS = ("phase", "chip", "family", "kind", "framework", "model", "seq_len", "over_dcn", "ratio", "run")
+_COLUMNS = ("phase", "chip", "family", "kind", "framework", "model", "seq_len", "over_dcn", "ratio", "stray", "run")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRatio:
     """A published run: the time that was measured over the time that was expected.
 
-    ``family`` is 'tpu' or 'gpu', ``model`` the sizes of the model (``model_key``), ``run`` the run's name.
+    ``family`` is 'tpu' or 'gpu', ``model`` the sizes of the model (``model_key``), ``run`` the run's name. ``stray`` is
+    how far the ratio is from the middle of the interval that runs of other models give, not scaled, in halves of its
+    width (``with_strays``); None if they give none.
     """
 
     phase: Phase
@@ -73,11 +83,17 @@ class MeasuredRatio:
     over_dcn: bool
     ratio: float
     run: str
+    stray: float | None = None
 
     @property
     def place(self) -> str:
         """The phase and the chip."""
         return f"{self.phase} on {self.chip}"
+
+    @property
+    def category(self) -> Category:
+        """The phase, the chip and the kind of model."""
+        return self.phase, self.chip, self.kind
 
     @property
     def error(self) -> float:
@@ -87,7 +103,8 @@ class MeasuredRatio:
     @property
     def cells(self) -> dict[str, str]:
         """The row of ``evidence.csv``."""
-        values = vars(self) | {"over_dcn": int(self.over_dcn), "ratio": f"{self.ratio:.4f}"}
+        stray = "" if self.stray is None else f"{self.stray:.3f}"
+        values = vars(self) | {"over_dcn": int(self.over_dcn), "ratio": f"{self.ratio:.4f}", "stray": stray}
         return {name: str(values[name]) for name in _COLUMNS}
 
 
@@ -127,6 +144,11 @@ class Question:
     def place(self) -> str:
         """The phase and the chip."""
         return f"{self.phase} on {self.chip}"
+
+    @property
+    def category(self) -> Category:
+        """The phase, the chip and the kind of model."""
+        return self.phase, self.chip, self.kind
 
     @property
     def under_load(self) -> bool:
@@ -195,10 +217,59 @@ class Evidence(Record):
         return max(min(low, 1.0) * expected_s, min(lower_s, expected_s)), max(high, 1.0) * expected_s
 
 
-def others_evidence(ratios: Sequence[MeasuredRatio], one: MeasuredRatio) -> Evidence:
-    """The evidence for a run among the runs of other models."""
-    question = Question(**field_values(one, Question))
-    return evidence_for(question, [other for other in ratios if other.model != one.model])
+def left_out_evidence(
+    ratios: Sequence[MeasuredRatio], scaled_by: Literal["runs", "models"] | None = "runs"
+) -> tuple[Evidence, ...]:
+    """The evidence for each run among the runs of other models, scaled by the strays of all runs but itself.
+
+    ``scaled_by`` 'models': other runs of its model do not scale it either; None: nothing does.
+    """
+    left_out = _left_out(ratios)
+    of_category: dict[Category, list[MeasuredRatio]] = {}
+    for run, _ in left_out:
+        of_category.setdefault(run.category, []).append(run)
+    result = []
+    for one, evidence in left_out:
+        others = of_category[one.category] if scaled_by else []
+        apart = (run for run in others if (run.model != one.model if scaled_by == "models" else run is not one))
+        result.append(_scaled(evidence, _strays(apart)))
+    return tuple(result)
+
+
+def with_strays(ratios: Sequence[MeasuredRatio]) -> tuple[MeasuredRatio, ...]:
+    """The ratios with their strays: each with its own model left out."""
+    return tuple(run for run, _ in _left_out(ratios))
+
+
+def _left_out(ratios: Sequence[MeasuredRatio]) -> list[tuple[MeasuredRatio, Evidence]]:
+    """Each run with its stray, and the evidence of other models for it, not scaled.
+
+    Other runs of its model say whether it is outside of the evidence: runs of its chip and kind are there.
+    """
+    of_model: dict[str, list[MeasuredRatio]] = {}
+    for one in ratios:
+        of_model.setdefault(one.model, []).append(one)
+    others = {model: [one for one in ratios if one.model != model] for model in of_model}
+    known: dict[tuple[object, ...], Evidence] = {}
+    runs = []
+    for one in ratios:
+        question, stray = Question(**field_values(one, Question)), None
+        measured = [*others[one.model], *(run for run in of_model[one.model] if run is not one)]
+        unlike = _unlike(question, [run for run in measured if run.category == one.category], measured)
+        key = question, unlike, one.model
+        if key not in known:
+            known[key] = _unscaled(question, others[one.model], unlike)
+        evidence = known[key]
+        if evidence.factor is not None:
+            low, high = (math.log(edge) for edge in evidence.factor)
+            stray = (2 * math.log(one.ratio) - low - high) / (high - low)
+        runs.append((replace(one, stray=stray), evidence))
+    return runs
+
+
+def _strays(ratios: Iterable[MeasuredRatio]) -> list[float]:
+    """How far runs stray, in order."""
+    return sorted(abs(one.stray) for one in ratios if one.stray is not None)
 
 
 def model_key(model: ModelConfig) -> str:
@@ -220,6 +291,7 @@ def measured_ratios(name: str = "evidence.csv") -> tuple[MeasuredRatio, ...]:
                 seq_len=int(row["seq_len"]),
                 over_dcn=row["over_dcn"] == "1",
                 ratio=float(row["ratio"]),
+                stray=float(row["stray"]) if row["stray"] else None,
             )
             for row in csv.DictReader(file)
         )
@@ -235,8 +307,7 @@ def write_ratios(ratios: Iterable[MeasuredRatio], path: Path) -> None:
 
 def was_measured(question: Question) -> bool:
     """True if a published run of the kind was measured on the chip: expected times are no mere bounds then."""
-    asked = (question.phase, question.chip, question.kind)
-    return any((one.phase, one.chip, one.kind) == asked for one in measured_ratios())
+    return any(one.category == question.category for one in measured_ratios())
 
 
 def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = None) -> Evidence:
@@ -246,10 +317,34 @@ def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = No
     """
     if ratios is None:
         ratios = measured_ratios("engine_evidence.csv" if question.under_load else "evidence.csv")
-    if question.under_load:
-        return _under_load(question, [one for one in ratios if one.phase == question.phase])
+    own = [one for one in ratios if one.category == question.category]
+    return _scaled(_unscaled(question, ratios, _unlike(question, own, ratios)), _strays(own))
+
+
+def _scaled(evidence: Evidence, strays: Sequence[float]) -> Evidence:
+    """The evidence with an interval that is wide enough for nine in ten of runs that stray so far, in order.
+
+    The place of one more run among n is as likely as any other: ceil(0.9 (n + 1)) of the n are to be inside. Nothing
+    narrows the interval of a plan that is outside of the evidence.
+    """
+    if evidence.factor is None or len(strays) < _FEWEST:
+        return evidence
+    low, high = (math.log(edge) for edge in evidence.factor)
+    scale = strays[math.ceil(_HELD * (len(strays) + 1)) - 1]
+    if evidence.unlike:
+        scale = max(1.0, scale)
+    middle, half = (low + high) / 2, scale * (high - low) / 2
+    return replace(evidence, factor=(math.exp(middle - half), math.exp(middle + half)))
+
+
+def _unscaled(question: Question, ratios: Sequence[MeasuredRatio], unlike: Sequence[str]) -> Evidence:
+    """The evidence with the interval that effects give; benchmarks of engines are pooled.
+
+    The kernels of engines are priced one by one, and miss alike on all GPUs.
+    """
     family = tuple(one for one in ratios if one.family == question.family)
-    own = [one for one in family if one.place == question.place and one.kind == question.kind]
+    same = [one for one in family if one.phase == question.phase]
+    own = same if question.under_load else [one for one in same if one.category == question.category]
     if not own:
         return Evidence(
             level="bound",
@@ -262,37 +357,35 @@ def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = No
             factor=None,
             unlike=(),
         )
-    unlike = _unlike(question, own)
-    ran = {one.framework for one in family if one.phase == question.phase}
+    if question.under_load:
+        return _evidence(question, own, _pooled_factor(own, len(unlike)), unlike)
+    ran = {one.framework for one in same}
     if question.framework is None and len(ran) == 1:
         question = replace(question, framework=ran.pop())
-    low, high = _effects(family, question.kind).percentiles(question.place, question.framework, len(unlike))
+    low, high = _effects(family, question.kind).percentiles(
+        question.place, question.framework, len(unlike), over_dcn=question.over_dcn
+    )
     if question.framework is None:
-        unlike.append("they are priced as their frameworks run them")
+        unlike = (*unlike, "they are priced as their frameworks run them")
     return _evidence(question, own, (math.exp(low), math.exp(high)), unlike)
 
 
-def _under_load(question: Question, ratios: Sequence[MeasuredRatio]) -> Evidence:
-    """The evidence for an engine's latency: its kernels are priced one by one, and miss alike on all GPUs.
+def _unlike(question: Question, own: Sequence[MeasuredRatio], ratios: Sequence[MeasuredRatio]) -> tuple[str, ...]:
+    """The ways in which a plan is outside of the evidence; ``own`` are the runs of its category.
 
-    Benchmarks of all chips and kinds of models count together, each model alike.
+    Of engines all that ran in its phase count.
     """
-    unlike = _unlike(question, ratios)
-    if not any((one.chip, one.kind) == (question.chip, question.kind) for one in ratios):
-        models = "mixtures of experts" if question.kind == "experts" else "dense models"
-        unlike.append(f"none of {models} on {question.chip}")
-    return _evidence(question, ratios, _pooled_factor(ratios, len(unlike)), unlike)
-
-
-def _unlike(question: Question, own: Sequence[MeasuredRatio]) -> list[str]:
-    """The ways in which a plan is outside of the evidence."""
     unlike = []
-    longest = max(one.seq_len for one in own)
-    if question.seq_len > _LONGER * longest:
+    if question.under_load:
+        if not own:
+            models = "mixtures of experts" if question.kind == "experts" else "dense models"
+            unlike.append(f"none of {models} on {question.chip}")
+        own = [one for one in ratios if one.phase == question.phase]
+    if own and question.seq_len > _LONGER * (longest := max(one.seq_len for one in own)):
         unlike.append(f"none longer than {longest:,} tokens")
-    if question.over_dcn and not any(one.over_dcn for one in own):
+    if own and question.over_dcn and not any(one.over_dcn for one in own):
         unlike.append("none over nodes" if question.family == "gpu" else "none over DCN")
-    return unlike
+    return tuple(unlike)
 
 
 def _evidence(
@@ -321,7 +414,8 @@ class _Effects:
     ``variances`` [S, 4] of place (a phase on a chip), framework, model, and model in a place, each combination with its
     weight [S], given the runs. ``levels`` has the places and frameworks of the cells [2, C]: runs of a model by a
     framework in a place. ``means`` [S] are of all ratios, ``deviations`` [S, C] those of cells from it, times
-    ``inverses`` of their covariance [S, C, C]. ``run`` is the variance between runs of a cell in each place.
+    ``inverses`` of their covariance [S, C, C]. ``run`` is the variance between runs of a cell in each place, and
+    ``network`` what runs over DCN, or over nodes, have in addition.
     """
 
     variances: Floats
@@ -331,6 +425,7 @@ class _Effects:
     deviations: Floats
     inverses: Floats
     run: Mapping[str, float]
+    network: float
 
     @classmethod
     def of(cls, ratios: Sequence[MeasuredRatio], frameworks: Floats | None = None) -> _Effects:
@@ -360,6 +455,7 @@ class _Effects:
             deviations=deviations,
             inverses=inverses,
             run=run,
+            network=network_variance(ratios),
         )
 
     @property
@@ -367,7 +463,7 @@ class _Effects:
         """The probability of each standard deviation between frameworks."""
         return np.asarray(self.weights.reshape((len(DEVIATIONS),) * 4).sum((0, 2, 3)))
 
-    def percentiles(self, place: str, framework: str | None, unlike: int) -> tuple[float, float]:
+    def percentiles(self, place: str, framework: str | None, unlike: int, *, over_dcn: bool) -> tuple[float, float]:
         """The 5th and 95th percentile of the log-ratio of another model in a place with runs.
 
         A run that is ``unlike`` all measured ones in some ways strays in each as far as a model does.
@@ -377,6 +473,7 @@ class _Effects:
         means = self.means + np.sum(shared * self.deviations, axis=1)
         solved = np.einsum("scd,sd->sc", self.inverses, shared)
         variances = self.variances.sum(1) + unlike * self.variances[:, 2:].sum(1) + self.run[place]
+        variances += over_dcn * self.network
         variances += (1 - solved.sum(1)) ** 2 / self.inverses.sum((1, 2)) - np.sum(shared * solved, axis=1)
         likely = self.weights > 1e-4 * self.weights.max()
         mixture = list(zip(self.weights[likely], means[likely], np.sqrt(2 * variances[likely]), strict=True))
@@ -403,6 +500,13 @@ def run_variances(ratios: Sequence[MeasuredRatio]) -> dict[str, float]:
         freedom[place] += len(logs) - 1
     everywhere = sum(squares.values()) / max(1, sum(freedom.values()))
     return {place: (squares[place] + _PRIOR * everywhere) / (freedom[place] + _PRIOR) for place in squares}
+
+
+def network_variance(ratios: Sequence[MeasuredRatio]) -> float:
+    """The mean square by which log-ratios over DCN, or over nodes, differ from those of the same cell without; or 0."""
+    apart = {over: _cells([one for one in ratios if one.over_dcn == over]) for over in (False, True)}
+    both = apart[False].keys() & apart[True].keys()
+    return fmean([(fmean(apart[True][cell]) - fmean(apart[False][cell])) ** 2 for cell in both] or [0.0])
 
 
 def _cells(ratios: Sequence[MeasuredRatio]) -> dict[tuple[str, str, str], list[float]]:

@@ -22,10 +22,10 @@ from rooftop.core.records import Record
 from rooftop.plan.evidence import (
     MeasuredRatio,
     Question,
+    left_out_evidence,
     measured_ratio,
     measured_ratios,
     model_key,
-    others_evidence,
 )
 from rooftop.validation.runs import PublishedRun
 
@@ -300,8 +300,7 @@ def _compare(runs: Sequence[PublishedRun], bound_s: _Floats, uncalibrated_s: _Fl
     calibrated, null = calibrated_seconds(runs, uncalibrated_s), null_seconds(runs)
     ratios = training_ratios(runs, [float(seconds) for seconds in uncalibrated_s])
     # As a plan has it, runs of serving help to say how far runs stray.
-    known = (*ratios, *(ratio for ratio in measured_ratios() if ratio.phase != "train"))
-    evidence = [others_evidence(known, ratio) for ratio in ratios]
+    evidence = left_out_evidence((*ratios, *(ratio for ratio in measured_ratios() if ratio.phase != "train")))
     return tuple(
         Comparison(
             run=run,

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.records import Record
-from rooftop.plan.evidence import Evidence, MeasuredRatio, Question, evidence_for, measured_ratio, model_key
+from rooftop.plan.evidence import MeasuredRatio, Question, left_out_evidence, measured_ratio, model_key
 from rooftop.plan.serving.assumptions import ServingAssumptions
 from rooftop.plan.serving.engines.closed_loop import (
     ClosedLoop,
@@ -137,8 +137,7 @@ def engine_comparisons(runs: Sequence[EngineRun]) -> tuple[EngineComparison, ...
 def _with_intervals(comparisons: Sequence[EngineComparison]) -> tuple[EngineComparison, ...]:
     """The comparisons with the intervals that plans would have, had they the runs of other models alone."""
     ratios = engine_ratios(comparisons)
-    counted = {(ratio.run, ratio.phase) for ratio in ratios}
-    evidence: dict[tuple[object, ...], Evidence | None] = {}
+    evidence = {(one.run, one.phase): learnt for one, learnt in zip(ratios, left_out_evidence(ratios), strict=True)}
     complete = []
     for one in comparisons:
         intervals: dict[Metric, tuple[float, float] | None] = {}
@@ -146,16 +145,8 @@ def _with_intervals(comparisons: Sequence[EngineComparison]) -> tuple[EngineComp
             expected_s, bound_s = one.seconds[metric]["expected"], one.seconds[metric]["bound"]
             assert expected_s is not None
             assert bound_s is not None
-            intervals[metric] = None
-            if (one.run.id, metric) in counted:
-                question, model = _question(one.run, metric), model_key(one.run.model)
-                # Lengths matter only where they are far from all that was measured.
-                key = metric, model, question.chip, question.kind, question.over_dcn, question.seq_len.bit_length()
-                if key not in evidence:
-                    others = [ratio for ratio in ratios if ratio.phase == metric and ratio.model != model]
-                    evidence[key] = evidence_for(question, others) if others else None
-                learnt = evidence[key]
-                intervals[metric] = None if learnt is None else learnt.interval_s(expected_s, bound_s)
+            learnt = evidence.get((one.run.id, metric))
+            intervals[metric] = None if learnt is None else learnt.interval_s(expected_s, bound_s)
         complete.append(replace(one, interval_s=intervals))
     return tuple(complete)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,17 @@ from scipy.stats import multivariate_normal, norm
 import rooftop
 from rooftop.plan.evidence import (
     DEVIATIONS,
+    Category,
     Evidence,
     MeasuredRatio,
     Question,
     evidence_for,
+    left_out_evidence,
     measured_ratios,
     model_key,
-    others_evidence,
+    network_variance,
     run_variances,
+    with_strays,
 )
 from rooftop.validation.accuracy import training_ratios
 from rooftop.validation.serving import serving_ratios
@@ -81,25 +85,57 @@ def test_the_file_is_of_todays_predictions() -> None:
     for one in ratios:
         # The file has four decimals.
         assert written[one.run].ratio == pytest.approx(one.ratio, abs=1e-4), one.run
-        assert written[one.run].cells | {"ratio": ""} == one.cells | {"ratio": ""}
+        assert written[one.run].cells | {"ratio": "", "stray": ""} == one.cells | {"ratio": ""}
 
 
-def test_nine_in_ten_runs_left_out_are_in_their_interval() -> None:
-    inside: dict[tuple[str, str], list[bool]] = {}
-    for one in measured_ratios():
-        if one.phase != "train":
-            continue
-        interval = others_evidence(measured_ratios(), one).interval_s(1.0)
+@pytest.mark.parametrize("name", ["evidence.csv", "engine_evidence.csv"])
+def test_nine_in_ten_runs_left_out_are_in_their_interval(name: str) -> None:
+    """Of each phase, chip and kind with ten runs; the interval that effects give is of other models."""
+    inside: dict[Category, list[bool]] = {}
+    runs = measured_ratios(name)
+    for one, evidence in zip(runs, left_out_evidence(runs), strict=True):
+        interval = evidence.interval_s(1.0)
         if interval is not None:
-            inside.setdefault((one.family, one.kind), []).append(interval[0] <= one.ratio <= interval[1])
-    shares = {kind: (len(runs), sum(runs) / len(runs)) for kind, runs in inside.items()}
-    assert {kind: runs for kind, (runs, _) in shares.items()} == {
-        ("tpu", "dense"): 51,
-        ("gpu", "dense"): 60,
-        ("gpu", "experts"): 39,
-        ("tpu", "experts"): 8,
-    }
-    assert all(share >= 0.9 for _, share in shares.values()), shares
+            inside.setdefault(one.category, []).append(interval[0] <= one.ratio <= interval[1])
+    shares = {category: sum(held) / len(held) for category, held in inside.items() if len(held) >= 10}
+    assert len(shares) == 8
+    # Runs on A100 are faster than expected, and intervals reach to the expectation.
+    reaching = {("train", "a100", "dense"): 1.0} if name == "evidence.csv" else {}
+    assert reaching.items() <= shares.items()
+    assert all(0.9 <= share <= 0.95 for category, share in shares.items() if category not in reaching), shares
+
+
+def test_the_file_has_the_strays_of_its_runs() -> None:
+    runs = measured_ratios()
+    for one, fresh in zip(runs, with_strays(runs), strict=True):
+        assert one.stray == pytest.approx(fresh.stray, abs=2e-2 * (1 + abs(fresh.stray or 0))), one.run
+
+
+def test_runs_that_stray_far_widen_the_interval() -> None:
+    """As many of n strays are inside as a tenth of n + 1 leaves out; eight are too few to say anything."""
+    strays = [0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8, 0.9, 3.0]
+    runs = [replace(_FOUR[index % 4], chip="v5e", stray=stray) for index, stray in enumerate(strays)]
+
+    def width(runs: Sequence[MeasuredRatio]) -> float:
+        return math.log(_width(evidence_for(_question(), runs)))
+
+    plain = [replace(one, stray=None) for one in runs]
+    assert width(runs) == pytest.approx(3.0 * width(plain))
+    assert width(runs[:9]) == pytest.approx(0.9 * width(plain[:9]))
+    assert width(runs[:8]) == pytest.approx(width(plain[:8]))
+    elsewhere = [replace(one, chip="v5p") for one in runs]
+    assert width([*plain, *elsewhere]) == pytest.approx(
+        width([*plain, *(replace(one, stray=None) for one in elsewhere)])
+    )
+
+
+def test_runs_over_dcn_widen_its_interval_by_what_they_differ() -> None:
+    over = [replace(one, over_dcn=True, ratio=one.ratio * 1.2) for one in _FOUR]
+    near = [replace(one, over_dcn=True, ratio=one.ratio * 1.001) for one in _FOUR]
+    assert network_variance([*_FOUR, *over]) == pytest.approx(math.log(1.2) ** 2)
+    far, close = (_width(evidence_for(_question(over_dcn=True), [*_FOUR, *runs])) for runs in (over, near))
+    assert far > 1.2 * close
+    assert network_variance(_FOUR) == 0.0
 
 
 def test_the_interval_holds_nine_in_ten_of_what_the_model_assumes() -> None:
@@ -160,7 +196,7 @@ def test_a_framework_that_ran_has_a_narrower_interval_than_our_programs() -> Non
     assert ours.unlike != known.unlike == ()
     # Left out is the model of a published run, not its framework.
     run = _ratio(model="left out")
-    assert others_evidence([*ratios, run], run).factor == known.factor
+    assert left_out_evidence([*ratios, run])[-1].factor == known.factor
 
 
 def test_runs_of_other_phases_say_how_far_models_stray() -> None:
@@ -229,7 +265,7 @@ def test_a_model_is_left_out_by_its_sizes() -> None:
     llama = rooftop.model("llama3-8b").config
     assert model_key(llama) == "32x4096x14336x32x8x128x128256"
     assert model_key(rooftop.model("mixtral-8x7b").config).endswith(":8x2x14336")
-    assert others_evidence(_FOUR, _FOUR[0]).runs == 1
+    assert left_out_evidence(_FOUR)[0].runs == 1
 
 
 def test_a_plan_carries_its_interval() -> None:
