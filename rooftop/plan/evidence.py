@@ -268,7 +268,7 @@ def _left_out(ratios: Sequence[MeasuredRatio]) -> list[tuple[MeasuredRatio, Evid
 
 
 def _strays(ratios: Iterable[MeasuredRatio]) -> list[float]:
-    """How far runs stray, in order."""
+    """Distances by which runs stray, in order."""
     return sorted(abs(one.stray) for one in ratios if one.stray is not None)
 
 

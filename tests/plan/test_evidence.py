@@ -97,7 +97,7 @@ def test_nine_in_ten_runs_left_out_are_in_their_interval(name: str) -> None:
         interval = evidence.interval_s(1.0)
         if interval is not None:
             inside.setdefault(one.category, []).append(interval[0] <= one.ratio <= interval[1])
-    shares = {category: sum(held) / len(held) for category, held in inside.items() if len(held) >= 10}
+    shares = {category: sum(own) / len(own) for category, own in inside.items() if len(own) >= 10}
     assert len(shares) == 8
     # Runs on A100 are faster than expected, and intervals reach to the expectation.
     reaching = {("train", "a100", "dense"): 1.0} if name == "evidence.csv" else {}
