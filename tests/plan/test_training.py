@@ -420,7 +420,7 @@ def test_data_over_dcn_reduces_gradient_shards() -> None:
 _KNOWN_MISSES = {
     name: pytest.mark.xfail(strict=True, reason=reason)
     for name, reason in {
-        "3-5": "memory 0.962: float32 gradients of experts' biases, and what both layers of a loop's trip have kept",
+        "3-5": "memory 0.968: what both layers of a trip of the loop have kept",
         "3-20": "time 0.895: no plan leaves memory free, and XLA multiplies again what it has no room for",
     }.items()
 }

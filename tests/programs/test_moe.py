@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -640,3 +641,30 @@ def test_compiled_mixture_is_as_planned(slice_name: str, layout: str, experts: i
             assert planned > 0
     stray = [entry for key, row in rows.items() if key[0] == "unscoped" for entry in row.collectives]
     assert sum(entry.compiled_bytes or 0.0 for entry in stray) < 2**18, stray
+
+
+@pytest.mark.slow
+def test_gradients_of_biases_need_no_copy_of_the_rows() -> None:
+    """With one expert on a device, its outputs' gradient (512 rows of 8 devices) is never written in float32."""
+    model = model_of(Mixture(experts=8, active=4, d_ff=512, bias=True), d_model=512, max_seq_len=512, **GPT_OSS)
+    mesh = topology_mesh(Mesh.lay(Slice.parse("v6e:2x4"), {"expert": 4, "tensor": 2}))
+    specs = specs_on(mesh, whole_experts=True)
+
+    @jax.checkpoint
+    def mixture(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+        return moe_mlp(x * 2, MoEWeights(norm=Norm(scale=None), **weights), model, specs, capacity_factor=1.0)[0]
+
+    def gradients(x: jax.Array, weights: dict[str, jax.Array], derivative: jax.Array) -> Any:
+        return jax.vjp(mixture, x, weights)[1](derivative)
+
+    def array(shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    x = array((16, model.max_seq_len, model.d_model), specs.residual)
+    weights = {name: array(shape, specs.parameter(*DIMS[name])) for name, shape in shapes_of(model).items()}
+    with jax.set_mesh(mesh):
+        text = jax.jit(gradients).lower(x, weights, x).compile().as_text()
+    # Arrays of the entry are in memory; those inside fusions are not.
+    entry = text[text.index("\nENTRY ") :]
+    assert re.search(r" = bf16\[8,512,512\]\S* all-to-all\(", entry)
+    assert not re.search(r" = f32\[(8,512|1,4096),512\]", entry)

@@ -279,7 +279,12 @@ def moe_mlp(
                 act = hidden(all_rows, "", groups, all_experts, all_shares)
                 y = axes.scatter_tokens(groups.unsorted(linear(act, "down", groups)[0])[None], axes.columns)
             if "down_bias" in used_weights:
-                y = y + (bias_of("down_bias", experts) * shares).astype(x.dtype)
+                bias, apart = bias_of("down_bias", experts), shares
+                if experts is None:
+                    # Rows stay apart by sender, as they are exchanged. To sum the gradient of the bias over joined
+                    # rows, XLA:TPU writes it in float32 in another layout.
+                    bias, apart = bias[:, None], shares.reshape(len(shares), _ways(axes.expert), -1, 1)
+                y = y + (bias * apart).astype(x.dtype).reshape(y.shape)
             y = checkpoint_name(y, "mlp_down")
         with named_scope("combine"):
             out = from_slots(axes.exchange(y, out=False), slots.pairs // moe.active, slots.taken)
