@@ -132,7 +132,8 @@ def test_a_worker_that_fails_says_where_and_one_that_is_killed_how() -> None:
     with pytest.raises(RooftopError, match=r"workers: got 'one of 2 that ended with signal 9'; accepted: fewer"):
         for one in make_ready([drawn(number) for number in range(9)], killed, preprocessor(), workers=2):
             came.append(one.rest)
-    assert came == [0, 1]
+    # The batch in the other worker ends with it, if it is not ready yet.
+    assert came in ([0], [0, 1])
     with pytest.raises(ZeroDivisionError, match="in a worker") as caught:
         list(make_ready([drawn(2)], partial(split_or_die, how="raised"), preprocessor(), workers=1))
     assert "split_or_die" in caught.value.__notes__[0]
