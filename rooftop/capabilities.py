@@ -33,6 +33,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
 from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.models import ModelConfig, MoE
+from rooftop.models.activations import parse_policy
 from rooftop.models.optimizers import OPTIMIZERS
 from rooftop.models.segments import stage_parts
 from rooftop.models.stored import KeptWeights
@@ -323,6 +324,10 @@ def _schedule(spec: TrainingSpec) -> str | None:
         return f"no program has the schedule {spec.schedule}: {', '.join(SCHEDULES)}"
     if spec.schedule == "zero_bubble" and min(spec.ways(*STAGE_AXES), spec.ways(*SEQUENCE_AXES)) > 1:
         return "no program has a zero_bubble pipeline over a context axis"
+    staged = spec.schedule == "zero_bubble" and spec.ways(*STAGE_AXES) > 1
+    recomputed = staged and parse_policy(spec.remat)["qkv"] == "recompute"
+    if recomputed and HeadSplit.of(spec.model, spec.ways(*COLUMN_AXES)).copies_keys:
+        return "no zero_bubble pipeline recomputes keys where devices share key/value heads: qkv is to be saved"
     return None
 
 
@@ -423,7 +428,8 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
     Capability(name="offload", accepted="any checkpoint of a layer", obstacle=_runs),
     Capability(
         name="schedule",
-        accepted=f"{', '.join(SCHEDULES)}; zero_bubble without a context axis",
+        accepted=f"{', '.join(SCHEDULES)}; zero_bubble without a context axis, and not with shared key/value heads "
+        "that are recomputed",
         obstacle=_schedule,
     ),
     Capability(

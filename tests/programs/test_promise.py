@@ -63,6 +63,18 @@ def test_executable_steps_equal_one_device(spec: TrainingSpec) -> None:
     assert outcome(spec).failure is None
 
 
+def test_a_zero_bubble_pipeline_saves_the_keys_that_devices_share() -> None:
+    """Computed again for the gradients of inputs alone, JAX 0.10.2 would not choose a device's heads in a stage."""
+    model = replace(MODEL, layers=2, layer_windows=(), heads=3, kv_heads=1)
+    axes = {"stage": 2, "tensor": 2}
+    again, saved = (
+        spec_of(axes, model=model, schedule="zero_bubble", microbatches=2, remat=remat)
+        for remat in ("block", "matmuls")
+    )
+    assert [obstacle for obstacle in obstacles(TRAINING, again) if "qkv is to be saved" in str(obstacle)]
+    assert not list(obstacles(TRAINING, saved))
+
+
 def test_latent_attention_without_rotation_is_that_of_angles_of_zero() -> None:
     latent = replace(
         MODEL, layers=2, layer_windows=(), kv_heads=4, qkv_bias=False, attention_sinks=False,
