@@ -739,13 +739,20 @@ class _StackedMatrix:
 
 def _orthogonalise(step: TrainingStep) -> list[Work]:
     """Newton-Schulz steps of all matrices, and the collectives that deal them out: see ``optimizers.deal``."""
-    model, work = step.model, []
-    for at, segment in enumerate(segments(model)):
-        shared = at == shared_segment(model)
+    return [
+        _of_matrix(step, matrix, stacked, staged=staged)
+        for kind, stacked, staged in _stacks(step)
+        for matrix in _matrices(step, kind)
+    ]
+
+
+def _stacks(step: TrainingStep) -> Iterator[tuple[LayerKind, Number, bool]]:
+    """Each kind of layer of each segment: how many are stacked, and if pipeline stages share them."""
+    for at, segment in enumerate(segments(step.model)):
+        shared = at == shared_segment(step.model)
         stacked = np.where(step.staged, step.periods, segment.repeats) if shared else np.float64(segment.repeats)
         for kind in segment.kinds:
-            work += [_of_matrix(step, matrix, stacked, staged=shared) for matrix in _matrices(step, kind)]
-    return work
+            yield kind, stacked, shared
 
 
 def _matrices(step: TrainingStep, kind: LayerKind) -> Iterator[_StackedMatrix]:
@@ -837,17 +844,13 @@ def _factored(step: TrainingStep) -> list[Work]:
             mean = 4.0 * of_device * ways / gone.size
             sums[gone.axes] = sums.get(gone.axes, 0.0) + np.where(ways > 1, mean, 0.0)
 
-    for at, segment in enumerate(segments(model)):
-        stacked: Number = segment.repeats
-        if at == shared_segment(model):
-            stacked = np.where(step.staged, step.periods, segment.repeats)
-        for kind in segment.kinds:
-            for matrix in _matrices(step, kind):
-                many = stacked * matrix.arrays * (1.0 if matrix.experts is None else matrix.experts) * matrix.when
-                for dims, when in _stored_dims(matrix):
-                    add(dims, many * when)
-            if kind.moe and model.moe is not None:
-                add((_StoredDim(size=d, axes=GATHER_AXES), _StoredDim(size=model.moe.experts)), stacked)
+    for kind, stacked, _ in _stacks(step):
+        for matrix in _matrices(step, kind):
+            many = stacked * matrix.arrays * (1.0 if matrix.experts is None else matrix.experts) * matrix.when
+            for dims, when in _stored_dims(matrix):
+                add(dims, many * when)
+        if kind.moe and model.moe is not None:
+            add((_StoredDim(size=d, axes=GATHER_AXES), _StoredDim(size=model.moe.experts)), stacked)
     columns = _StoredDim(size=d, axes=(*GATHER_AXES, *COLUMN_AXES))
     add((_StoredDim(size=vocab), columns), 1.0)
     if model.positions == "learned":
