@@ -178,6 +178,8 @@ CASES = (
         32,
         microbatches=8,
     ),
+    case("v5e-stages-slices", "llama3-8b", "v5e:4x4@2", "stage=2,fsdp=4,tensor=4", "matmuls", 32, microbatches=8),
+    case("v5e-stages-across", "llama2-13b", "v5e:4x4@2", "stage=4,tensor=8", "matmuls", 32, microbatches=32),
     case("v5e-int8", "llama3-8b", "v5e:4x4", "fsdp=4,tensor=4", "block", 16, matmul="int8"),
     case("v6e-int8", "llama3-8b", "v6e:4x4", "fsdp=16", "block", 32, matmul="int8"),
     case("v6e-moe-int8", "mixtral-8x7b", "v6e:8x8", "fsdp=8,expert=8", "block", 64, matmul="int8"),

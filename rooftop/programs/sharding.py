@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import P
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import reshard
+from jax.sharding import auto_axes, explicit_axes, reshard
 from jaxtyping import Array, Float, Shaped
 
 from rooftop.arrays.rules import Rules, ways
@@ -152,10 +152,9 @@ def split_sequence(x: Float[Array, "B T D"], spec: P) -> Float[Array, "B T D"]:
     With one sequence on a device, XLA:TPU turns that ReduceScatter into an AllReduce of twice the bytes, unless the dim
     of size one is folded into T first.
     """
-    batch, seq_len, width = x.shape
-    source, mesh = jax.typeof(x).sharding.spec, jax.sharding.get_abstract_mesh()
-    if batch > math.prod(mesh.shape[axis] for axis in axes_of(source.partitions[0])):
+    if not one_sequence(x):
         return named_reshard(x, spec)
+    (batch, seq_len, width), source = x.shape, jax.typeof(x).sharding.spec
 
     def folded(spec: P) -> P:
         tokens = tuple(axis for entry in spec.partitions[:2] for axis in axes_of(entry))
@@ -163,6 +162,12 @@ def split_sequence(x: Float[Array, "B T D"], spec: P) -> Float[Array, "B T D"]:
 
     rows = x.reshape(batch * seq_len, width, out_sharding=folded(source))
     return named_reshard(rows, folded(spec)).reshape(batch, seq_len, width, out_sharding=spec)
+
+
+def one_sequence(x: Float[Array, "B T ..."]) -> bool:
+    """True if each device has one sequence of x."""
+    (batch, *_), mesh = jax.typeof(x).sharding.spec.partitions, jax.sharding.get_abstract_mesh()
+    return x.shape[0] <= ways(mesh.shape, *axes_of(batch))
 
 
 def gather(
@@ -235,6 +240,38 @@ def on_shards(
 
     apply.defvjp(lambda *operands: (apply(*operands), operands), backward)
     return apply
+
+
+def on_some_shards(
+    local: Callable[..., Any],
+    *operands: Any,
+    axes: Collection[str],
+    in_specs: Any,
+    out_specs: Any,
+    check_vma: bool = True,
+) -> Any:
+    """``local(*operands)`` by ``jax.shard_map`` over ``axes`` alone, split over the other axes inside as outside.
+
+    ``in_specs`` name manual axes, as ``jax.shard_map`` has them, and ``out_specs`` are the whole specs of the results.
+
+    JAX 0.10.2 declares at the boundary of such a ``shard_map`` that arrays are replicated over explicit axes outside
+    ``axes``. XLA then gathers arrays that two axes split, and cuts them again. So the boundary is in JAX's automatic
+    mode, where it declares nothing, and ``local`` in the explicit one.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    free = tuple(axis for axis in mesh.axis_names if axis not in axes)
+    mapped = partial(jax.shard_map, in_specs=in_specs, axis_names=set(axes), check_vma=check_vma)
+    of_manual = jax.tree.map(lambda spec: _only(spec, axes), out_specs)
+    if not free:
+        return mapped(local, out_specs=of_manual)(*operands)
+    inside = jax.tree.map(lambda x: _only(jax.typeof(x).sharding.spec, free), operands)
+    body = mapped(explicit_axes(local, axes=free, in_sharding=inside), out_specs=of_manual)
+    return auto_axes(body, axes=free, out_sharding=out_specs)(*operands)
+
+
+def _only(spec: P, axes: Collection[str]) -> P:
+    """``spec`` without other axes."""
+    return P(*(tuple(axis for axis in axes_of(entry) if axis in axes) or None for entry in spec.partitions))
 
 
 def regroups_weight(x: Float[Array, "B T D"]) -> bool:

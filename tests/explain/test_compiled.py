@@ -165,6 +165,16 @@ def test_a_sum_over_slices_in_three_steps_is_one() -> None:
     assert {finding.rule for finding in (*findings.unexpected, *findings.missing)} == {""}
 
 
+def test_a_sum_over_an_axis_across_slices_in_three_steps_is_one() -> None:
+    """AllReduce over four stages on two slices: what is left between slices has the planned name."""
+    mesh = Mesh.from_layout(Slice.parse("v5e:4x4@2"), "stage=dcn+x[1:2],tensor=x[2:2]+y")
+    plan = Ledger((planned("gradients", ("all_reduce", "stage", 4e6), phase="update"),))
+    steps = ("reduce_scatter", 4e6), ("all_reduce", 2e6), ("all_gather", 4e6)
+    moved = [scheduled("gradients", kind, "stage", size, phase="update") for kind, size in steps]
+    findings = find(join(plan, compiled(moved)), plan, moved, [], mesh)
+    assert {finding.rule for finding in (*findings.unexpected, *findings.missing)} == {"in_steps"}
+
+
 def test_recomputed_says_whether_the_plan_asked_for_it() -> None:
     plan = [planned("layers/mlp/up", flops=1e9, phase="recompute")]
     twice = [operation(scope, 1e9, phase="recompute") for scope in ("layers/mlp/up", "layers/attn/qkv")]

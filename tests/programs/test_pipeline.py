@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -231,6 +232,32 @@ def test_stages_do_their_own_layers_only() -> None:
     assert isinstance(layers, Layer)
     assert layers.attn.q.sharding.shard_shape(layers.attn.q.shape) == (4, 16, 2, 8)
     assert "stage" not in str(weights.embed.sharding.spec)
+
+
+def test_weights_enter_and_leave_stages_in_their_shards() -> None:
+    """No layer's weight and no table is gathered before the loop over trips, and no gradient after it."""
+    compiled = lower(mesh_of(**MIXED), program().to_json()).compile().as_text()
+    outside_loops = compiled[compiled.index("\nENTRY") :]
+    assert " while(" in outside_loops
+    assert "all-gather" in compiled
+    assert "all-gather" not in outside_loops
+
+
+def test_stages_with_one_sequence_multiply_matrices() -> None:
+    """XLA:TPU scatters the sums of products [T, D], and turns those of [1, T, D] into AllReduces."""
+    of_one, of_two = (
+        _operands(lower(mesh_of(**MIXED), program(microbatches=microbatches).to_json()).as_text())
+        for microbatches in (4, 2)
+    )
+    assert ("4x16x32", "32x48") in of_two
+    assert ("32x32", "32x48") in of_one
+    # The gradients of weights are sums over both dims.
+    assert {right[:5] for left, right in of_one if left.startswith("2x16x")} == {"2x16x"}
+
+
+def _operands(stablehlo: str) -> set[tuple[str, str]]:
+    """Shapes of both operands of every matmul."""
+    return set(re.findall(r"stablehlo.dot_general .* : \(tensor<([\dx]+)xf32>, tensor<([\dx]+)xf32>\)", stablehlo))
 
 
 def test_a_split_backward_pass_leaves_the_weights_matmuls_for_later() -> None:

@@ -221,8 +221,9 @@ def _in_steps(unexpected: list[Finding], missing: list[Finding], mesh: Mesh) -> 
 
     def part_of(step: Finding) -> Finding | None:
         kinds = ("all_reduce", "reduce_scatter", "all_gather")
-        # Twice its bytes where both the scatter and the gather within a slice are written as AllReduces.
-        fits = (part for part in whole if set(step.axes) < set(part.axes) and step.bytes <= 2 * part.bytes)
+        # Twice its bytes where both the scatter and the gather within a slice are written as AllReduces, and where what
+        # is left between slices has the planned name. One axis may lie in both. Small sums stay whole.
+        fits = (part for part in whole if set(step.axes) <= set(part.axes) and step.bytes <= 2 * part.bytes + SMALL)
         return next(fits, None) if step.kind in kinds and not step.rule else None
 
     steps = [(finding, part_of(finding)) for finding in unexpected]

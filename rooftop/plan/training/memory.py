@@ -137,16 +137,22 @@ def saved_bytes(step: TrainingStep, action: str) -> Number:
 
     Layers that a pipeline's first or last stage does alone keep their checkpoints within one task.
     """
+    alone = step.layers_alone
+    once = _checkpoint_bytes(step, action, alone.every_dense, alone.every - alone.every_dense)
+    return in_flight(step) * shared_bytes(step, action) + once
+
+
+def shared_bytes(step: TrainingStep, action: str) -> Number:
+    """Bytes of one microbatch's checkpoints on a device under ``action``, of layers that stages share, [C, K]."""
     alone, dense = step.layers_alone, step.dense_layers
-    total: Number = 0.0
-    for layers, once, elements in zip(
-        (dense, step.layers - dense),
-        (alone.every_dense, alone.every - alone.every_dense),
-        _kept(step, action),
-        strict=True,
-    ):
-        total = total + ((layers - once) * in_flight(step) + once) * elements
-    return total * _own(step) * step.element_bytes
+    others = step.layers - dense - (alone.every - alone.every_dense)
+    return _checkpoint_bytes(step, action, dense - alone.every_dense, others)
+
+
+def _checkpoint_bytes(step: TrainingStep, action: str, dense: Number, others: Number) -> Number:
+    """Bytes of one microbatch's checkpoints of so many dense layers and layers of experts, [C, K]."""
+    of_dense, of_experts = _kept(step, action)
+    return (dense * of_dense + others * of_experts) * _own(step) * step.element_bytes
 
 
 def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:

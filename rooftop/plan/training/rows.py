@@ -37,6 +37,7 @@ from rooftop.models.optimizers import NEWTON_SCHULZ_STEPS, SMALLEST_FACTORED_DIM
 from rooftop.models.segments import LayerKind, segments, shared_segment
 from rooftop.plan.pricing import ALWAYS, RingSteps, StagePart, Transfer, Work
 from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
+from rooftop.plan.training.memory import shared_bytes
 from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline.achievable import kernel_flops
@@ -938,15 +939,24 @@ def _of_matrix(step: TrainingStep, matrix: _StackedMatrix, stacked: Number, *, s
 
 
 def _pipeline(step: TrainingStep) -> list[Work]:
-    """Activations passed to the next stage, and back; the idle time is added when the rest is known."""
+    """Activations passed to the next stage, and back; the idle time is added when the rest is known.
+
+    Our program puts a microbatch's checkpoints into their place in the stage's buffer after each trip, whether or not
+    there are any: a read and a write.
+    """
+    staged = bool(np.any(step.staged))
     sent = step.tokens * step.model.d_model * step.element_bytes / step.tensor
     transfer = Transfer("permute", STAGE_AXES, sent, "stage")
-    count = step.strategies.trips if np.any(step.staged) else 1.0
+    copied: Number = 0.0
+    if staged and step.assumptions.own_program:
+        copied = 2.0 * step.staged * shared_bytes(step, "save") / step.strategies.chunks
     work = Work(
-        scope="pipeline", phase="forward", count=count, collectives=(transfer,),
-        formula="T D bytes to the next stage in each trip through the schedule, whether or not it has a use for them",
+        scope="pipeline", phase="forward", count=step.strategies.trips if staged else 1.0, collectives=(transfer,),
+        elementwise_bytes=copied,
+        formula="T D bytes to the next stage in each trip through the schedule, whether or not it has a use for them; "
+        "checkpoints of a microbatch put into their buffer",
     )  # fmt: skip
-    return [work, backward(work, 1.0)]
+    return [work, replace(backward(work, 1.0), elementwise_bytes=0.0)]
 
 
 def _post_norms(step: TrainingStep) -> bool:

@@ -24,7 +24,15 @@ from jaxtyping import Array, Float, Float32
 from rooftop.models.config import ModelConfig
 from rooftop.programs.model.narrow import NarrowWeight, narrow_matmul
 from rooftop.programs.parameters import Norm
-from rooftop.programs.sharding import Specs, axes_of, on_shards, partial_sums, regroups_weight, split_sequence
+from rooftop.programs.sharding import (
+    Specs,
+    axes_of,
+    on_shards,
+    one_sequence,
+    partial_sums,
+    regroups_weight,
+    split_sequence,
+)
 
 
 def project(
@@ -84,8 +92,32 @@ def _product(
     x: Float[Array, "B T D"], weight: Float[Array, "D F"], out: P | None, dtype: DTypeLike | None, rounded: bool = False
 ) -> Float[Array, "B T F"]:
     del rounded
+    if _is_of_rows(x):
+        return _of_rows(x, weight, out, dtype)
     product = partial(lax.dot_general, dimension_numbers=(((2,), (0,)), ((), ())), preferred_element_type=dtype)
     return partial_sums(product, out, x, weight)
+
+
+def _is_of_rows(x: Float[Array, "B T D"]) -> bool:
+    """True if a product of x is computed as that of a matrix, its one sequence on each device.
+
+    In a pipeline stage XLA:TPU sums products where they are computed, and scatters the sum over tokens only if it has
+    no dim of size one: otherwise it moves twice the bytes (libtpu 0.0.42.1; docs/accuracy.md).
+    """
+    return bool(jax.sharding.get_abstract_mesh().manual_axes) and one_sequence(x)
+
+
+def _of_rows(
+    x: Float[Array, "B T D"], weight: Float[Array, " D *F"], out: P | None = None, dtype: DTypeLike | None = None
+) -> Float[Array, "B T *F"]:
+    """x times weight, split as ``out`` (None: as the operands), with one sequence on each device."""
+    batch, seq, width = jax.typeof(x).sharding.spec.partitions
+    out = out or P(batch, seq, *jax.typeof(weight).sharding.spec.partitions[1:])
+    tokens = (*axes_of(batch), *axes_of(seq))
+    rows = x.reshape(-1, x.shape[-1], out_sharding=P(tokens, width))
+    columns, of_rows = (((1,), (0,)), ((), ())), P(tokens, *out.partitions[2:])
+    y = lax.dot_general(rows, weight, columns, preferred_element_type=dtype, out_sharding=of_rows)
+    return y.reshape(*x.shape[:2], *weight.shape[1:], out_sharding=out)
 
 
 _project = jax.custom_vjp(_product, nondiff_argnums=(2, 3, 4))
@@ -98,7 +130,7 @@ def _forward(
 
 
 def _heads(x: Float[Array, "B T D"], weight: Float[Array, "D N H"]) -> Float[Array, "B T N H"]:
-    return jnp.einsum("btd,dnh->btnh", x, weight)
+    return _of_rows(x, weight) if _is_of_rows(x) else jnp.einsum("btd,dnh->btnh", x, weight)
 
 
 _project_heads = jax.custom_vjp(_heads)

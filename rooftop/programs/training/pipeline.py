@@ -39,7 +39,7 @@ from rooftop.programs.model import transformer
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.model.moe import no_load
 from rooftop.programs.parameters import Batch, Norm, Transformer
-from rooftop.programs.sharding import Dim, Specs, in_parts, varying
+from rooftop.programs.sharding import Dim, Specs, in_parts, on_some_shards, varying
 from rooftop.programs.training.passes import Layers, Passes, ResidualStream, Through, saved_on_host
 from rooftop.scheduling.pipeline import (
     TRIP_OPS,
@@ -160,17 +160,17 @@ def pipelined(
 
     by_stage = P(None, "stage")
     counted_share = None if counted is None else counted / shares
-    losses, layer_gradients, table_gradients = jax.shard_map(
+    stacks, tables = _by_chunk(weights.layers[shared], table), replace(weights, layers=of_shared(weights.layers, ()))
+    losses, layer_gradients, table_gradients = on_some_shards(
         body,
-        in_specs=(by_stage, P(), P(None, copies or None), P()),
-        out_specs=(P(), by_stage, P()),
-        axis_names=set(manual),
-        check_vma=bool(typed),
-    )(
-        _by_chunk(weights.layers[shared], table),
-        replace(weights, layers=of_shared(weights.layers, ())),
+        stacks,
+        tables,
         parts,
         counted_share,
+        axes=manual,
+        in_specs=(by_stage, P(), P(None, copies or None), P()),
+        out_specs=(P(), *jax.tree.map(lambda weight: jax.typeof(weight).sharding.spec, (stacks, tables))),
+        check_vma=bool(typed),
     )
     return losses, replace(table_gradients, layers=of_shared(table_gradients.layers, _by_layer(layer_gradients)))
 
