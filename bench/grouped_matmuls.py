@@ -42,10 +42,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="data/autotuning of tokamax; by default of the one installed")
     folder: Path | None = parser.parse_args().folder
     if folder is None:
-        found = importlib.util.find_spec("tokamax")
-        if found is None or found.origin is None:
+        installed = importlib.util.find_spec("tokamax")
+        if installed is None or installed.origin is None:
             parser.error("tokamax is not installed: name its data/autotuning with --folder")
-        folder = Path(found.origin).parent / "data" / "autotuning"
+        folder = Path(installed.origin).parent / "data" / "autotuning"
     rows = [row for chip in CHIPS for row in measured(chip, folder / CHIPS[chip] / "pallas_mosaic_tpu_ragged_dot.json")]
     with RESULTS.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
