@@ -245,7 +245,7 @@ def grouped_matmul_seconds(
 ) -> Number:
     """Expected seconds of a kernel that multiplies ``rows`` executed rows of a device's experts, [rows, k] x [k, n].
 
-    In 8 bits, where no kernel was measured, it has the share of the 8-bit peak that 16-bit kernels have of theirs.
+    In 8 bits it has the share of the 8-bit peak that 16-bit kernels have of theirs.
     Raises RooftopError for a chip without measured kernels.
     """
     fit = fractions(chip).grouped
