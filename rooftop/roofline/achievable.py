@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -54,6 +54,19 @@ class BatchFit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupedFit:
+    """Shares of the peak that kernels of grouped matmuls reach over the tiles that they execute, in 16 bits.
+
+    By pass: ``forward``, gradients of ``inputs`` and of ``weights``. All cores of a chip are at work.
+    """
+
+    forward: float
+    inputs: float
+    weights: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionFit:
     """Attention kernels with square blocks of ``block`` queries and keys.
 
@@ -74,7 +87,8 @@ class Fractions:
     """The named achievable fractions of a chip.
 
     ``matmul`` maps a width ('16-bit', '8-bit') to a fit, ``ici`` a collective kind to one.
-    ``batch`` is of 16-bit matmuls, None where none was compiled.
+    ``batch`` is of 16-bit matmuls, None where none was compiled; ``grouped`` is of other programs' kernels for groups
+    of experts' rows, None where none was measured.
     ``hbm`` and ``dcn`` are shares of the catalogue's rates. ``convert_s`` are seconds in which a weight in groups is
     read and converted for a matmul, by dtype; 0 where nothing was compiled. ``attention`` is None where no kernel was
     counted or measured; ``kernels`` are attention kernels of other programs, by name. ``sources`` has the evidence of
@@ -84,6 +98,7 @@ class Fractions:
     chip: str
     matmul: Mapping[str, MatmulFit] = field(hash=False)
     batch: BatchFit | None
+    grouped: GroupedFit | None
     attention: AttentionFit | AttentionCurve | None
     kernels: Mapping[str, AttentionFit] = field(hash=False)
     hbm: float
@@ -153,6 +168,7 @@ def _catalogued(name: str) -> Fractions:
 
     matmul = {width: MatmulFit(**fit(f"matmul.{width}") or {}) for width in ("16-bit", "8-bit")}
     batch, attention, curves = fit("matmul.batch"), fit("attention"), fit("collectives")
+    grouped = entry.get("matmul", {}).get("grouped")
     kernels = {kernel: _counted(**figures) for kernel, figures in entry.get("kernels", {}).items()}
     if curves:
         ici: dict[str, CollectiveFit] = {kind: _by_ranks(**curves[kind]) for kind in COLLECTIVES}
@@ -164,6 +180,7 @@ def _catalogued(name: str) -> Fractions:
         chip=name,
         matmul=MappingProxyType(matmul),
         batch=BatchFit(**batch) if batch else None,
+        grouped=GroupedFit(**grouped) if grouped else None,
         attention=_attention(attention) if attention else None,
         kernels=MappingProxyType(kernels),
         hbm=figure("hbm", 1.0),
@@ -221,6 +238,21 @@ def batched_matmul_seconds(
     moved = (2.0 if wide else 1.0) * (m * k + k * n) / fit.inputs + 2.0 * m * n / fit.results
     seconds: Number = fit.start_s + batch * np.maximum(multiplied_s, moved * chip.devices / chip.hbm_bytes_per_s)
     return seconds / alone.layer
+
+
+def grouped_matmul_seconds(
+    chip: Chip, of: Literal["forward", "inputs", "weights"], rows: Number, k: Number, n: Number, dtype: str
+) -> Number:
+    """Expected seconds of a kernel that multiplies ``rows`` executed rows of a device's experts, [rows, k] x [k, n].
+
+    In 8 bits it has the share of the 8-bit peak that 16-bit kernels have of theirs.
+    Raises RooftopError for a chip without measured kernels.
+    """
+    fit = fractions(chip).grouped
+    if fit is None:
+        raise RooftopError("grouped matmuls", chip.name, "a chip on which such kernels were measured")
+    share = {"forward": fit.forward, "inputs": fit.inputs, "weights": fit.weights}[of]
+    return 2.0 * rows * k * n * chip.devices / (chip.flops_per_s[dtype] * share)
 
 
 def kernel_flops(chip: Chip, d_qk: int, d_v: int, *, backward: bool = False, fused: bool = False) -> int:

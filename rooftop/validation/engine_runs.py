@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.quantities import DTYPE_BYTES
+from rooftop.core.quantities import DTYPE_BYTES, format_bytes
 from rooftop.hardware import Slice
 from rooftop.hardware import chip as find_chip
-from rooftop.models import ModelConfig, load_model
+from rooftop.models import ModelConfig, count_params, load_model
 from rooftop.plan.serving.engines.kernels import ENGINES
 from rooftop.plan.serving.workload import ServingNumerics
 from rooftop.validation.readings import Gap
@@ -25,9 +25,14 @@ from rooftop.validation.table import TableRow, read_table, table_columns
 ENGINE_COLUMNS: tuple[str, ...] = (
     *("source", "model", "chip", "num_chips", "engine", "engine_version", "mode", "weights", "isl", "osl"),
     *("concurrency", "tp", "ep", "attention_dp", "ttft_ms", "tpot_ms", "request_rate_or_note", "where_found"),
+    *("prefill_workers", "prefill_tp", "prefill_attention_dp", "prefill_ep"),
+    *("decode_workers", "decode_tp", "decode_attention_dp", "decode_ep"),
 )
 _TABLE = "serving_measured.csv"
+_ROLES = ("prefill", "decode")
 _WORKERS = re.compile(r"(prefill|decode) workers (\d+) x tp(\d+)(?: dp(\d+))?(?: ep(\d+))?")
+#: What the servers of one role are: their number, tensor parallelism, copies of attention and ways of experts.
+_Sizes = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,7 @@ class EngineRun:
     ``requests`` of a client, whose lengths are at least the share ``shortest`` of those stated. ``memory``: the share
     that the engine uses of HBM, or (``memory_of_free``) of what weights leave; ``reserved`` that of an answer for which
     there is room when a request is let in. ``balanced``: copies of attention prefill at the same time.
+    ``from_source``: the row does not say all sizes of its servers, its source does elsewhere.
     """
 
     id: str
@@ -72,6 +78,7 @@ class EngineRun:
     tpot_s: float
     where_found: str
     assumed: tuple[str, ...]
+    from_source: bool
     line: int
 
     @property
@@ -136,11 +143,13 @@ def _run(row: TableRow) -> EngineRun:
     if mode == "agg":
         prefill_on, (generate_on, assumed) = None, _server(row, chip)
     else:
-        (prefill_on, generate_on), assumed = _workers(row, chip), ()
+        (prefill_on, generate_on), assumed = _workers(row, model, chip, engine)
     numerics, from_numerics = _numerics(row, model, own, find_chip(chip).flops_per_s)
+    for workers in (generate_on,) if prefill_on is None else (prefill_on, generate_on):
+        _check_room(row, model, numerics, workers)
     prompt, margin = row.required_count("isl"), source.get("margin")
     return EngineRun(
-        id=f"{row.cells['where_found'].split('id=')[-1]}",
+        id=_id(row),
         source=row.required("source"),
         model=model,
         engine=engine,
@@ -163,16 +172,25 @@ def _run(row: TableRow) -> EngineRun:
         tpot_s=row.value("tpot_ms") / 1e3,
         where_found=row.cells["where_found"],
         assumed=(*assumed, *from_numerics, *source["assumed"], *own["assumed"]),
+        from_source=mode == "disagg" and bool(assumed),
         line=row.number,
     )
 
 
+def _id(row: TableRow) -> str:
+    """Name of a row in its source."""
+    return row.cells["where_found"].split("id=")[-1]
+
+
 def _source(row: TableRow) -> Mapping[str, Any]:
-    """The client of a row's benchmark: by a beginning of the row's id, or as it mostly is."""
+    """The client of a row's benchmark: by its source and a beginning of its id, or as it mostly is."""
     sources: Mapping[str, Mapping[str, Any]] = serving_readings()["benchmark"]
-    name = row.cells["where_found"].split("id=")[-1]
-    match = max((one for one in sources if name.startswith(one)), key=len, default="default")
-    return sources[match]
+    known = [
+        start
+        for start, facts in sources.items()
+        if facts.get("source") == row.cells["source"] and _id(row).startswith(start)
+    ]
+    return sources[max(known, key=len, default="default")]
 
 
 @cache
@@ -207,15 +225,89 @@ def _server(row: TableRow, chip: str) -> tuple[Workers, tuple[str, ...]]:
     return _group(row, chip, 1, chips if copies == 1 else 1, chips if copies > 1 else 1), assumed
 
 
-def _workers(row: TableRow, chip: str) -> tuple[Workers, Workers]:
-    """Servers that prefill, and servers that generate, from 'prefill workers 1 x tp1 dp8 ep8, decode workers ...'."""
-    roles = {
-        role: _group(row, chip, int(count), int(tensor), int(copies or 1))
-        for role, count, tensor, copies, _ in _WORKERS.findall(row.cells["request_rate_or_note"])
+def _workers(
+    row: TableRow, model: ModelConfig, chip: str, engine: str
+) -> tuple[tuple[Workers, Workers], tuple[str, ...]]:
+    """Servers that prefill, and servers that generate, and the readings that they need."""
+    sizes = _sizes_of_columns(row)
+    assumed: tuple[str, ...] = ()
+    if sizes is None:
+        sizes = _sizes_of_note(row.cells["request_rate_or_note"])
+        if set(sizes) != set(_ROLES):
+            raise row.error(
+                "request_rate_or_note",
+                "'prefill workers 1 x tp1 dp8, decode workers 2 x tp8', or columns prefill_workers, prefill_tp, ...",
+            )
+        note = _note_of_source(row, model, chip, engine, sizes)
+        if note is not None:
+            sizes, assumed = (
+                _sizes_of_note(note),
+                (f"{note}: attention DP and experts as {row.cells['source']} has them",),
+            )
+    prefill, decode = (_group(row, chip, *sizes[role][:3]) for role in _ROLES)
+    return (prefill, decode), assumed
+
+
+def _sizes_of_columns(row: TableRow) -> dict[str, _Sizes] | None:
+    """Servers by role from columns of their own; None where all are empty."""
+    columns = {role: [f"{role}_{name}" for name in ("workers", "tp", "attention_dp", "ep")] for role in _ROLES}
+    if not any(row.cells[column] for names in columns.values() for column in names):
+        return None
+    return {
+        role: (
+            row.required_count(names[0]),
+            row.required_count(names[1]),
+            row.count(names[2]) or 1,
+            row.count(names[3]) or 1,
+        )
+        for role, names in columns.items()
     }
-    if set(roles) != {"prefill", "decode"}:
-        raise row.error("request_rate_or_note", "'prefill workers 1 x tp1 dp8, decode workers 2 x tp8'")
-    return roles["prefill"], roles["decode"]
+
+
+def _sizes_of_note(note: str) -> dict[str, _Sizes]:
+    """Servers by role from 'prefill workers 1 x tp1 dp8 ep8, decode workers ...'."""
+    return {
+        role: (int(count), int(tensor), int(copies or 1), int(experts or 1))
+        for role, count, tensor, copies, experts in _WORKERS.findall(note)
+    }
+
+
+def _note_of_source(
+    row: TableRow, model: ModelConfig, chip: str, engine: str, sizes: Mapping[str, _Sizes]
+) -> str | None:
+    """Return what a row's source says of its servers elsewhere; None unless it completes what the row says.
+
+    The row is one of the source by its model, chip, engine and the configuration at the end of its id, has the same
+    numbers and tensor parallelism of servers, and says neither attention DP nor expert parallelism itself.
+    """
+    if any(copies > 1 or experts > 1 for _, _, copies, experts in sizes.values()):
+        return None
+    for facts in serving_readings()["servers"]:
+        if (facts["source"], facts["model"], facts["chip"], facts["engine"]) != (
+            *(row.cells["source"], model.name, chip, engine),
+        ):
+            continue
+        note: str | None = facts["configurations"].get(_id(row).rsplit("_", 1)[-1])
+        if note is not None and {role: one[:2] for role, one in _sizes_of_note(note).items()} == {
+            role: one[:2] for role, one in sizes.items()
+        }:
+            return note
+    return None
+
+
+def _check_room(row: TableRow, model: ModelConfig, numerics: ServingNumerics, workers: Workers) -> None:
+    """Raise RooftopError for a server whose memory the weights alone overfill: its sizes are not all stated."""
+    weights, room = (
+        count_params(model).total * numerics.weight_bytes,
+        workers.slice.chips * workers.slice.chip.hbm_bytes,
+    )
+    if weights > room:
+        column = "tp" if row.cells["mode"].lower() == "agg" else "request_rate_or_note"
+        raise row.error(
+            column,
+            f"servers that have room for the weights: {format_bytes(weights)} in {numerics.weights}, and "
+            f"{workers.slice.name} has {format_bytes(room)}",
+        )
 
 
 def _group(row: TableRow, chip: str, count: int, tensor: int, copies: int) -> Workers:

@@ -472,6 +472,7 @@ class EngineRunRecord(Record):
 
     ``active``: sequences that have a place in the cache at once. ``overheads_s`` of a kernel: 'gap_s', and 'host_s' in
     steps that prefill; of the front end: 'request_s' of a request and 'token_s' of a token. None: not known.
+    ``from_source``: sizes of the servers, which the row does not say, are those that its source says elsewhere.
     """
 
     id: str
@@ -496,6 +497,7 @@ class EngineRunRecord(Record):
     overheads_s: Mapping[str, float]
     beats_bound: tuple[str, ...]
     assumed: tuple[str, ...]
+    from_source: bool
     where_found: str
 
     @classmethod
@@ -525,6 +527,7 @@ class EngineRunRecord(Record):
             overheads_s=vars(one.overheads),
             beats_bound=tuple(metric for metric in METRICS if one.beats_bound(metric)),
             assumed=run.assumed,
+            from_source=run.from_source,
             where_found=run.where_found,
         )
 

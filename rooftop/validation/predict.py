@@ -87,6 +87,9 @@ def _program(run: PublishedRun) -> Framework:
     if program.get("kernels") == "compiled":
         program["kernels"] = "fused" if run.compiled else "eager"
     program["graphs"] = tuple(program.get("graphs", ()))
+    if run.remat.capacity is not None:
+        program["capacity"] = run.remat.capacity
+    program["group_rows"] = tuple(map(tuple, program.get("group_rows", ())))
     return Framework(**program)
 
 

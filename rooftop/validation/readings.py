@@ -39,12 +39,14 @@ class Remat:
     """A remat policy as it was published, and what of it could be read.
 
     ``policy`` is 'full', 'minimal', 'selective', 'none' or 'custom'; None: not stated. ``offloaded`` holds the
-    published names of what goes to the host ('layer_input', 'qkv', 'out_proj').
+    published names of what goes to the host ('layer_input', 'qkv', 'out_proj'). ``capacity``: slots of an expert over
+    its even share of tokens, where those above are dropped.
     """
 
     published: str | None
     policy: str | None
     offloaded: tuple[str, ...] = ()
+    capacity: float | None = None
 
 
 @cache
@@ -274,9 +276,10 @@ def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
         raise row.error("recompute", accepted)
     offloaded = tuple(name.strip() for name in re.split(r"[+,]", custom[1]) if name.strip())
     assumed = () if offloaded else ("what is offloaded is not stated",)
-    if custom[2]:
-        assumed = (*assumed, f"tokens above {custom[2]} times an expert's share are dropped; the plan drops none")
-    return Remat(published=word, policy="custom", offloaded=offloaded), assumed
+    capacity = float(custom[2]) if custom[2] else None
+    if capacity is not None:
+        assumed = (*assumed, f"an expert has slots for {custom[2]} times its share of tokens, full or not")
+    return Remat(published=word, policy="custom", offloaded=offloaded, capacity=capacity), assumed
 
 
 def _read_actions(word: str) -> str | None:

@@ -20,6 +20,7 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.roofline.achievable import fractions
 from rooftop.roofline.rules import distinct_parts
 
 
@@ -293,3 +294,83 @@ def test_properties_that_no_framework_has(field: str, value: object, accepted: s
     with pytest.raises(RooftopError, match=accepted) as error:
         Framework(**{field: value})  # type: ignore[arg-type]
     assert field in str(error.value)
+
+
+# ---- mixtures of experts in MaxText ---------------------------------------------------------------------------------
+
+
+def on_v5p(framework: Framework, **more: object) -> TrainingPlan:
+    """DeepSeek-V2-Lite on 4 v5p chips, each of which has all 64 experts; nothing is kept but the layers' inputs."""
+    return planned("deepseek-v2-lite", "v5p:2x2x1", "fsdp=4", framework, microbatches=1, remat="block", **more)
+
+
+def multiplied(plan: TrainingPlan, *phases: Phase) -> float:
+    """Expected seconds of the experts' matmuls: what else is in their scope has no "k n" in its formula."""
+    return sum(
+        float(row.count * row.expected_s)
+        for row in plan.ledger
+        if row.scope == "layers/moe/experts"
+        and row.phase in phases
+        and ("k n" in row.formula or "matmul" in row.formula)
+    )
+
+
+def test_tiles_that_two_experts_share_are_executed_for_both() -> None:
+    """The closed form against groups drawn at random: each tile of rows once for each expert that has one in it."""
+    experts, tile = 64, 512
+    generator = np.random.default_rng(0)
+    visits = []
+    for _ in range(20):
+        sizes = generator.multinomial(64 * 4096 * 6 // 4, [1 / experts] * experts)
+        ends = np.cumsum(sizes)
+        visits.append(np.sum(-(-ends // tile) - (ends - sizes) // tile))
+    rows = 64 * 4096 * 6 / 4 / experts
+    assert tile * np.mean(visits) / experts == pytest.approx(rows + tile * (1 - 1 / experts), rel=0.01)
+
+    small, large = (on_v5p(Framework(group_rows=((rows, rows, rows), (rows, rows, rows)))) for rows in (128, 512))
+    rows_of_expert = 256 * 4096 * 6 / 4 / experts
+    expected = (rows_of_expert + 512 * 63 / 64) / (rows_of_expert + 128 * 63 / 64)
+    assert multiplied(large, "backward") / multiplied(small, "backward") == pytest.approx(expected, rel=0.01)
+
+
+def test_dims_of_grouped_kernels_are_whole_tiles() -> None:
+    tiles = ((512, 512, 512), (512, 512, 512))
+    whole, padded = (on_v5p(Framework(group_rows=tiles, group_dim=dim)) for dim in (0, 1024))
+    # F 1408 takes two tiles of 1024, D 2048 is two. By hand: three matrices of 64 experts in 26 layers, two gradients.
+    executed = 64 * (256 * 4096 * 6 / 4 / 64 + 512 * 63 / 64)
+    fit = fractions("v5p").grouped
+    assert fit is not None
+    more = 26 * 3 * 2 * executed * 2048 * (2048 - 1408) / 459e12 * (1 / fit.inputs + 1 / fit.weights)
+    assert multiplied(padded, "backward") - multiplied(whole, "backward") == pytest.approx(more, rel=0.01)
+    # The bound knows no tiles.
+    assert padded.lower_s == whole.lower_s
+
+
+def test_outputs_that_are_weighted_are_made_again() -> None:
+    plain, weighted = (on_v5p(Framework(weighs_outputs=weighs)) for weighs in (False, True))
+    more = multiplied(weighted, "recompute") / multiplied(plain, "recompute")
+    # Down next to gate and up: three matrices in place of two.
+    assert 1.3 < more < 1.6
+    assert multiplied(weighted, "forward", "backward") == multiplied(plain, "forward", "backward")
+
+
+def test_slots_of_experts_are_multiplied_full_or_not() -> None:
+    even, roomy = (on_v5p(Framework(capacity=capacity)) for capacity in (1.0, 1.25))
+    assert multiplied(roomy, "backward") / multiplied(even, "backward") == pytest.approx(1.25, abs=0.04)
+    with pytest.raises(RooftopError, match="capacity"):
+        Framework(capacity=0.5)
+
+
+def test_masks_put_tokens_into_slots_by_matmuls() -> None:
+    plain, masked = (on_v5p(Framework(one_hot=one_hot)) for one_hot in (False, True))
+    # [slots, T] x [T, D] of 64 sequences a device, 6 experts a token, in 26 layers, forward.
+    flops = 2 * 64 * (6 * 4096) * 4096 * 2048 * 26
+    forward = seconds(masked, "layers/moe/dispatch", "forward")
+    assert flops / 459e12 < forward < 1.3 * flops / 459e12
+    assert seconds(masked, "layers/moe/combine", "backward") == pytest.approx(2 * forward, rel=0.01)
+    assert masked.expected_s > plain.expected_s
+
+
+def test_tiles_are_of_two_kinds_of_matmuls() -> None:
+    with pytest.raises(RooftopError, match="group_rows"):
+        Framework(group_rows=((512, 512, 512),))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from statistics import fmean, median
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from rooftop.roofline.achievable import (
     attention_kernels,
     attention_seconds,
     fractions,
+    grouped_matmul_seconds,
     matmul_fraction,
 )
 from rooftop.roofline.rates import Rates
@@ -131,6 +133,34 @@ def test_the_fit_reproduces_what_the_compiler_expects_of_batches(name: str) -> N
     assert np.mean(np.abs(errors)) < 0.12
     # As so many matmuls of their own they are priced less well.
     assert np.mean(np.abs(alone)) > 1.3 * np.mean(np.abs(errors))
+
+
+@pytest.mark.parametrize("name", ["v5p", "tpu7x"])
+def test_grouped_kernels_have_the_median_share_of_the_measured_ones(name: str) -> None:
+    with RESULTS.with_name("grouped_matmuls.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["chip"] == name]
+    fit = fractions(name).grouped
+    assert fit is not None
+    for of in ("forward", "inputs", "weights"):
+        shapes = [row for row in rows if row["pass"] == of]
+        assert len(shapes) > 20
+        assert getattr(fit, of) == pytest.approx(median(float(row["executed"]) for row in shapes), abs=6e-4)
+        seconds = [
+            float(grouped_matmul_seconds(
+                chip(name), of, float(row["rows"]) + (float(row["groups"]) - 1) * float(row["tile_rows"]),
+                float(row["k"]), float(row["n"]), "bf16",
+            ))
+            for row in shapes
+        ]  # fmt: skip
+        # Tiles on v5p were timed on one of two cores.
+        cores = {"v5p": 2, "tpu7x": 1}[name]
+        off = [cores * second / float(row["ms"]) * 1e3 - 1 for second, row in zip(seconds, shapes, strict=True)]
+        assert fmean(map(abs, off)) < {"v5p": 0.07, "tpu7x": 0.15}[name]
+
+
+def test_a_chip_without_measured_kernels_has_no_grouped_matmuls() -> None:
+    with pytest.raises(RooftopError, match="grouped matmuls"):
+        grouped_matmul_seconds(chip("v5e"), "forward", 1024.0, 4096, 4096, "bf16")
 
 
 def test_a_batch_without_a_fit_is_so_many_matmuls() -> None:

@@ -22,6 +22,7 @@ from rooftop.validation.engines import (
     engine_report,
     overheads_of_engines,
 )
+from rooftop.validation.table import read_table
 
 ROW = {
     **{"source": "mine", "model": "meta-llama/Llama-3.1-70B", "chip": "h100_sxm", "num_chips": "4", "engine": "vllm"},
@@ -153,6 +154,8 @@ def test_plans_have_the_overheads_and_the_evidence_of_todays_predictions(report:
         ({"num_chips": "3", "tp": "3"}, "GPUs of whole nodes"),
         ({"mode": "both"}, "accepted: agg or disagg"),
         ({"mode": "disagg"}, "prefill workers 1 x tp1"),
+        ({"mode": "disagg", "prefill_workers": "1"}, "line 2 prefill_tp: got ''"),
+        ({"num_chips": "1", "tp": "1", "weights": ""}, "line 2 tp: got '1'; accepted: servers that have room for"),
         ({"ttft_ms": "soon"}, "line 2 ttft_ms: got 'soon'"),
         ({"chip": "abacus"}, "abacus"),
     ],
@@ -171,6 +174,68 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
     assert [row["beats_bound"] for row in data["engines"]["rows"]] == [[], ["tpot"]]
     assert data["rows"] == data["serving"]["rows"] == []
     assert {row["error"]["tpot"]["null"] for row in data["engines"]["rows"]} == {None}
+
+
+DISAGGREGATED = {
+    **{
+        "model": "deepseek-ai/DeepSeek-V3",
+        "chip": "b200_sxm",
+        "engine": "trtllm",
+        "mode": "disagg",
+        "tp": "",
+        "ep": "",
+    },
+    **{"isl": "8192", "osl": "1024", "concurrency": "128", "ttft_ms": "1947.8", "tpot_ms": "30.637"},
+    **{"request_rate_or_note": "prefill workers 1 x tp1, decode workers 1 x tp1", "num_chips": "", "attention_dp": ""},
+    **{"source": "aiconfigurator silicon_sample", "where_found": "dsr1_b200_trtllm_fp8_disagg_8192x1024_c128_cfg666"},
+}
+
+
+def test_rows_are_read_alike_in_both_tables(tmp_path: Path, report: EngineReport) -> None:
+    """A file with the published columns alone has the predictions of the table that comes with rooftop."""
+    published = ENGINE_COLUMNS[: ENGINE_COLUMNS.index("where_found") + 1]
+    file = tmp_path / "published.csv"
+    with file.open("w", encoding="utf-8", newline="") as out:
+        writer = csv.DictWriter(out, published, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(
+            row.cells | {"where_found": f"a repository, a file {row.cells['where_found']}"}
+            for row in read_table(columns=published, packaged="serving_measured.csv")
+        )
+    again = engine_report(file)
+    assert again.groups == report.groups
+    assert [one.seconds for one in again.comparisons] == [one.seconds for one in report.comparisons]
+
+
+def test_sizes_of_servers_are_those_of_the_source_for_its_own_rows_alone(tmp_path: Path) -> None:
+    plain = {"prefill": {"tensor": 1}, "decode": {"tensor": 1}}
+    read = [
+        (DISAGGREGATED, True, {"prefill": {"expert": 8}, "decode": {"expert": 8}}),
+        # What a row says itself stands, in its note or in columns.
+        (
+            DISAGGREGATED | {"request_rate_or_note": "prefill workers 1 x tp8, decode workers 1 x tp1 dp8 ep8"},
+            *(False, {"prefill": {"tensor": 8}, "decode": {"expert": 8}}),
+        ),
+        (
+            DISAGGREGATED
+            | {"prefill_workers": "1", "prefill_tp": "1", "prefill_attention_dp": "4", "prefill_ep": "4"}
+            | {"decode_workers": "2", "decode_tp": "8"},
+            *(False, {"prefill": {"expert": 4}, "decode": {"tensor": 8}}),
+        ),
+        # Another model of the source, of which the table says nothing.
+        (DISAGGREGATED | {"model": "meta-llama/Llama-3.1-70B"}, False, plain),
+    ]
+    runs, unusable = load_engine_runs(table(tmp_path, *(row for row, _, _ in read)))
+    assert unusable == []
+    for run, (_, from_source, meshes) in zip(runs, read, strict=True):
+        assert run.prefill_on is not None
+        assert (run.from_source, {"prefill": run.prefill_on.mesh, "decode": run.generate_on.mesh}) == (
+            *(from_source, meshes),
+        )
+        assert any("attention DP and experts as" in text for text in run.assumed) == from_source
+    # The same note of somebody else is no server of DeepSeek-V3.
+    _, unusable = load_engine_runs(table(tmp_path, DISAGGREGATED | {"source": "mine"}))
+    assert "accepted: servers that have room for the weights" in unusable[0].why
 
 
 def test_a_table_without_a_column(tmp_path: Path) -> None:

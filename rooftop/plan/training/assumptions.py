@@ -34,7 +34,7 @@ HIDDEN: Mapping[str, float] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """The train step of a framework on GPUs, where it does something other than rooftop's programs do.
+    """The train step of a framework, where it does something other than rooftop's programs do.
 
     ``dispatch``: a token is sent once for each of its 'experts', or once to each of its 'nodes' (DeepEP, HybridEP),
     where it goes on to each GPU that has some of them. ``kernels``: elementwise work is in kernels of its own, 'fused'
@@ -53,6 +53,13 @@ class Framework:
     ``launch_s``: seconds of the host for each kernel that it launches, and so the least of a kernel in a layer; 0 where
     all are CUDA graphs. ``graphs``: the parts of a layer that are graphs. ``quantising_kernels``: kernels that make the
     8-bit copies of a tensor, and ``scaling_kernels`` those that put the scales of a matmul's operands in order.
+
+    ``group_rows``: rows of a tile of the kernels that multiply groups of experts' rows: forward, for gradients of
+    inputs and of weights; those of up and gate, then those of down. A tile that two experts share is multiplied for
+    both. () where there is no such kernel. ``group_dim``: size of their tiles in the other dims, 0 where it divides
+    them. ``weighs_outputs``: the outputs of experts are weighted after the last matmul, so that the gradients of the
+    weights need them. ``capacity``: slots of an expert over its even share of tokens, all of which are multiplied; 1
+    where no slot is empty. ``one_hot``: tokens come into slots, and back, by matmuls with masks of 0 and 1.
     """
 
     dispatch: Literal["experts", "nodes"] = "experts"
@@ -69,8 +76,17 @@ class Framework:
     graphs: tuple[GraphPart, ...] = ()
     quantising_kernels: int = 1
     scaling_kernels: int = 0
+    group_rows: tuple[tuple[int, int, int], ...] = ()
+    group_dim: int = 0
+    weighs_outputs: bool = False
+    capacity: float = 1.0
+    one_hot: bool = False
 
     def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise RooftopError("capacity", self.capacity, "1 or more: slots of an expert over its even share")
+        if self.group_rows and [len(rows) for rows in self.group_rows] != [3, 3]:
+            raise RooftopError("group_rows", self.group_rows, "rows of tiles of up and of down: three each")
         if self.dispatch not in ("experts", "nodes"):
             raise unknown("dispatch", self.dispatch, ("experts", "nodes"))
         if self.kernels not in (None, "fused", "eager"):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, combinations
+from typing import Literal
 
 import numpy as np
 
@@ -40,7 +41,7 @@ from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls
 from rooftop.plan.training.memory import shared_bytes
 from rooftop.plan.training.pricing import price_work
 from rooftop.plan.training.step import TrainingStep
-from rooftop.roofline.achievable import kernel_flops
+from rooftop.roofline.achievable import grouped_matmul_seconds, kernel_flops
 from rooftop.roofline.rules import distinct_parts
 
 #: The scope in which each checkpoint of a layer is made, and so leaves for host memory and comes back.
@@ -395,7 +396,8 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
 
     own = step.tokens / step.tensor  # The router and the exchange work on the sequence shard of each device.
     # Experts that pad a shard have slots like any other.
-    slots = moe.active * (step.widths.experts * step.expert_ways / moe.experts)
+    slots = step.framework.capacity * moe.active * (step.widths.experts * step.expert_ways / moe.experts)
+    up_tiles, down_tiles = step.framework.group_rows or (None, None)
     whole, columns = step.whole_experts, step.columns_of_expert
     # Tokens of the whole tensor group, unless each of its devices has its own experts.
     routed = np.where(whole, own, step.tokens) * slots
@@ -415,13 +417,22 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
         # then. XLA:GPU gathers and scatters rows by index, 10.7 passes in the five times that they are moved.
         twice = step.framework.kernels is not None and step.framework.dispatch == "experts"
         passes = _PERMUTE_PASSES * sent * (2.0 if twice else 1.0)
+    masked_s: Number = 0.0
+    if step.framework.one_hot:
+        # Of each sequence, [slots, T] x [T, D]. The mask is written and read, and so are the rows.
+        length = step.workload.seq_len
+        masked_s = step.rates.matmul_s(
+            slots * length, length, model.d_model, step.numerics.compute, np.maximum(1.0, own / length)
+        )
+        passes = 2.0 * own * slots * length * element + sent + own * model.d_model * element
     move = Work(
         scope="layers/moe/dispatch", phase="forward", count=count, hbm_bytes=passes, collectives=dispatch,
+        matmul_s=masked_s,
         formula="k T D bytes put into slots and sent to their experts by an AllToAll, with the weights of k experts",
     )  # fmt: skip
     back = Work(
         scope="layers/moe/combine", phase="forward", count=count, hbm_bytes=passes, collectives=exchange,
-        vector_flops=2 * sent / element, formula="AllToAll back, then the weighted sum of k experts",
+        vector_flops=2 * sent / element, matmul_s=masked_s, formula="AllToAll back, then the weighted sum of k experts",
     )  # fmt: skip
     # Shards of several experts arrive device by device: a copy puts those of each expert together.
     together = np.where(
@@ -469,6 +480,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
             arrays=model.mlp_matrices - 1,
             whole=whole,
             stacked=_stacked_bytes(step, _EXPERT_CHECKPOINTS, moe_layer=True) / local,
+            tiles=up_tiles,
         ),
         shares,
         copies,
@@ -483,14 +495,16 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
             down,
             per_expert,
             scattered=gathered / local,
-            again=0.0,
+            again=recomputed("mlp_down") if step.framework.weighs_outputs else 0.0,
             dims=("embed", "expert"),
             experts=local,
             whole=whole,
             unstacked=_unstacked_bytes(step, _EXPERT_CHECKPOINTS, moe_layer=True) / local,
+            tiles=down_tiles,
         ),
         back,
-        backward(back, 1.0),
+        # A mask with the weights has a gradient too.
+        replace(backward(back, 1.0), matmul_s=2.0 * masked_s),
         *offloads(step, count, _EXPERT_CHECKPOINTS, moe_layer=True),
     ]
     if moe.shared_d_ff:
@@ -1079,6 +1093,7 @@ def matmuls(
     stacked: Number = 0.0,
     rings: Number = 0.0,
     whole: Number = 0.0,
+    tiles: tuple[int, int, int] | None = None,
 ) -> list[Work]:
     """Forward, recompute and backward of ``shapes``, matmuls that share an input or feed one output.
 
@@ -1091,7 +1106,8 @@ def matmuls(
     ``heads`` of so many elements. ``stacked`` are bytes of checkpoints that the forward pass moves, ``unstacked`` those
     that the backward pass moves before it. Where ``rings`` is 1, shards of the input or the output travel next to the
     matmul, which is done in pieces. Where ``whole`` is 1, tensor splits nothing here, and nothing is gathered or
-    scattered over it.
+    scattered over it. ``tiles`` are rows of a tile of the kernels that multiply the rows of all ``experts``, forward,
+    for gradients of inputs and of weights; None: the compiler multiplies the experts as one batch.
     """
     if not shapes:
         return []
@@ -1140,10 +1156,30 @@ def matmuls(
             return step.rates.matmul_s(m, k, n, dtype)
         return step.rates.matmul_s(m, k, n, dtype, experts) / experts
 
+    def grouped_s(of: Literal["forward", "inputs", "weights"], rows: Number, shape: MatmulShape, dtype: str) -> Number:
+        """Seconds of one expert's part of a kernel, which executes tiles that two experts share for both.
+
+        The cores of a device deal out the columns of the result by tiles.
+        """
+        assert tiles is not None
+        executed = rows + tiles[("forward", "inputs", "weights").index(of)] * (1.0 - 1.0 / experts)
+        tile, chip = step.framework.group_dim, step.rates.chip
+        columns = shape.n if len(shapes) > 1 else shape.n / arrays
+        k, n = shape.k, columns
+        if tile:
+            dealt = tile * chip.cores // chip.devices
+            of_k, of_n = (dealt, tile) if of == "inputs" else (tile, dealt)
+            k, n = next_multiple(k, of_k), next_multiple(n, of_n)
+        return grouped_matmul_seconds(chip, of, executed, k, n * (shape.n / columns), dtype)
+
     def into_s(rows: Number) -> Number:
+        if tiles is not None:
+            return sum((grouped_s("forward", rows, m, dtype) for m in shapes), 0.0)
         return sum((share_s(rows, m.k, m.n, dtype) for m in shapes), 0.0)
 
     def back_s(rows: Number) -> Number:
+        if tiles is not None:
+            return sum((grouped_s("inputs", rows, m, of_gradient) for m in shapes), 0.0)
         return sum((share_s(rows, m.n, m.k, of_gradient) for m in shapes), 0.0)
 
     forward_s, dx_s = into_s(tokens), back_s(tokens)
@@ -1185,7 +1221,10 @@ def matmuls(
             forward_ring, backward_ring = scattering, gathering
             forward_passes, again_passes = added, again * added
             backward_passes = rings * _WHOLE_PASSES * payload
-    dw_s = sum((share_s(m.k, tokens, m.n, of_sum) for m in shapes), 0.0)
+    if tiles is None:
+        dw_s = sum((share_s(m.k, tokens, m.n, of_sum) for m in shapes), 0.0)
+    else:
+        dw_s = sum((grouped_s("weights", tokens, m, of_sum) for m in shapes), 0.0)
     pieces = arrays / experts
     gather_weight: tuple[Transfer, ...] = (
         Transfer("all_gather", GATHER_AXES, weights * operand / element, "weight_gather", pieces=pieces),

@@ -299,6 +299,11 @@ def _engines(data: Mapping[str, Any]) -> Iterator[Chart]:
         for run in data["rows"]
         if run["beats_bound"]
     ]
+    read = Counter(run["source"] for run in data["rows"] if run["from_source"])
+    lines += [
+        f"{count} rows do not say attention DP and experts of their servers: taken as {source} has them"
+        for source, count in read.items()
+    ]
     unusable = Counter(entry["why"] for entry in data["unusable"])
     lines += [f"not used: {count} with {why}" if count > 1 else f"not used: {why}" for why, count in unusable.items()]
     yield prose("\n".join(lines))
