@@ -1,8 +1,8 @@
 """Published memory of training runs next to the plan's, by chip and kind, with a null model.
 
-A kind is the word of the metric before ``memory_per_chip``. Frameworks count different things under it: ``KINDS`` says
-which classes of a plan's memory stand next to it. The null model is the median of what runs of other models publish of
-the kind on the chip.
+A kind is the word of the metric before ``memory_per_chip``, unless the readings of a source say otherwise. Frameworks
+count different things under it: ``KINDS`` says which classes of a plan's memory stand next to it. The null model is the
+median of what runs of other models publish of the kind on the chip.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rooftop.plan.training.memory import saved_bytes
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.validation.accuracy import Errors
 from rooftop.validation.readings import source_facts
+from rooftop.validation.reserves import reserved_memory
 from rooftop.validation.runs import PublishedRun
 
 _STATE = ("weights", "optimizer")
@@ -82,14 +83,15 @@ def compare_memory(predicted: Sequence[tuple[PublishedRun, TrainingPlan]]) -> Me
     """Published memory of runs next to that of their plans. A published chip may be several devices of a plan."""
     rows, unknown = [], dict[str, None]()
     for run, plan in predicted:
-        for kind, measured in run.measured_memory_bytes.items():
+        for published, measured in run.measured_memory_bytes.items():
+            kind = source_facts(run.source).get("memory", {}).get(published, published)
             if kind not in KINDS:
                 unknown[f"{kind} ({run.id})"] = None
                 continue
             chip = run.slice.chip
             memory = planned_memory(run, plan)
             planned = chip.devices * sum(memory[name] for name in KINDS[kind])
-            null = _null(run, kind, [other for other, _ in predicted])
+            null = _null(run, published, [other for other, _ in predicted])
             rows.append(
                 MemoryComparison(
                     id=run.id,
@@ -113,8 +115,7 @@ def compare_memory(predicted: Sequence[tuple[PublishedRun, TrainingPlan]]) -> Me
 def planned_memory(run: PublishedRun, plan: TrainingPlan) -> dict[str, float]:
     """Bytes of a device by class, with the state as the framework of the run keeps it (``state`` of readings.toml).
 
-    'xla': as planned. 'distributed_optimizer': Megatron-LM's. 'over_context': parameters, moments and gradients are
-    split over context parallelism too.
+    'xla': as planned. 'distributed_optimizer': Megatron-LM's. 'reserved': what PyTorch's allocator has for torchtitan.
     """
     memory, step = dict(plan.memory), plan.step
     parts = {name: scalar(part) for name, part in step.held_parameters.items()}
@@ -122,6 +123,8 @@ def planned_memory(run: PublishedRun, plan: TrainingPlan) -> dict[str, float]:
     weights = dtype_bytes(plan.problem.numerics.weights) * sum(stored.values())
     memory |= {"weights": weights, "copies": memory["weights"] - weights}
     state, context = source_facts(run.source).get("state", "xla"), plan.mesh.size("context")
+    if state == "reserved":
+        return reserved_memory(run, plan)
     if state == "distributed_optimizer":
         if plan.mesh.size(*STAGE_AXES) > 1:
             # The first stage has the embedding and the last one the unembedding; our program takes a microbatch out of
@@ -131,8 +134,6 @@ def planned_memory(run: PublishedRun, plan: TrainingPlan) -> dict[str, float]:
         elements = sum(parts.values())
         memory |= {name: size * elements for name, size in _DISTRIBUTED.items()} | {"copies": 0.0}
         memory["optimizer"] /= plan.mesh.size("data", "fsdp") * context
-    elif state == "over_context":
-        memory |= {name: memory[name] / context for name in ("weights", "optimizer", "copies", "gradients")}
     return memory
 
 
