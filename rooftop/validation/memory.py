@@ -1,8 +1,8 @@
 """Published memory of training runs next to the plan's, by chip and kind, with a null model.
 
-A kind is the word of the metric before ``memory_per_chip``. Frameworks count different things under it: ``KINDS`` says
-which classes of a plan's memory stand next to it. The null model is the median of what runs of other models publish of
-the kind on the chip.
+A kind is the word of the metric before ``memory_per_chip``, unless the readings of a source say otherwise. Frameworks
+count different things under it: ``KINDS`` says which classes of a plan's memory stand next to it. The null model is the
+median of what runs of other models publish of the kind on the chip.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rooftop.plan.training.memory import saved_bytes
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.validation.accuracy import Errors
 from rooftop.validation.readings import source_facts
+from rooftop.validation.reserves import reserved_memory
 from rooftop.validation.runs import PublishedRun
 
 _STATE = ("weights", "optimizer")
@@ -36,6 +37,11 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "param+optimizer": (*_STATE, "gradients"),
     "activation": ("activations",),
 }
+#: Kinds of which XLA:TPU's statistics (``temp_size_in_bytes``) have more than the heap that the program takes.
+STATISTICS: tuple[str, ...] = ("xla_temp", "xla_total")
+#: 5th and 95th percentile of that figure over the heap, in train steps compiled by libtpu 0.0.42.1
+#: (bench/temporaries.py).
+STATISTICS_OVER_HEAP = (1.05, 1.50)
 #: Bytes of a parameter of Megatron-LM's distributed optimizer with bf16 parameters and f32 gradients; the optimizer's
 #: are split over data parallelism (docs/source/api-guide/dist_optimizer.md: 6 + 12/d).
 _DISTRIBUTED = {"weights": 2.0, "gradients": 4.0, "optimizer": 12.0}
@@ -61,35 +67,44 @@ class MemoryComparison(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryGroup(Record):
-    """Errors of memory of one kind on a chip; None where no other model publishes the kind."""
+    """Errors of memory of one kind on a chip; ``null`` is None where no other model publishes the kind.
+
+    ``statistics``: the published figures are XLA:TPU's statistics, which have more than the memory that programs take.
+    """
 
     chip: str
     kind: str
+    statistics: bool
     errors: Errors
     null: Errors | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRecord(Record):
-    """All comparisons of memory, their errors by chip and kind, and kinds that stand next to nothing of a plan."""
+    """All comparisons of memory, their errors by chip and kind, and kinds that stand next to nothing of a plan.
+
+    ``statistics_over_heap``: ends of nine in ten ratios of XLA:TPU's statistics to the temporaries of a program.
+    """
 
     rows: tuple[MemoryComparison, ...]
     groups: tuple[MemoryGroup, ...]
     not_compared: tuple[str, ...]
+    statistics_over_heap: tuple[float, float] = STATISTICS_OVER_HEAP
 
 
 def compare_memory(predicted: Sequence[tuple[PublishedRun, TrainingPlan]]) -> MemoryRecord:
     """Published memory of runs next to that of their plans. A published chip may be several devices of a plan."""
     rows, unknown = [], dict[str, None]()
     for run, plan in predicted:
-        for kind, measured in run.measured_memory_bytes.items():
+        for published, measured in run.measured_memory_bytes.items():
+            kind = source_facts(run.source).get("memory", {}).get(published, published)
             if kind not in KINDS:
                 unknown[f"{kind} ({run.id})"] = None
                 continue
             chip = run.slice.chip
             memory = planned_memory(run, plan)
             planned = chip.devices * sum(memory[name] for name in KINDS[kind])
-            null = _null(run, kind, [other for other, _ in predicted])
+            null = _null(run, published, [other for other, _ in predicted])
             rows.append(
                 MemoryComparison(
                     id=run.id,
@@ -106,22 +121,35 @@ def compare_memory(predicted: Sequence[tuple[PublishedRun, TrainingPlan]]) -> Me
     named: dict[tuple[str, str], list[MemoryComparison]] = {}
     for row in rows:
         named.setdefault((row.chip, row.kind), []).append(row)
-    groups = [_group(chip, kind, members) for (chip, kind), members in named.items()]
+    tpus = {run.slice.chip.name for run, _ in predicted if run.slice.chip.kind == "tpu"}
+    groups = [
+        _group(chip, kind, members, statistics=chip in tpus and kind in STATISTICS)
+        for (chip, kind), members in named.items()
+    ]
     return MemoryRecord(rows=tuple(rows), groups=tuple(groups), not_compared=tuple(unknown))
 
 
 def planned_memory(run: PublishedRun, plan: TrainingPlan) -> dict[str, float]:
     """Bytes of a device by class, with the state as the framework of the run keeps it (``state`` of readings.toml).
 
-    'xla': as planned. 'distributed_optimizer': Megatron-LM's. 'over_context': parameters, moments and gradients are
-    split over context parallelism too.
+    'xla': as planned. 'distributed_optimizer': Megatron-LM's. 'reserved': what PyTorch's allocator has for torchtitan.
+    'float32': gradients have the dtype of stored weights, by which the program differentiates. ``unused_parameters`` of
+    a model are stored and updated all the same.
     """
     memory, step = dict(plan.memory), plan.step
     parts = {name: scalar(part) for name, part in step.held_parameters.items()}
     stored = parts | {"experts": parts["experts"] * scalar(step.lane_padding)}
     weights = dtype_bytes(plan.problem.numerics.weights) * sum(stored.values())
     memory |= {"weights": weights, "copies": memory["weights"] - weights}
-    state, context = source_facts(run.source).get("state", "xla"), plan.mesh.size("context")
+    facts = source_facts(run.source)
+    state = facts.get("state", "xla")
+    unused = facts.get("unused_parameters", 0) / plan.mesh.size("fsdp", "tensor", "expert", *STAGE_AXES)
+    memory["weights"] += unused * dtype_bytes(plan.problem.numerics.weights)
+    memory["optimizer"] += unused * plan.problem.numerics.optimizer_bytes
+    if state == "float32":
+        memory["gradients"] *= dtype_bytes(plan.problem.numerics.weights) / plan.problem.numerics.gradient_bytes
+    if state == "reserved":
+        return reserved_memory(run, plan)
     if state == "distributed_optimizer":
         if plan.mesh.size(*STAGE_AXES) > 1:
             # The first stage has the embedding and the last one the unembedding; our program takes a microbatch out of
@@ -130,9 +158,7 @@ def planned_memory(run: PublishedRun, plan: TrainingPlan) -> dict[str, float]:
             memory["activations"] = scalar(saved_bytes(step, "save"))
         elements = sum(parts.values())
         memory |= {name: size * elements for name, size in _DISTRIBUTED.items()} | {"copies": 0.0}
-        memory["optimizer"] /= plan.mesh.size("data", "fsdp") * context
-    elif state == "over_context":
-        memory |= {name: memory[name] / context for name in ("weights", "optimizer", "copies", "gradients")}
+        memory["optimizer"] /= plan.mesh.size("data", "fsdp", "context")
     return memory
 
 
@@ -148,8 +174,8 @@ def _null(run: PublishedRun, kind: str, runs: Sequence[PublishedRun]) -> float |
     return median(others) if others else None
 
 
-def _group(chip: str, kind: str, members: Sequence[MemoryComparison]) -> MemoryGroup:
+def _group(chip: str, kind: str, members: Sequence[MemoryComparison], *, statistics: bool) -> MemoryGroup:
     errors = Errors.of([one.error for one in members])
     assert errors is not None
     null = Errors.of([one.null_error for one in members if one.null_error is not None])
-    return MemoryGroup(chip=chip, kind=kind, errors=errors, null=null)
+    return MemoryGroup(chip=chip, kind=kind, statistics=statistics, errors=errors, null=null)

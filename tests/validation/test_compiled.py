@@ -12,8 +12,9 @@ import rooftop
 from rooftop.core.errors import RooftopError
 from rooftop.core.records import schema
 from rooftop.explain.compiled import training
+from rooftop.validation.predict import predict
 from rooftop.validation.report import ValidationRecord
-from tests.validation.test_training import table
+from tests.validation.test_training import only, table
 
 SMALL = {
     "num_chips": "4", "fsdp": "4", "layers": "2", "d_model": "512", "d_ff": "1024", "heads": "4", "kv_heads": "4",
@@ -59,6 +60,26 @@ def test_one_run_is_chosen_by_a_part_of_its_name(runs: Path, monkeypatch: pytest
     assert [row["model"] for row in rooftop.validate(runs=runs, only="wide").to_json()["rows"]] == ["wide"]
 
 
+@pytest.mark.parametrize(
+    ("change", "compiled_mb"),
+    [
+        ({}, 22.087),
+        ({"layers": "8"}, 69.348),
+        ({"chip": "v6e"}, 22.086),
+        ({"seq_len": "2048"}, 30.290),
+        ({"layers": "8", "seq_len": "4096"}, 185.720),
+        ({"chip": "v6e", "layers": "8", "seq_len": "4096"}, 216.422),
+        ({"layers": "4", "seq_len": "2048", "fsdp": "1", "tp": "4"}, 89.691),
+        ({"layers": "8", "seq_len": "2048", "d_model": "1024", "d_ff": "4096", "vocab": "32000"}
+         | {"heads": "8", "kv_heads": "8"}, 980.316),
+    ],
+)  # fmt: skip
+def test_small_temporaries_stay_in_vmem(tmp_path: Path, change: dict[str, str], compiled_mb: float) -> None:
+    # Peaks of our programs as XLA:TPU compiled them (libtpu 0.0.42.1). Without VMEM plans were 1.1 to 3.9 times these.
+    planned = predict(only(tmp_path, **SMALL | change)).plan.memory_bytes
+    assert planned / 1e6 == pytest.approx(compiled_mb, rel=0.2)
+
+
 @pytest.mark.slow
 def test_a_published_run_is_compiled_for_its_slice(runs: Path) -> None:
     data: Any = rooftop.validate(runs=runs, only="small/v5e", compiled=True).to_json()
@@ -66,7 +87,8 @@ def test_a_published_run_is_compiled_for_its_slice(runs: Path) -> None:
     assert row["why"] is None
     assert 0.3 < row["compiled_s"] / row["planned_s"] < 3
     assert row["error"]["compiled"] == pytest.approx(row["compiled_s"] / row["measured_s"] - 1)
-    assert row["compiled_bytes"] == pytest.approx(row["planned_bytes"], rel=0.5)
+    # XLA keeps all of its temporaries in VMEM.
+    assert row["compiled_bytes"] == pytest.approx(row["planned_bytes"], rel=0.1)
     assert "libtpu" in row["versions"]
     (group,) = data["compiled"]["groups"]
     assert (group["name"], group["runs"]) == ("v5e", 1)

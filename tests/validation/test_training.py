@@ -24,7 +24,7 @@ from rooftop.plan.serving.engines.kernels import engine_kernels
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.roofline.achievable import fractions
 from rooftop.validation import AccuracyReport, PublishedRun, accuracy, load_published, load_reasons, summarise
-from rooftop.validation.memory import compare_memory
+from rooftop.validation.memory import compare_memory, planned_memory
 from rooftop.validation.predict import predict
 from rooftop.validation.predict import predict as real_predict
 from rooftop.validation.readings import source_facts
@@ -493,6 +493,20 @@ def test_metrics_that_somebody_derived_belong_to_their_run(tmp_path: Path) -> No
     derived = {"measured_value": "9", "where_found": "page 1; step_time DERIVED = GBS*seq/rate"}
     (run,) = load(tmp_path, table(rate | {"where_found": "page 1"}, derived)).runs
     assert (run.step_from, len(run.lines)) == ("tokens_per_s_per_chip", 2)
+
+
+def test_state_that_a_program_does_not_use_is_stored_all_the_same() -> None:
+    (log,) = [run for run in RUNS if run.source == "MaxText logs guide"]
+    plan = predict(log).plan
+    memory = planned_memory(log, plan)
+    # 15.933e9 parameters, as the log prints, of 12 bytes over 4 chips.
+    assert memory["weights"] + memory["optimizer"] == pytest.approx(12 * 15.933e9 / 4, rel=1e-3)
+    assert memory["gradients"] == 2 * plan.memory["gradients"]
+    record = compare_memory([(log, plan)])
+    kinds = {group.kind: group.statistics for group in record.groups}
+    assert kinds == {"xla_total": True, "xla_argument": False, "xla_temp": True, "state_runtime": False}
+    errors = {row.kind: row.error for row in record.rows}
+    assert max(abs(errors[kind]) for kind in ("xla_argument", "state_runtime")) < 0.005
 
 
 def test_memory_is_compared_with_its_null(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from rooftop.arrays.rules import GATHER_AXES, SEQUENCE_AXES, STAGE_AXES
 from rooftop.arrays.tiles import VPU
@@ -78,13 +80,49 @@ def training_memory(step: TrainingStep) -> Memory:
     early = step.assumptions.own_program and step.slice.chip.kind == "gpu"
     zeros = (1 - staged) * in_layers if early else 0.0
     at_loss = sums + zeros + loss + ended > gradients - unmade + layer + taken
-    return Memory(
-        weights=weights - copies,
-        optimizer=optimizer,
-        gradients=np.where(at_loss, sums + zeros, gradients - unmade),
-        activations=saved + under_way + np.where(at_loss, 0.0, taken - ended),
-        workspace=np.where(at_loss, loss, layer),
+    stored = elements * dtype_bytes(numerics.weights)
+    classes = (
+        np.where(at_loss, loss, layer),
+        saved + under_way + np.where(at_loss, 0.0, taken - ended),
+        np.where(at_loss, sums + zeros, gradients - unmade),
+        weights - copies - stored,
     )
+    outside = _outside_vmem(step, classes, at_loss)
+    return Memory(
+        weights=stored + outside[3],
+        optimizer=optimizer,
+        gradients=outside[2],
+        activations=outside[1],
+        workspace=outside[0],
+    )
+
+
+def _outside_vmem(step: TrainingStep, classes: Sequence[Number], at_loss: npt.NDArray[np.bool_]) -> list[Number]:
+    """Bytes in HBM of ``classes`` of temporaries, those that end first in front, [C, K].
+
+    XLA:TPU gives temporaries a place in VMEM while there is room and they are small. ``TrainingStep.in_hbm`` says how
+    small: of VMEM, the share that the largest array of a layer, or a chunk of the loss, leaves to them is theirs. What
+    the attention kernel writes for its gradient, the log-sum-exps of a layer, is in HBM all the same.
+    """
+    if not step.rates.overlap.small_in_vmem:
+        return list(classes)
+    model, chip = step.model, step.slice.chip
+    widths: Number = np.float64(model.d_model)
+    if model.dense_layers:
+        widths = np.maximum(widths, step.columns(model.d_ff))
+    if model.moe is not None:
+        experts = model.moe.active * step.columns_of_expert * step.widths.expert_split
+        widths = np.maximum(widths, experts / step.tensor)
+    largest = np.where(at_loss, 4.0 * step.widths.vocab / step.loss_chunks, widths * step.element_bytes) * step.tokens
+    room = (1.0 - step.in_hbm(largest)) * chip.vmem_bytes / chip.devices
+    outside = list[Number]()
+    for nbytes in classes:
+        in_vmem = np.minimum(room, nbytes)
+        outside.append(nbytes - in_vmem)
+        room = room - in_vmem
+    written = 4.0 * LANES * step.widths.heads * step.tokens
+    outside[0] = np.minimum(np.maximum(outside[0], written), classes[0])
+    return outside
 
 
 def _at_worst_loop(step: TrainingStep, saved: Number, gradients: Number) -> tuple[Number, Number]:

@@ -99,26 +99,35 @@ def _compiled(compiled: Mapping[str, Any]) -> Iterator[Chart]:
 
 def _memory(memory: Mapping[str, Any]) -> Iterator[Chart]:
     """Errors of planned memory by chip and kind, next to the null model."""
-    rows = tuple(
-        (
-            f"{group['chip']}, {group['kind']}",
-            str(group["errors"]["runs"]),
-            _mean(group["errors"]),
-            f"{100 * group['errors']['mean']:+.1f}",
-            f"{100 * group['errors']['largest_absolute']:.1f}",
-            _mean(group["null"]),
-        )
-        for group in memory["groups"]
-    )
     names = ("runs", "planned", "signed", "largest", "null model")
-    yield Table(
-        title="Planned against published memory of a chip", section="Memory",
-        columns=columns("chip and kind", *names), rows=rows,
-    )  # fmt: skip
+    for title, statistics in (
+        ("Planned against published memory of a chip", False),
+        ("Planned memory of a chip against XLA:TPU's statistics", True),
+    ):
+        rows = tuple(
+            (
+                f"{group['chip']}, {group['kind']}",
+                str(group["errors"]["runs"]),
+                _mean(group["errors"]),
+                f"{100 * group['errors']['mean']:+.1f}",
+                f"{100 * group['errors']['largest_absolute']:.1f}",
+                _mean(group["null"]),
+            )
+            for group in memory["groups"]
+            if group["statistics"] == statistics
+        )
+        if rows:
+            yield Table(title=title, section="Memory", columns=columns("chip and kind", *names), rows=rows)
     lines = [
         "Errors of bytes in % (planned / published - 1), mean absolute where no other is named. Null model: the median "
         "of other models' runs on the chip."
     ]
+    if any(group["statistics"] for group in memory["groups"]):
+        least, most = memory["statistics_over_heap"]
+        lines.append(
+            f"XLA:TPU's statistics have {least:.2f} to {most:.2f} times the temporaries that a program takes, nine "
+            "times in ten."
+        )
     lines += [f"not compared: {name}" for name in memory["not_compared"]]
     yield prose("\n".join(lines))
 
