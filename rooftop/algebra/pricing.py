@@ -136,9 +136,10 @@ class Prices:
         routed = _route(self.mesh.slice, self._laid, *sorted((before, after)))
         busy = {name: payload * seconds for name, seconds in routed.seconds.items() if seconds > 0}
         if self.kind == "expected":
-            start_s, share = self.rates.network("permute").at(None)
+            network = self.rates.network("permute")
+            start_s, share = network.at(None)
             busy_s = self._together(busy[name] / float(share[name]) for name in busy)
-            seconds = float(start_s) * bool(busy) + routed.latency_s + busy_s
+            seconds = float(start_s) * bool(busy) + network.within.hops * routed.latency_s + busy_s
         else:
             seconds = max(self._together(busy.values()), routed.latency_s)
         return Cost(bytes=payload, resources=busy, latency_s=routed.latency_s, time_s=seconds)

@@ -54,13 +54,14 @@ class CollectiveFit:
 
     GPUs have both by ``ranks``, the devices of a group in one NVLink domain, [R]: between them they are interpolated,
     outside they are those of the nearest. NCCL's protocols for few bytes start sooner and are slower: ``small``. TPUs
-    have one figure for all groups and sizes.
+    have one figure for all groups and sizes. ``hops`` multiplies the latency of hops.
     """
 
     ranks: Sequence[float] = (1,)
     start_s: Sequence[float] = (0.0,)
     share: Sequence[float] = (1.0,)
     small: CollectiveFit | None = None
+    hops: float = 1.0
 
     def at(self, ranks: Number | None) -> tuple[Number, Number]:
         """Start and share of groups of ``ranks`` devices; the least start and the largest share if None."""

@@ -153,7 +153,8 @@ class Price:
         fixed_s: Number = 0.0
         rates = self.seconds_per_byte | self.in_rings
         for resource, rate in rates.items():
-            fixed_s = fixed_s + np.where(rate > 0, start_s + passes * self.latency_s[resource], 0.0)
+            hops_s = passes * network.within.hops * self.latency_s[resource]
+            fixed_s = fixed_s + np.where(rate > 0, start_s + hops_s, 0.0)
         return fixed_s, self.together([rate / share[name] for name, rate in rates.items()])
 
 

@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 
 import rooftop
+from rooftop.arrays import Mesh
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import COLLECTIVES
 from rooftop.core.measurements import CalibrationPoint
@@ -24,7 +25,8 @@ from rooftop.library.inputs import recalibrated
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.profile.microbench import calibration as bench
 from rooftop.roofline.achievable import attention_seconds, fractions, matmul_fraction
-from rooftop.roofline.calibration import Calibration, fit
+from rooftop.roofline.calibration import Calibration, MeasuredRun, RunTerm, fit
+from rooftop.roofline.collectives import price
 from rooftop.roofline.rates import Rates
 from tests.support.training_runs import command, write_corpus
 from tests.support.training_runs import run as run_command
@@ -325,6 +327,20 @@ def test_a_run_without_a_trace_gives_the_whole_step() -> None:
     # A run of the corrected plan that takes as long changes nothing more.
     again = timed_terms("run", after, records)
     assert corrected(again, after).step == pytest.approx(after.problem.slice.chip.calibrated.step)
+
+
+def test_collectives_that_were_slower_take_so_much_longer_in_the_next_plan() -> None:
+    """Starts, hops and bytes alike: those of few bytes are starts and hops alone."""
+    planned = plan().plan
+    slow = RunTerm(term="collectives", measured_s=3.0, planned_s=1.0, ratio=3.0, change="")
+    run = MeasuredRun(run="run", steps=3, measured_s=3.0, planned_s=1.0, terms=(slow,), worst="collectives")
+    before = planned.problem.slice.chip
+    rates = [Rates.of(chip) for chip in (before, replace(before, calibrated=corrected(run, planned)))]
+    group = Mesh.lay(planned.problem.slice, {"fsdp": 16}).span("fsdp")
+    for kind in COLLECTIVES:
+        for payload in (1e3, 1e9):
+            expected, after = (float(price(kind, group).expected_s(payload, rate.network(kind))) for rate in rates)
+            assert after == pytest.approx(3 * expected), (kind, payload)
 
 
 def test_two_steps_are_too_few() -> None:

@@ -139,8 +139,11 @@ def test_a_step_that_fails_ends_all_requests_with_an_error_and_the_next_are_serv
         return run(*arguments, **named)
 
     monkeypatch.setattr(serving.replicas[0], "step", failing)
-    callers = [ask(serving, number) for number in range(6)]
+    callers, ended = list[Caller](), list[bool]()
+    serving.on_failed = lambda: ended.append(all(caller.ended.is_set() for caller in callers))
+    callers += [ask(serving, number) for number in range(6)]
     assert all(caller.ended.wait(60) for caller in callers)
+    assert ended == [False], "a failure is heard of once, before requests end"
     ends = [caller.tokens[-1] for caller in callers]
     failed = [end for end in ends if end.finish == "error"]
     assert failed and {end.message for end in failed} == {"RuntimeError: the device is gone"}

@@ -397,9 +397,10 @@ class Network:
 
     def _permute(self, computation: HloComputation, instruction: Instruction, logical: tuple[int, ...]) -> Transmission:
         routed, links = self._route(computation, instruction)
-        start_s, share = self.rates.network("permute").at(None)
+        network = self.rates.network("permute")
+        start_s, share = network.at(None)
         busy = sum(seconds / float(share[resource]) for resource, seconds in routed.seconds.items())
-        seconds = float(start_s) + routed.latency_s + busy if links else 0.0
+        seconds = float(start_s) + network.within.hops * routed.latency_s + busy if links else 0.0
         return Transmission(links=links, seconds=seconds, shares=dict.fromkeys(logical, 1.0 / max(1, len(logical))))
 
     def _route(self, computation: HloComputation, instruction: Instruction) -> tuple[Route, tuple[str, ...]]:

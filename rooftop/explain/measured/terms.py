@@ -152,7 +152,7 @@ def _change(plan: TrainingPlan, term: Term, ratio: float | None, measured_s: flo
     if term == "HBM":
         return f"share of the HBM rate {fractions.hbm:.3g} -> {min(1.0, fractions.hbm / ratio):.3g}"
     if term == "collectives":
-        return f"starts of collectives x {times}, shares of link rates / {times}"
+        return f"starts and hops of collectives x {times}, shares of link rates / {times}"
     if term == "compute":
         return f"times of matmuls and attention x {times}"
     return f"times of all work x {times}: a trace (rooftop train --profile) tells its parts apart"
@@ -165,4 +165,5 @@ def _slower(fit: CollectiveFit, ratio: float) -> CollectiveFit:
         start_s=tuple(ratio * start_s for start_s in fit.start_s),
         share=tuple(min(1.0, share / ratio) for share in fit.share),
         small=None if fit.small is None else _slower(fit.small, ratio),
+        hops=ratio * fit.hops,
     )

@@ -69,6 +69,8 @@ class PagedEngine:
         self._commands = deque[Callable[[], None]]()
         #: Requests that were submitted and have not ended, by id; guarded by ``_wake``.
         self._open = dict[int, Running]()
+        #: Called when a step has failed, before its requests end with an error.
+        self.on_failed: Callable[[], None] = lambda: None
         self._state = "new"
         self._thread = threading.Thread(target=self._loop, name="rooftop engine", daemon=True)
         self._reset()
@@ -314,6 +316,7 @@ class PagedEngine:
 
         If there is no memory for the cache, the engine stops.
         """
+        self.on_failed()
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         left = list(self._running.values())
         self._reset()

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 _LOCAL = "local"
 #: Seconds for clients to receive errors after a process is lost; a hanging collective ends by then.
 _GRACE_S = 10.0
+#: Seconds from a failed collective to the news that a process of it is lost: its link ends at the same time.
+_NEWS_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +205,10 @@ class Lead:
         assert self._followers is not None
         self._followers.wait()
         self._engine = engine
+        if engine is not None and self.on_lost is not None:
+            # A collective may hear of a loss before the link does. ``on_lost`` ends this process meanwhile, and
+            # requests that have sent nothing are repeated.
+            engine.on_failed = lambda: time.sleep(_NEWS_S)
 
     @property
     def doing(self) -> str:
