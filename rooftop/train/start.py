@@ -214,8 +214,9 @@ def _completed(request: TrainRequest, program: TrainProgram) -> TrainProgram:
             weights_dtype=request.weights_dtype,
         ),
     )
-    if program.seq_len > program.model.max_seq_len:
-        raise RooftopError("seq", program.seq_len, f"at most {program.model.max_seq_len}, the longest of the model")
+    if program.model.positions == "learned" and program.seq_len > program.model.max_seq_len:
+        most = program.model.max_seq_len
+        raise RooftopError("seq", program.seq_len, f"at most {most}: the model has learned no more positions")
     return program
 
 

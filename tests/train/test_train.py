@@ -437,7 +437,10 @@ def test_a_broken_plan_is_named_before_missing_options(corpus: Path) -> None:
             "mesh: got 'fsdp=2'; accepted: at most the 1 x cpu that are here; --devices 2 emulates them",
         ),
         ({"decay": "cosin"}, "decay: got 'cosin'; accepted: did you mean cosine? one of constant, cosine, linear"),
-        ({"seq": 65}, "seq: got 65; accepted: at most 64, the longest of the model"),
+        (
+            {"model": "gpt3-175b", "seq": 4096},
+            "seq: got 4096; accepted: at most 2048: the model has learned no more positions",
+        ),
         ({"profile": "10"}, "profile: got '10'; accepted: steps=A..B with A up to B, counted from 1: steps=10..13"),
         ({"lr": -1}, "lr: got '-1'; accepted: a number from 0"),
         ({"export": Path("/")}, "export folder: got '/'; accepted: a path where nothing is yet"),
@@ -460,6 +463,12 @@ def test_bad_input_is_one_line(corpus: Path, options: dict[str, object], line: s
     folder = settings.pop("run")
     done = run(command(corpus, folder, **settings))
     assert (done.status, done.line) == (2, f"rooftop: {line}")
+
+
+def test_rotated_positions_reach_beyond_the_longest_sequence_of_the_model(corpus: Path) -> None:
+    """The plan of such a run says in its first line that the model was made for 64 tokens."""
+    done = run(command(corpus, corpus / "longer", steps=1, seq=96))
+    assert done.status == 0, done.err
 
 
 def test_a_run_has_one_process_group_at_a_time(corpus: Path) -> None:
