@@ -300,7 +300,12 @@ def partial_sums(
     if out is None or not out.unreduced:
         return product(left, right, out_sharding=out)
     specs = tuple(jax.typeof(x).sharding.spec for x in (left, right))
-    sums: jax.Array = jax.shard_map(product, in_specs=specs, out_specs=out)(left, right)
+
+    def local(left: jax.Array, right: jax.Array) -> jax.Array:
+        of_device: jax.Array = jax.lax.pcast(product(left, right), tuple(out.unreduced), to="unreduced")
+        return of_device
+
+    sums: jax.Array = jax.shard_map(local, in_specs=specs, out_specs=out)(left, right)
     return sums
 
 

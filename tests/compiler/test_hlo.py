@@ -30,6 +30,7 @@ from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.hlo.costs import is_matmul, matmul_batch, matmul_flops
 from rooftop.compiler.hlo.groups import replica_groups, varying_axes
 from rooftop.compiler.hlo.kernels import Kernel, kernel
+from rooftop.compiler.hlo.places import before
 from rooftop.compiler.hlo.scopes import StackFrame, source_of
 from rooftop.compiler.ledger import read_ledger
 from rooftop.compiler.targets import PLUGIN
@@ -813,3 +814,24 @@ def test_the_line_of_an_operation() -> None:
     assert source_of((jax, flax, layer, call, train, *start)) == f"{site}/maxtext/layers.py:3"
     assert source_of((jax, *start)) == f"{site}/jax/_src/lax.py:1"
     assert source_of(()) == ""
+
+
+def test_the_operand_of_a_sparsecore_collective_may_be_unnamed() -> None:
+    """libtpu 0.0.50.1 calls an AllGather on a SparseCore without operands: nothing says where they come from."""
+    module = hlo.parse(
+        """HloModule jit_step, is_scheduled=true
+
+%called (param: bf16[4,8]) -> bf16[8,8] {
+  %param = bf16[4,8]{1,0} parameter(0)
+  ROOT %all-gather = bf16[8,8]{1,0} all-gather(%param), channel_id=1, replica_groups={{0,1}}, dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
+  %start = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%called
+  %done = () call-done(%start)
+  ROOT %x = bf16[4,8]{1,0} parameter(0)
+}
+"""
+    )
+    called = module.computations["called"]
+    assert before(module, called, called.instructions["param"]) is None

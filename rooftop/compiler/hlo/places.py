@@ -140,8 +140,10 @@ def before(module: Module, computation: HloComputation, source: Instruction) -> 
     """The source of an array, by its first operand; for a loop's result, the result of its body."""
     outer = holders(module, computation.name)
     if source.opcode == "parameter" and outer:
+        # The call of a computation on a SparseCore has no operands (libtpu 0.0.50.1).
         around, holder = outer[0]
-        return around, around.operands(holder)[int(source.literal)]
+        operands, at = around.operands(holder), int(source.literal)
+        return (around, operands[at]) if at < len(operands) else None
     if not source.operands:
         return None
     first = computation.operands(source)[0]
