@@ -50,6 +50,17 @@ def test_shardings_as_jax_writes_them_for_xla(spec: Spec) -> None:
     assert (*read, *[()] * (3 - len(read))) == spec
 
 
+@given(specs())
+def test_shardings_that_name_their_mesh(spec: Spec) -> None:
+    """XLA writes those of JAX 0.12 like this."""
+    mesh = ",".join(f"'{axis}'={size}" for axis, size in AXES.items())
+    dims = ", ".join("{" + ", ".join(f"'{axis}'" for axis in axes) + "}" for axes in spec)
+    assert spec_of(f"mesh[{mesh}], [{dims}]", AXES) == spec
+    # An axis in parts, and a mesh that is not the program's.
+    assert spec_of(f"mesh[{mesh}], [{{'x':(1)2}}, {{}}]", AXES) is None
+    assert spec_of("mesh['other'=2], [{'other'}, {}]", AXES) is None
+
+
 @given(specs(), specs())
 def test_each_step_moves_one_axis(before: Spec, after: Spec) -> None:
     """Up to the last one, which may have to gather: then several axes leave at once."""

@@ -115,6 +115,9 @@ def spec_of(sharding: str, axes: Mapping[str, int]) -> Spec | None:
     """
     if sharding == "replicated":
         return ()
+    if (named := _named(sharding)) is not None:
+        sizes, spec = named
+        return spec if sizes.items() <= axes.items() else None
     match = re.fullmatch(r"devices=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?( last_tile_dim_replicate)?", sharding)
     if match is None:
         return None
@@ -147,7 +150,21 @@ def written(spec: Spec) -> str:
     return f"P({', '.join(dims)})"
 
 
+def _named(sharding: str) -> tuple[dict[str, int], Spec] | None:
+    """Mesh and spec of a sharding that names them, as JAX 0.12 has them; None for another one, or parts of axes."""
+    axis = r"'\w+'"
+    dims = rf"\{{(?:{axis}(?:, ?{axis})*)?\}}"
+    match = re.fullmatch(rf"mesh\[((?:,?{axis}=\d+)+)\], \[({dims}(?:, {dims})*)\]", sharding)
+    if match is None:
+        return None
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match.group(1))}
+    return sizes, tuple(tuple(re.findall(r"'(\w+)'", dim)) for dim in re.findall(dims, match.group(2)))
+
+
 def _tiles(sharding: str) -> Sequence[int]:
+    if (named := _named(sharding)) is not None:
+        sizes, spec = named
+        return [math.prod(sizes[axis] for axis in members) for members in spec]
     match = re.match(r"devices=\[([\d,]+)\]", sharding)
     sizes = [int(size) for size in match.group(1).split(",")] if match else []
     return sizes[:-1] if "last_tile_dim_replicate" in sharding else sizes
