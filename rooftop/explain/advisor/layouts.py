@@ -115,9 +115,8 @@ def spec_of(sharding: str, axes: Mapping[str, int]) -> Spec | None:
     """
     if sharding == "replicated":
         return ()
-    if (named := _named(sharding)) is not None:
-        sizes, spec = named
-        return spec if sizes.items() <= axes.items() else None
+    if (own := _named(sharding)) is not None:
+        return own[1] if own[0].items() <= axes.items() else None
     match = re.fullmatch(r"devices=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?( last_tile_dim_replicate)?", sharding)
     if match is None:
         return None
@@ -163,8 +162,7 @@ def _named(sharding: str) -> tuple[dict[str, int], Spec] | None:
 
 def _tiles(sharding: str) -> Sequence[int]:
     if (named := _named(sharding)) is not None:
-        sizes, spec = named
-        return [math.prod(sizes[axis] for axis in members) for members in spec]
+        return [math.prod(named[0][axis] for axis in members) for members in named[1]]
     match = re.match(r"devices=\[([\d,]+)\]", sharding)
     sizes = [int(size) for size in match.group(1).split(",")] if match else []
     return sizes[:-1] if "last_tile_dim_replicate" in sharding else sizes
