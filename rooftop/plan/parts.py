@@ -13,6 +13,10 @@ the same in all programs that were read (docs/accuracy.md):
 
 Without ``tensor`` there are no transfers between the matmuls of a pass, and any matmul of the layer hides a transfer.
 
+Where the axes of weights and ``tensor`` have links in common, a transfer over one waits for those over the other that
+were issued before. Then no transfer hides another one. Where no matmul is repeated, all that is issued with the
+gradients of the MLP's last weights, to the end of the layer's backward pass, is one queue next to the computation.
+
 On v5e AllGathers are asynchronous, and nothing else is: synchronous transfers hide nothing, so that the first gather of
 the MLP's weights has only the matmul of attention's output before it, and scatters are paid elsewhere. Attention's
 weights are gathered for the backward pass next to the MLP. Where the MLP is repeated, gradients of its weights hide the
@@ -85,6 +89,8 @@ class LayerParts:
     """True where weights are gathered between slices, too."""
     ahead: npt.NDArray[np.bool_] | bool = False
     """True where they are gathered asynchronously within slices."""
+    shared: npt.NDArray[np.bool_] | bool = False
+    """True where the axes of weights and ``tensor`` have links in common."""
     least: bool = False
     """True for lower bounds: prices are the least of several layouts."""
     compute: dict[tuple[str, Phase], Number] = field(default_factory=dict)
@@ -260,6 +266,21 @@ class LayerParts:
         if self.asynchronous == "gathers":
             # Synchronous transfers hide nothing.
             return self._of(_OUT, "forward") if window == "forward" and part != "attn" else 0.0
+        waits = np.asarray(self.shared) & ~np.asarray(self._alone)
+        before = np.where(waits, 0.0, self._before_apart_s(window, part))
+        if window == "backward" and part == "attn":
+            # They come before the gather of attention's gradient, which waits for them.
+            before = np.where(self._queued, self._gathered_s(window, part), before)
+        return before
+
+    @property
+    def _queued(self) -> npt.NDArray[np.bool_]:
+        """True where the transfers at the end of a layer's backward pass are one queue."""
+        queued: npt.NDArray[np.bool_] = np.asarray(self.shared) & self._early
+        return queued
+
+    def _before_apart_s(self, window: str, part: str) -> Number:
+        """``_before_s`` where transfers over different axes do not wait for each other."""
         own, others = self._scopes(part), [scope for name in ("mlp", "moe") for scope in self._scopes(name)]
         if window == "forward":
             gather = self._over_tensor_s(own, "forward", "all_gather")
@@ -310,7 +331,10 @@ class LayerParts:
         gathers = sum((self.gathers.get((scope, "recompute"), 0.0) for scope in (_QKV, _OUT)), 0.0)
         room = self._of(_CORE, "backward") + sum((self._gradient_s(scope) for scope in scatters), 0.0) - first
         room = room + sum((self._of(scope, "backward") for scope in (_OUT, _QKV)), 0.0)
-        return np.maximum(sum(self.scatters.values(), 0.0) + np.maximum(gathers - first, 0.0) - room, 0.0)
+        scattered = sum(self.scatters.values(), 0.0)
+        apart = np.maximum(scattered + np.maximum(gathers - first, 0.0) - room, 0.0)
+        queue = scattered + self._free_inputs_s + self._over_tensor_s([_QKV], "backward", "reduce_scatter")
+        return np.where(self._queued, np.maximum(queue - room, 0.0), apart)
 
     @property
     def _period(self) -> int:
@@ -342,7 +366,8 @@ class LayerParts:
                 room = self._of(_CORE, "backward") + self._gradients_s
                 share = 1 - np.minimum(free, room) / np.where(free > 0, free, 1.0)
                 before = 0.0 if part == "attn" else self._gradient_s(self._matmuls(part)[-1])
-                return np.where(needed > 0, np.maximum(seconds - before, 0.0), share * seconds)
+                waited = np.where(needed > 0, np.maximum(seconds - before, 0.0), share * seconds)
+                return np.where(self._queued, 0.0, waited)
         return 0.0
 
     @property
@@ -364,7 +389,9 @@ class LayerParts:
         seconds = self._over_tensor_s([_OUT], "backward", "all_gather")
         mlps = [(name, needed) for name, _, needed in self._inputs() if name != "attn"]
         room = sum((needed * self._gradient_s(scope) for name, needed in mlps for scope in self._matmuls(name)), 0.0)
-        return np.maximum(seconds - room, 0.0)
+        gathers = sum((self.gathers.get((scope, "recompute"), 0.0) for scope in (_QKV, _OUT)), 0.0)
+        queue = gathers + seconds - sum((self._gradient_s(self._matmuls(name)[-1]) for name, _ in mlps), 0.0)
+        return np.where(self._queued, np.clip(queue, 0.0, seconds), np.maximum(seconds - room, 0.0))
 
 
 _Key = TypeVar("_Key")

@@ -7,16 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rooftop.arrays import Mesh
+from rooftop.arrays.rules import COLUMN_AXES, GATHER_AXES
 from rooftop.core.ledger import CollectiveKind
 from rooftop.core.scopes import Phase
 from rooftop.hardware import Slice
 from rooftop.models import load_model
+from rooftop.plan.layouts import from_mesh
 from rooftop.plan.parts import LayerParts, group
 from rooftop.plan.pricing import Hiding, Transfer, Work
 from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Workload
 from rooftop.roofline.overlap import Asynchronous
 
@@ -61,10 +65,11 @@ def _exposed(
     *,
     crosses: bool = False,
     ahead: bool = False,
+    shared: bool = False,
     period: int = 1,
 ) -> dict[tuple[tuple[str, str], str], float]:
     """Seconds that nothing hides; gathers that cross slices are between them alone."""
-    parts = LayerParts(asynchronous, crosses=np.asarray(crosses), ahead=np.asarray(ahead))
+    parts = LayerParts(asynchronous, crosses=np.asarray(crosses), ahead=np.asarray(ahead), shared=np.asarray(shared))
     for scope, phase, compute_s, transfers in lines:
         item = Work(scope=scope, phase=phase, count=1.0, formula="", matmul_s=compute_s, period=period)
         priced = [
@@ -113,6 +118,28 @@ def test_where_nothing_is_repeated_gradients_are_scattered_next_to_attention() -
     assert exposed[("backward", "layers"), "gradient_scatter"] == 16.0 + 2.0 - (1.0 + 8.0 + 4.0)
     # The layer's last sum is over other links.
     assert exposed[("backward", "attn"), "stream_scatter"] == 0.0
+
+
+def test_transfers_over_common_links_hide_none_of_each_other() -> None:
+    """As in the tests before, but for the transfers over tensor before a part's first matmul."""
+    exposed = _exposed(_LAYER + _TENSOR + _AGAIN, shared=True)
+    assert exposed[("forward", "attn"), "weight_gather"] == 1.0
+    assert exposed[("forward", "mlp"), "weight_gather"] == 12.0 - 4.0
+    assert exposed[("backward", "mlp"), "weight_gather"] == 12.0 - 2.0 - 2.0
+    # Without tensor there is nothing to wait for.
+    assert _exposed(_LAYER + _AGAIN, shared=True) == _exposed(_LAYER + _AGAIN)
+
+
+def test_where_nothing_is_repeated_the_end_of_a_layer_over_common_links_is_one_queue() -> None:
+    short = [(*line[:2], 1.0, line[3]) if line[:2] == ("layers/attn/core", "backward") else line for line in _LAYER]
+    exposed = _exposed(short + _TENSOR, shared=True)
+    # 4 s of attention's weights and the gather of its gradient have the 2 s of down's gradient next to them.
+    assert exposed[("backward", "attn"), "weight_gather"] == 0.0
+    assert exposed[("backward", "attn"), "gradient_gather"] == 1.0
+    # Then 16 s of scatters, two inputs that are gathered again and the stream's scatter; computed are 13 s.
+    assert exposed[("backward", "layers"), "gradient_scatter"] == 16.0 + 2.0 + 1.0 - (1.0 + 8.0 + 4.0)
+    assert exposed[("backward", "attn"), "stream_scatter"] == 0.0
+    assert exposed[("backward", "attn"), "input_gather"] == exposed[("backward", "mlp"), "input_gather"] == 0.0
 
 
 def test_a_repeated_matmul_waits_for_its_input() -> None:
@@ -169,6 +196,15 @@ def test_only_transfers_of_layers_have_groups() -> None:
     assert group(experts, gather, "gathers") == group(experts, gather, "all")
     assert group(experts, scatter, "gathers") is None
     assert group(experts, gather, "none") is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "shared"),
+    [("fsdp=x+z[2:2]+core,tensor=y+z[1:2]", True), ("fsdp=x+y+core,tensor=z", False), ("fsdp=x+y+z+core", False)],
+)
+def test_axes_share_links_where_both_have_devices_along_a_physical_axis(layout: str, shared: bool) -> None:
+    strategies = Strategies(from_mesh(Mesh.from_layout(Slice.parse("tpu7x:2x2x4"), layout)), ())
+    assert strategies.share_links(GATHER_AXES, COLUMN_AXES).tolist() == [[shared]]
 
 
 def test_assumed_shares_bound_what_parts_hide() -> None:

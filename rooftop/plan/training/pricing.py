@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.rules import GATHER_AXES, STAGE_AXES
+from rooftop.arrays.rules import COLUMN_AXES, GATHER_AXES, STAGE_AXES
 from rooftop.core.ledger import CollectiveKind, Ledger, Number, Row
 from rooftop.core.scopes import Phase
 from rooftop.plan.parts import Group, LayerParts, group
@@ -270,7 +270,8 @@ class _Busy:
     def of(cls, work: Sequence[Work], durations: _Durations, assumptions: Assumptions) -> _Busy:
         asynchronous = _asynchronous(durations.rates, assumptions)
         staged = np.where(durations.strategies.devices(*STAGE_AXES) > 1, 1.0, 0.0)
-        busy, schedule = cls(parts=LayerParts(asynchronous), staged=staged), durations.rates.overlap
+        shared = durations.strategies.share_links(GATHER_AXES, COLUMN_AXES) if asynchronous == "all" else False
+        busy, schedule = cls(parts=LayerParts(asynchronous, shared=shared), staged=staged), durations.rates.overlap
         # A share that users set is kept to.
         is_scheduled = assumptions.shares(schedule)["weight_gather"] == schedule.hidden["weight_gather"]
         if asynchronous != "all" and assumptions.own_program and is_scheduled:

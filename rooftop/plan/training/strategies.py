@@ -200,6 +200,19 @@ class Strategies:
         # Over whole slices options of the compiler make it so: see ``rooftop.programs.training.options``.
         return whole & (overlap.whole_slice_gather == "all_reduce") | (overlap.asynchronous == "gathers")
 
+    def share_links(self, axes: tuple[str, ...], others: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+        """True where both have devices along one physical axis: their transfers wait for each other, [C, 1].
+
+        False for groups of layouts, of which one may share none.
+        """
+        if self.groups is not None:
+            return np.zeros((1, 1), bool)
+        used = [
+            (ways.ways.spans.size > 1)[ways.ways.of] for ways in map(self._ways_of, map(self._used, (axes, others)))
+        ]
+        shared: npt.NDArray[np.bool_] = np.any(used[0] & used[1], axis=-1)[:, None]
+        return shared
+
     def _used(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Those of ``axes`` along which any layout has devices, in mesh order: groups that are alike have one price."""
         return tuple(axis for axis in AXES if axis in axes and axis in self._with_devices) or axes[:1]
