@@ -264,7 +264,7 @@ def test_classes_are_those_of_the_arithmetic() -> None:
     classes = at_peak.by_class
     assert classes["optimizer"] == 4 * elements
     # With libtpu 0.0.50.1 only one of the two stacks is there in bf16 at the peak.
-    assert any(classes["weights"] == pytest.approx(each * elements, rel=0.01) for each in (6, 5))
+    assert any(classes["weights"] == pytest.approx(nbytes * elements, rel=0.01) for nbytes in (6, 5))
     assert classes["gradients"] == pytest.approx(2 * elements, rel=0.2)
     assert classes["activations"] == pytest.approx(LAYERS * tokens, rel=0.2)
     assert sum(classes.values()) == at_peak.peak_bytes
