@@ -263,9 +263,13 @@ def test_classes_are_those_of_the_arithmetic() -> None:
     elements, tokens = 2 * LAYERS * WIDTH * HIDDEN, TOKENS * WIDTH * 2
     classes = at_peak.by_class
     assert classes["optimizer"] == 4 * elements
-    # With libtpu 0.0.50.1 only one of the two stacks is there in bf16 at the peak.
-    assert any(classes["weights"] == pytest.approx(nbytes * elements, rel=0.01) for nbytes in (6, 5))
-    assert classes["gradients"] == pytest.approx(2 * elements, rel=0.2)
+    # At the peak of libtpu 0.0.50.1 one stack is no longer there in bf16, but as much more of gradients.
+    bytes_of = [(6, 2), (5, 3)]
+    assert any(
+        (classes["weights"], classes["gradients"])
+        == (pytest.approx(weights * elements, rel=0.01), pytest.approx(gradients * elements, rel=0.2))
+        for weights, gradients in bytes_of
+    )
     assert classes["activations"] == pytest.approx(LAYERS * tokens, rel=0.2)
     assert sum(classes.values()) == at_peak.peak_bytes
 
