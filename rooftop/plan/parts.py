@@ -328,7 +328,7 @@ class LayerParts:
         """Seconds of scatters that begin with attention's backward pass, after the gathers of its weights."""
         scatters = [scope for scope in self.scatters if _part(scope) != "attn"]
         first = sum((self._gradient_s(scope) for scope in scatters[-1:]), 0.0)
-        gathers = sum((self.gathers.get((scope, "recompute"), 0.0) for scope in (_QKV, _OUT)), 0.0)
+        gathers = self._gathered_s("backward", "attn")
         room = self._of(_CORE, "backward") + sum((self._gradient_s(scope) for scope in scatters), 0.0) - first
         room = room + sum((self._of(scope, "backward") for scope in (_OUT, _QKV)), 0.0)
         scattered = sum(self.scatters.values(), 0.0)
@@ -389,7 +389,7 @@ class LayerParts:
         seconds = self._over_tensor_s([_OUT], "backward", "all_gather")
         mlps = [(name, needed) for name, _, needed in self._inputs() if name != "attn"]
         room = sum((needed * self._gradient_s(scope) for name, needed in mlps for scope in self._matmuls(name)), 0.0)
-        gathers = sum((self.gathers.get((scope, "recompute"), 0.0) for scope in (_QKV, _OUT)), 0.0)
+        gathers = self._gathered_s("backward", "attn")
         queue = gathers + seconds - sum((self._gradient_s(self._matmuls(name)[-1]) for name, _ in mlps), 0.0)
         return np.where(self._queued, np.clip(queue, 0.0, seconds), np.maximum(seconds - room, 0.0))
 

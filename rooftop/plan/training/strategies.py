@@ -207,10 +207,9 @@ class Strategies:
         """
         if self.groups is not None:
             return np.zeros((1, 1), bool)
-        used = [
-            (ways.ways.spans.size > 1)[ways.ways.of] for ways in map(self._ways_of, map(self._used, (axes, others)))
-        ]
-        shared: npt.NDArray[np.bool_] = np.any(used[0] & used[1], axis=-1)[:, None]
+        one, other = (self._ways_of(self._used(names)).ways for names in (axes, others))
+        along_both = (one.spans.size > 1)[one.of] & (other.spans.size > 1)[other.of]
+        shared: npt.NDArray[np.bool_] = np.any(along_both, axis=-1)[:, None]
         return shared
 
     def _used(self, axes: tuple[str, ...]) -> tuple[str, ...]:
