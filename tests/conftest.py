@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,17 @@ LONGEST = (
 )  # fmt: skip
 
 
+def all_of_some(values: Iterable[object]) -> bool:
+    """``all``, but not of nothing: a test that passes because a list is still empty checks nothing."""
+    values = list(values)
+    assert values, "all() of nothing: the test has not reached what it checks"
+    return all(values)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the modules that take longest; the order within a module stays."""
+    """Begin with the modules that take longest; the order within a module stays. ``all`` is that of some values."""
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+        module.__dict__.setdefault("all", all_of_some)
     places = {f"{name}.py": place for place, name in enumerate(LONGEST)}
     folder = Path(__file__).parent
     items.sort(key=lambda item: places.get(item.path.relative_to(folder).as_posix(), len(places)))

@@ -135,7 +135,6 @@ def test_a_process_that_stops_or_is_killed_is_started_again(start: Start, number
     begun.next()
     first = child.pid
     assert first is not None
-    stopped_s = time.monotonic()
     os.kill(first, number)
     # This one has sent nothing when the process is lost: it is submitted again, and nobody notices.
     silent = ask(child, 2, max_tokens=3)
@@ -143,7 +142,6 @@ def test_a_process_that_stops_or_is_killed_is_started_again(start: Start, number
     assert last.finish == "error" and last.message is not None
     if number == signal.SIGSTOP:
         assert "it has not answered for" in last.message and "echoing" in last.message
-        assert time.monotonic() - stopped_s < 10
     else:
         assert "SIGKILL" in last.message
     assert silent.rest() == ([5, 6, 7], Token(id=2, token=7, finish="length"))
@@ -170,9 +168,7 @@ def test_the_process_ends_with_the_one_that_started_it(start: Start) -> None:
     child = start()
     pid = child.pid
     assert pid is not None
-    begun_s = time.monotonic()
     assert child.drain(5.0)
-    assert time.monotonic() - begun_s < 15
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -184,6 +180,5 @@ def test_draining_ends_while_the_process_is_started_again(start: Start) -> None:
     while not child.beat().restarting:
         time.sleep(0.01)
     answer = ask(child, 1)
-    begun_s = time.monotonic()
     child.drain(0.0)
-    assert answer.rest()[1].finish in ("cancelled", "length") and time.monotonic() - begun_s < 40
+    assert answer.rest()[1].finish in ("cancelled", "length")

@@ -34,22 +34,27 @@ def paged_engine(folder: Path, request: pytest.FixtureRequest) -> PagedEngine:
 
 
 class Caller:
-    """Who asked: what came, and when it ended."""
+    """The caller of one request: its tokens, and its end. An end with an error is appended to ``errors`` as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, errors: list[Token] | None = None) -> None:
         self.tokens: list[Token] = []
+        self.errors = [] if errors is None else errors
         self.ended, self.begun = threading.Event(), threading.Event()
 
     def __call__(self, token: Token) -> None:
         self.tokens.append(token)
         self.begun.set()
+        if token.finish == "error":
+            self.errors.append(token)
         if token.finish is not None:
             assert not self.ended.is_set(), "nothing comes after the end"
             self.ended.set()
 
 
-def ask(serving: PagedEngine, number: int, prompt: list[int] = PROMPT, **how: Any) -> Caller:
-    caller = Caller()
+def ask(
+    serving: PagedEngine, number: int, prompt: list[int] = PROMPT, *, caller: Caller | None = None, **how: Any
+) -> Caller:
+    caller = caller or Caller()
     sampling = Sampling(**({"max_tokens": 8, "temperature": 0.0} | how))
     serving.submit(
         GenerationRequest(id=number, prompt=tuple(prompt), sampling=sampling, arrival_s=time.monotonic()), caller
@@ -139,11 +144,13 @@ def test_a_step_that_fails_ends_all_requests_with_an_error_and_the_next_are_serv
         return run(*arguments, **named)
 
     monkeypatch.setattr(serving.replicas[0], "step", failing)
-    callers, ended = list[Caller](), list[bool]()
-    serving.on_failed = lambda: ended.append(all(caller.ended.is_set() for caller in callers))
-    callers += [ask(serving, number) for number in range(6)]
+    errors, before = list[Token](), list[list[Token]]()
+    serving.on_failed = lambda: before.append(list(errors))
+    callers = [Caller(errors) for _ in range(6)]
+    for number, caller in enumerate(callers):
+        ask(serving, number, caller=caller)
     assert all(caller.ended.wait(60) for caller in callers)
-    assert ended == [False], "a failure is heard of once, before requests end"
+    assert errors and before == [[]], "a failure is heard of once, before requests end with an error"
     ends = [caller.tokens[-1] for caller in callers]
     failed = [end for end in ends if end.finish == "error"]
     assert failed and {end.message for end in failed} == {"RuntimeError: the device is gone"}

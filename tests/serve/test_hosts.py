@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -115,9 +114,8 @@ def test_a_cut_cable_costs_no_answer(tiny: Path, hosts: tuple[Host, Host], expec
             while served.metric("rooftop_kv_pages_used") == 0:
                 pass
             first.cut()
-            began = time.monotonic()
             while not lost(served):
-                assert time.monotonic() < began + 120
+                pass
             first.join()
             assert asked.result(120) == expected
             served.wait_until_idle()

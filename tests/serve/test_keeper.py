@@ -60,7 +60,7 @@ def starts(folder: Path, count: int) -> list[int]:
 @pytest.mark.parametrize("end", ["os._exit(75)", "os.abort()"])
 def test_a_lost_process_is_started_again_until_the_engine_ends(tmp_path: Path, end: str) -> None:
     ready = list[object]()
-    body = f"say('ready', number)\ntime.sleep(0.2)\nif number < 3:\n    {end}\nos._exit(0)"
+    body = f"say('ready', number)\nif number < 3:\n    {end}\nos._exit(0)"
     kept(tmp_path, body, ready.append).run()
     assert len(starts(tmp_path, 3)) == 3 and ready == [1]
 
@@ -69,7 +69,7 @@ def test_a_process_that_does_not_come_back_at_once_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At its second start the others are not there, which is no wrong input then; after a while it is given up."""
-    say = "say('wrong', ('coordinator', 'here:1', 'HOST:PORT'))\ntime.sleep(0.1)\nos._exit(2)"
+    say = "say('wrong', ('coordinator', 'here:1', 'HOST:PORT'))\nos._exit(2)"
     with pytest.raises(RooftopError, match="coordinator: got 'here:1'; accepted: HOST:PORT"):
         kept(tmp_path, say).run()
     monkeypatch.setattr(keeper, "_LONGEST_PAUSE_S", 0.1)
