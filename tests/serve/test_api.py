@@ -459,7 +459,7 @@ def test_web_pages_may_not_ask_unless_they_are_named(served: Served, folder: Pat
 
 
 def test_sigterm_finishes_what_runs(folder: Path) -> None:
-    with serving(folder, engine={"step_s": 0.02}) as served:
+    with serving(folder, engine={"holds_last": True}) as served:
         parts = iter(
             served.client().completions.create(
                 model="echo", prompt="abc", max_tokens=60, stream=True, extra_body={"ignore_eos": True}

@@ -130,8 +130,8 @@ def test_half_requests_keep_nobody_out(served: Served) -> None:
 
 def test_where_all_are_answered_the_next_one_is_refused(folder: Path) -> None:
     limits = {"connections": 2, "per_address": 2}
-    with serving(folder, engine={"step_s": 0.02}, limits=limits) as served, ExitStack() as stack:
-        body = json.dumps({"model": "echo", "prompt": TEXT, "max_tokens": 400, "ignore_eos": True, "stream": True})
+    with serving(folder, engine={"holds_last": True}, limits=limits) as served, ExitStack() as stack:
+        body = json.dumps({"model": "echo", "prompt": TEXT, "max_tokens": 40, "ignore_eos": True, "stream": True})
         head = f"POST /v1/completions HTTP/1.1\r\nHost: a.localhost\r\nContent-Length: {len(body)}\r\n"
         head = head.replace("a.localhost", "localhost") + "Content-Type: application/json\r\n\r\n"
         for _ in range(2):

@@ -60,13 +60,14 @@ class EchoEngine:
 
     With a constraint it takes the lowest token allowed. At most ``room`` sequences; each further one is one too many.
     A prompt that begins with the token ``breaks`` fails at its second token.
-    A step takes ``step_s``.
+    A step takes ``step_s``. With ``holds_last`` no sequence gets its last token before the engine drains.
     """
 
     end: int
     room: int = 64
     max_model_len: int = 512
     step_s: float = 0.0
+    holds_last: bool = False
     breaks: int | None = None
     policy: Policy = field(default_factory=lambda: Policy(max_batch=64))
     prefix_cache: bool = False
@@ -139,6 +140,10 @@ class EchoEngine:
                     if constraint is not None and not constraint.ready():
                         # Another process computes the mask, and is heard by who needs this lock.
                         continue
+                    if self.holds_last and running.done + 1 == running.request.sampling.max_tokens:
+                        self._lock.wait_for(lambda: self._draining, 0.01)
+                        if not self._draining:
+                            continue
                     token = self._next(running)
                     running.deliver(token)
                     self.tokens += 1
