@@ -47,7 +47,6 @@ _Watch = TypeVar("_Watch")
 _Answer = TypeVar("_Answer")
 
 
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrainResult(Result):
     """A run after its last step now, ``step``. ``last`` is the record of that step, None if no step was trained now.
