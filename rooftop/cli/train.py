@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = (
     "rooftop train plan.json --data corpus/ --tokenizer llama/ --run run1 --steps 1000 --shrink",
-    "rooftop train --model llama:2M --data '/usr/lib/python3*/**/*.py' --vocab 2048 --run run2 --steps 200 \\\n"
+    "rooftop train --model llama:2M --data 'src/**/*.py' --vocab 2048 --run run2 --steps 200 \\\n"
     "    --devices 8 --mesh fsdp=2,tensor=2,context=2",
     "rooftop train --resume run2 --steps 400",
 )

@@ -29,7 +29,7 @@ EXTRAS = {
 }  # fmt: skip
 
 #: Packages that a verb needs for some of its inputs only, or is faster with: it asks for them by name.
-_SOMETIMES = ("httpx", "numba", "pyarrow")
+SOMETIMES = ("httpx", "numba", "pyarrow")
 
 
 def is_installed(package: str) -> bool:
@@ -49,7 +49,7 @@ def not_installed(package: str, extra: str, purpose: str = "") -> RooftopError:
 
 def require(extra: str, *packages: str, purpose: str = "") -> None:
     """Raise RooftopError if one of ``packages`` is not installed; by default, those that each verb of it needs."""
-    for package in packages or [name for name in EXTRAS[extra] if name not in _SOMETIMES]:
+    for package in packages or [name for name in EXTRAS[extra] if name not in SOMETIMES]:
         if not is_installed(package):
             raise not_installed(package, extra, purpose)
 

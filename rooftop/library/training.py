@@ -354,9 +354,9 @@ def export_embedding(
     whole checkpoint, or it is of other tables.
     """
     config = tables if isinstance(tables, Tables) else load_tables(Path(tables))
+    prepare_environment(None, extra="embed")
     if not RunFolder(path=Path(run)).checkpoints.is_dir():
         raise RooftopError("run", str(run), "a folder with a whole checkpoint, of rooftop embed train")
-    prepare_environment(None, extra="embed")
     with uninterrupted():
         from rooftop.embed.train.checkpoint import newest_tables
 
