@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -25,8 +25,12 @@ _REFUSED = {
     "rooftop train --resume run2": "accepted: the folder of a run that has begun",
     "rooftop bench serve": "accepted: a server",
 }
-#: Verbs that plan, and import no package of an extra: that is held by a contract of import-linter.
-PLANNING = ("chips", "model", "support", "matmul", "plan embed", "plan serve", "plan train", "simulate")
+#: How examples begin that compute for seconds before they answer: only slow tests run them.
+_SLOW = (
+    "rooftop plan train llama3-70b --on v5p,", "rooftop plan serve llama3-70b --requests-per-second",
+    "rooftop simulate plan.json --requests-per-second", "rooftop validate --top", "rooftop diff run1",
+    "rooftop explain --diff", "rooftop explain trace",
+)  # fmt: skip
 #: Verbs whose plan.json is one of serving.
 _SERVING = ("simulate", "serve", "bench serve")
 _MODULE = """HloModule jit_step, is_scheduled=true, num_partitions=16
@@ -103,6 +107,11 @@ def verbs() -> Iterator[tuple[str, click.Command]]:
 def examples() -> dict[str, tuple[str, ...]]:
     """The examples of every verb's help."""
     return {verb: getattr(command, "examples", ()) for verb, command in verbs()}
+
+
+def quick(lines: Iterable[str]) -> tuple[str, ...]:
+    """The examples that do not compute for seconds."""
+    return tuple(line for line in lines if not line.startswith(_SLOW))
 
 
 def words_of(example: str) -> list[str]:

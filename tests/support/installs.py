@@ -122,18 +122,18 @@ def run(words: Sequence[str], output: Path) -> tuple[int, str, str]:
 NAMED = re.compile(r"^rooftop: (\S+): got 'not installed'; accepted: .*pip install 'rooftop\[([a-z-]+)\]'\n?$")
 
 
-def main(quick: bool) -> None:
+def main(hurried: bool) -> None:
     """Print a JSON object: install -> verb -> example -> status, stdout's first line, stderr.
 
     An example that ran in the install without extras is not run in the others. Neither is one whose extra the install
-    has, which may train or compile for minutes: ``bench.release`` runs those. A ``quick`` table has one example of each
-    verb that plans.
+    has, which may train or compile for minutes: ``bench.release`` runs those. A ``hurried`` table leaves out those that
+    compute for seconds.
     """
     installs = {install: hidden(install) for install in INSTALLS}
     hider = Hider()
     hider.modules = installs[""]
     from rooftop.core.extras import EXTRAS, SOMETIMES
-    from tests.support.help_examples import PLANNING, examples, place, prepare, words_of
+    from tests.support.help_examples import examples, place, prepare, quick, words_of
 
     table: dict[str, dict[str, dict[str, tuple[int, str, str]]]] = {install: {} for install in installs}
     with tempfile.TemporaryDirectory(prefix="rooftop-tests-") as name:
@@ -143,7 +143,7 @@ def main(quick: bool) -> None:
         os.chdir(folder)
         for verb, lines in examples().items():
             place(folder, verb)
-            for line in lines[:1] if quick and verb in PLANNING else lines:
+            for line in quick(lines) if hurried else lines:
                 needed: set[str] = set()
                 for install, hider.modules in installs.items():
                     if install and not needed & hider.modules:
@@ -157,4 +157,4 @@ def main(quick: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(quick=sys.argv[1:] == ["quick"])
+    main(hurried=sys.argv[1:] == ["quick"])
