@@ -135,7 +135,7 @@ def imports(module: str) -> Callable[[Path, Path], None]:
 
 
 def tries_every_verb(binaries: Path, folder: Path) -> dict[str, list[str]]:
-    """Run the examples of every verb's help; what came of them, by verb: 'answers', 'runs', or the extra they name.
+    """Run the examples of every verb's help; what came of them by verb: 'answers', 'runs', 'other input', or an extra.
 
     Raises Failed for an example that ends with a traceback, or with a line that names no extra.
     """
@@ -169,7 +169,7 @@ def _outcome(binaries: Path, folder: Path, line: str) -> str:
     if named is not None:
         return named[2]
     if is_refused(line, errors):
-        return "answers"
+        return "other input"
     raise Failed(f"{line}: status {process.returncode}: {errors[-500:]}")
 
 

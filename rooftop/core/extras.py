@@ -12,12 +12,12 @@ from importlib.util import find_spec
 
 from rooftop.core.errors import RooftopError
 
-#: Extra -> the packages of it that rooftop imports, by their names in imports. The smallest extras come first.
+#: Extra -> the packages of it that its verbs need, by their names in imports. The smallest extras come first.
 EXTRAS = {
     "ui": ("starlette", "uvicorn"),
     "tensorboard": ("tensorboardX",),
     "parquet": ("pyarrow",),
-    "jax": ("jax", "jaxlib", "ml_dtypes", "optax", "scipy"),
+    "jax": ("jax", "jaxlib", "ml_dtypes", "scipy"),
     "serve": (
         "jax", "jaxlib", "ml_dtypes", "scipy", "safetensors", "tokenizers", "starlette", "uvicorn", "httptools",
         "prometheus_client", "jinja2", "llguidance", "httpx", "cryptography",

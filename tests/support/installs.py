@@ -61,14 +61,17 @@ def distributions(extra: str) -> frozenset[str]:
 
 
 @cache
+def _owners() -> dict[str, set[str]]:
+    """Distributions of each installed top-level module."""
+    modules = importlib.metadata.packages_distributions()
+    return {module: {canonicalize_name(owner) for owner in owners} for module, owners in modules.items()}
+
+
+@cache
 def hidden(extra: str) -> frozenset[str]:
     """Names of installed top-level modules that an install with ``extra`` does not have."""
     own = distributions(extra) | {"rooftop"}
-    return frozenset(
-        module
-        for module, owners in importlib.metadata.packages_distributions().items()
-        if not own & {canonicalize_name(owner) for owner in owners}
-    )
+    return frozenset(module for module, owners in _owners().items() if not own & owners)
 
 
 class Hider(MetaPathFinder):
