@@ -124,7 +124,7 @@ site:
 
 # Of the Pythons 3.11 to 3.14 those that are here; dependencies come from the index that uv is configured for.
 release-check: $(VENV)/dev.installed
-	$(BIN)/python bench/release.py
+	$(BIN)/python -m bench.release
 
 # One lock file serves every Python from 3.11 on: where releases differ, each pin says for which Python it is. Nothing
 # in it names a package index: pip asks the one that it is configured for, and the hashes decide.

@@ -1,8 +1,9 @@
 """Build the wheel and the source distribution, install them in bare environments, and use every extra.
 
-``python bench/release.py`` (``make release-check``) takes each Python that is here, of those that rooftop supports, and
-each extra: an environment with nothing else, the seconds of its installation, its size, and the verbs of the extra. The
-wheel that is installed is built from the source distribution. The status is 1 if anything fails.
+``python -m bench.release`` (``make release-check``) takes each Python that is here, of those that rooftop supports, and
+each extra: an environment with nothing else, the seconds of its installation, its size, the verbs of the extra, and the
+examples of every verb's help, each of which answers or names the extra that it lacks. The wheel that is installed is
+built from the source distribution. The status is 1 if anything fails.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from tests.support.help_examples import examples, is_refused, place, prepare, words_of
+from tests.support.installs import NAMED
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 #: Seconds that one command may take.
 LIMIT_S = 600
+#: Seconds after which an example that still trains, searches or serves has run well, and is interrupted.
+EXAMPLE_S = 120
 _PLAN = ("plan", "train", "llama3-8b", "--on", "v5e:4x4", "--batch-seqs", "16", "--json")
 _LIBRARY = "import rooftop; print(rooftop.plan_training('llama3-8b', on='v5e:4x4', batch_seqs=16).summary)"
 
@@ -128,6 +134,54 @@ def imports(module: str) -> Callable[[Path, Path], None]:
     return lambda binaries, folder: (run(binaries / "python", "-c", f"import {module}", folder=folder), None)[1]
 
 
+def tries_every_verb(binaries: Path, folder: Path) -> dict[str, list[str]]:
+    """Run the examples of every verb's help; what came of them by verb: 'answers', 'runs', 'other input', or an extra.
+
+    Raises Failed for an example that ends with a traceback, or with a line that names no extra.
+    """
+    outcomes: dict[str, list[str]] = {}
+    for verb, lines in examples().items():
+        place(folder, verb)
+        for line in lines:
+            outcomes.setdefault(verb, []).append(_outcome(binaries, folder, line))
+    return outcomes
+
+
+def _outcome(binaries: Path, folder: Path, line: str) -> str:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    inherited["PATH"] = f"{binaries}{os.pathsep}{inherited['PATH']}"
+    process = subprocess.Popen(
+        [binaries / "rooftop", *words_of(line)], cwd=folder, env=inherited, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        _, errors = process.communicate(timeout=EXAMPLE_S)
+        ran = False
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=LIMIT_S)
+        ran = True
+    if "Traceback" in errors:
+        raise Failed(f"{line}: {errors[-500:]}")
+    if ran or process.returncode in (0, 1):
+        return "runs" if ran else "answers"
+    named = NAMED.match(errors)
+    if named is not None:
+        return named[2]
+    if is_refused(line, errors):
+        return "other input"
+    raise Failed(f"{line}: status {process.returncode}: {errors[-500:]}")
+
+
+def summary(outcomes: Mapping[str, Sequence[str]]) -> str:
+    """The verbs whose examples all answer or run, and the others by the extra that they name."""
+    by_extra: dict[str, list[str]] = {}
+    for verb, ends in outcomes.items():
+        for end in dict.fromkeys("here" if end in ("answers", "runs") else end for end in ends):
+            by_extra.setdefault(end, []).append(verb)
+    return "; ".join(f"{end}: {', '.join(names)}" for end, names in by_extra.items())
+
+
 #: Extra -> what is done with it; planning is done with all of them.
 EXTRAS: dict[str, Sequence[Callable[[Path, Path], None]]] = {
     "": (),
@@ -198,8 +252,11 @@ def interpreter(uv: str, version: str) -> str | None:
     return str(installed[-1]) if installed else None
 
 
-def check(uv: str, python: str, wheel: Path, extra: str, folder: Path) -> tuple[float, float]:
-    """Install the wheel with an extra, and use it. Returns seconds of the installation, and MB. Raises Failed."""
+def check(uv: str, python: str, wheel: Path, extra: str, folder: Path) -> tuple[float, float, str]:
+    """Install the wheel with an extra, and use it. Raises Failed.
+
+    Returns seconds of the installation, MB, and the verbs by the extras that they name.
+    """
     run(uv, "venv", "--quiet", "--python", python, folder / "venv", folder=folder)
     binaries = folder / "venv" / "bin"
     begin = time.perf_counter()
@@ -210,7 +267,10 @@ def check(uv: str, python: str, wheel: Path, extra: str, folder: Path) -> tuple[
     run(uv, "pip", "check", "--quiet", "--python", binaries / "python", folder=folder)
     for use in (plans, *EXTRAS[extra]):
         use(binaries, folder)
-    return seconds, size / 1e6
+    work = folder / "work"
+    work.mkdir()
+    prepare(work, clicks=8192)
+    return seconds, size / 1e6, summary(tries_every_verb(binaries, work))
 
 
 def main() -> int:
@@ -224,7 +284,7 @@ def main() -> int:
     shutil.rmtree(options.output, ignore_errors=True)
     wheel = build(uv, options.output)
     failed = False
-    print(f"{'python':7} {'extra':12} {'install s':>9} {'size MB':>8}")
+    print(f"{'python':7} {'extra':12} {'install s':>9} {'size MB':>8}  verbs, by the extra that they name")
     for version in options.python or PYTHONS:
         python = interpreter(uv, version)
         if python is None:
@@ -233,12 +293,12 @@ def main() -> int:
         for extra in [name for name in EXTRAS if options.extra is None or (name or "none") in options.extra]:
             with tempfile.TemporaryDirectory(prefix="rooftop-release-") as folder:
                 try:
-                    seconds, size = check(uv, python, wheel, extra, Path(folder))
+                    seconds, size, verbs = check(uv, python, wheel, extra, Path(folder))
                 except (Failed, subprocess.TimeoutExpired, OSError) as error:
                     failed = True
                     print(f"{version:7} {extra or 'none':12} FAILED: {error}", flush=True)
                 else:
-                    print(f"{version:7} {extra or 'none':12} {seconds:9.1f} {size:8.0f}", flush=True)
+                    print(f"{version:7} {extra or 'none':12} {seconds:9.1f} {size:8.0f}  {verbs}", flush=True)
     with tempfile.TemporaryDirectory(prefix="rooftop-release-") as folder:
         run(uv, "tool", "run", "--quiet", "--from", wheel, "rooftop", *_PLAN, folder=Path(folder))
         print(f"uvx --from {wheel.name} rooftop {' '.join(_PLAN)}")

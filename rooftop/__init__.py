@@ -56,9 +56,16 @@ def __getattr__(name: str) -> object:
     """Import a public function on first use."""
     if name not in _FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    function: object = getattr(importlib.import_module(f"rooftop.library.{_FUNCTIONS[name]}"), name)
-    globals()[name] = function
-    return function
+    from rooftop.core.extras import naming_extras
+
+    with naming_extras():
+        member: object = getattr(importlib.import_module(f"rooftop.library.{_FUNCTIONS[name]}"), name)
+    if isinstance(member, types.FunctionType):
+        # Some packages are imported when a function is called.
+        member = naming_extras()(member)
+        member.__module__, member.__qualname__ = __name__, name
+    globals()[name] = member
+    return member
 
 
 def __dir__() -> list[str]:

@@ -187,10 +187,10 @@ def train(*, check: str | None, as_json: bool, **options: Unpack[_EmbedTrainOpti
     """
     from rooftop.compiler.sparsecore import parse_checks
     from rooftop.embed.train.request import EmbeddingTrainRequest
-    from rooftop.library.training import EMBEDDING_PACKAGES, train_embedding
+    from rooftop.library.training import train_embedding
 
     request = EmbeddingTrainRequest(checks=parse_checks(check), **options)
-    prepare_environment(request.devices, packages=EMBEDDING_PACKAGES, extra="embed")
+    prepare_environment(request.devices, extra="embed")
     if request.profile is None:
         # Traces of a program out of the compilation cache lack its scopes.
         keep_compilations()

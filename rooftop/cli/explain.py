@@ -36,7 +36,7 @@ from rooftop.core.files import write_text
     cls=VerbCommand,
     examples=(
         "rooftop explain run1",
-        "rooftop explain /tmp/trace --hlo step.hlo.txt --mesh data=2,tensor=4 --on v5e",
+        "rooftop explain trace --hlo step.hlo.txt --mesh data=2,tensor=4 --on v5e",
         "rooftop explain module.hlo --on v5p:2x2x4 --mesh X=16",
         "rooftop explain --op '%f = bf16[64]{0} fusion(bf16[64,128]{1,0} %w, bf16[128]{0} %x), kind=kLoop' --on v5p",
         "rooftop explain --diff run1 run2",

@@ -15,6 +15,7 @@ import click
 from rooftop import __version__
 from rooftop.cli.output import VerbGroup, say, usage_line
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.extras import naming_extras
 
 #: Verb -> (MODULE:COMMAND, one line of help). A module with one verb calls it ``command``.
 VERBS: dict[str, tuple[str, str]] = {
@@ -105,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if about_words:
             _print_glossary(words[1:-1])
             sys.exit(0)
-        status = cli.main(args=words, prog_name="rooftop", standalone_mode=False)
+        with naming_extras():
+            status = cli.main(args=words, prog_name="rooftop", standalone_mode=False)
     except (RooftopError, Infeasible) as error:
         _fail(str(error), error.exit_status)
     except click.exceptions.NoArgsIsHelpError as error:

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = (
     "rooftop train plan.json --data corpus/ --tokenizer llama/ --run run1 --steps 1000 --shrink",
-    "rooftop train --model llama:2M --data '/usr/lib/python3*/**/*.py' --vocab 2048 --run run2 --steps 200 \\\n"
+    "rooftop train --model llama:2M --data 'src/**/*.py' --vocab 2048 --run run2 --steps 200 \\\n"
     "    --devices 8 --mesh fsdp=2,tensor=2,context=2",
     "rooftop train --resume run2 --steps 400",
 )
@@ -202,9 +202,8 @@ def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
     _require_processes(coordinator, processes, process)
     if coordinator is None:
         return train_together(train, request.folder.path) if is_worker() else train()
-    from rooftop.library.training import PACKAGES
 
-    prepare_environment(request.devices, packages=PACKAGES, extra="train", traced=request.profile is not None)
+    prepare_environment(request.devices, extra="train", traced=request.profile is not None)
     return train_together(train, request.folder.path, coordinator=coordinator, processes=processes, process=process)
 
 
@@ -285,10 +284,10 @@ def _plain(value: object) -> object:
 
 
 def _train(request: TrainRequest, as_json: bool) -> int:
-    from rooftop.library.training import PACKAGES, train
+    from rooftop.library.training import train
 
     request.require_inputs()
-    prepare_environment(request.devices, packages=PACKAGES, extra="train", traced=request.profile is not None)
+    prepare_environment(request.devices, extra="train", traced=request.profile is not None)
     keep_compilations()
     import jax
 

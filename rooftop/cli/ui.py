@@ -9,6 +9,7 @@ import click
 from rooftop.cli.options import OUTPUT, PATH, SERVER, VerbCommand, json_option, option
 from rooftop.cli.output import emit_json, show_document
 from rooftop.core.errors import RooftopError
+from rooftop.core.extras import require
 
 
 @click.command(
@@ -41,11 +42,7 @@ def command(
         return 0
     if as_json:
         raise RooftopError("json", "--json", "--json with --list: the page has no JSON")
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as absent:
-        raise RooftopError("ui", f"no {absent.name}", "pip install 'rooftop[ui]'") from None
+    require("ui")
     from rooftop.ui.server import address, application, bind, serve
 
     if demo:

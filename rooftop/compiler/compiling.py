@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from rooftop.compiler.memory import MemoryShortage, OutOfMemory, PeakMemory
 from rooftop.compiler.partitioner import FullRematerialization
 from rooftop.compiler.targets import PLUGIN
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.extras import require
 from rooftop.core.scratch import scratch_folder
 from rooftop.hardware import Slice
 
@@ -169,10 +169,7 @@ class WorkerAnswer:
 def require_compiler(kind: str = "tpu") -> None:
     """Raise RooftopError if JAX, jaxtyping, optax or the compiler for a ``kind`` of chip is not installed."""
     name, extra, plugin = ("XLA:GPU", "gpu-compile", PLUGIN) if kind == "gpu" else ("XLA:TPU", "compile", "libtpu")
-    for package in ("jax", "jaxtyping", plugin, "optax"):
-        if find_spec(package) is None:
-            accepted = f"a Python that has it, for {name} without a {name[-3:]}: pip install 'rooftop[{extra}]' (Linux)"
-            raise RooftopError(package, "not installed", accepted)
+    require(extra, "jax", plugin, "optax", purpose=f"on Linux, for {name} without a {name[-3:]}")
 
 
 def compile_ahead_of_time(

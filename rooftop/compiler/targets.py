@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.extras import require
 from rooftop.hardware import Chip, Slice
 
 #: The modules of JAX's plugins for GPUs, and the packages of their XLA:GPU, by preference. All have the version of jax.
@@ -51,13 +52,7 @@ _CUDNN = (9, 10)
 
 def require_cudnn() -> None:
     """Raise RooftopError if cuDNN is not installed, whose attention kernels XLA compiles into a program."""
-    try:
-        missing = find_spec("nvidia.cudnn") is None
-    except ModuleNotFoundError:
-        missing = True
-    if missing:
-        accepted = "a Python that has it, for attention on GPUs: pip install 'rooftop[gpu-compile]' (Linux)"
-        raise RooftopError("nvidia-cudnn-cu12", "not installed", accepted)
+    require("gpu-compile", "nvidia.cudnn", purpose="on Linux, for attention on GPUs")
 
 
 def target_text(chip: Chip) -> str:

@@ -6,16 +6,20 @@ that makes it count, and the rename before the call returns.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import json
 import os
 import shutil
+import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.scratch import scratch_folder
 
 #: Errors of a folder that cannot be synchronised: not readable, or not a call of its file system.
 _NO_FOLDER_SYNC = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)
@@ -27,12 +31,28 @@ _NO_ARRAY = (
 
 
 def cache_folder(kind: str) -> Path:
-    """``rooftop/KIND`` in $XDG_CACHE_HOME, or in ~/.cache. Raises RooftopError where there is neither."""
+    """``rooftop/KIND`` in $XDG_CACHE_HOME, or in ~/.cache: a folder that exists and can be written.
+
+    Where there is none, a temporary folder stands in until this process ends, for the processes that it starts too, and
+    a line on stderr says so.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    except RuntimeError:
-        raise RooftopError("XDG_CACHE_HOME", None, "a folder for what is kept, as you have no home folder") from None
-    return home / "rooftop" / kind
+        folder = Path(home).expanduser() / "rooftop" / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (OSError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "there is no home folder"
+        place = Path(os.path.expanduser(home)) / "rooftop"
+        sys.stderr.write(
+            f"rooftop: nothing is cached: {place} cannot be written ({reason}); XDG_CACHE_HOME names another folder\n"
+        )
+        stack = ExitStack()
+        os.environ["XDG_CACHE_HOME"] = str(stack.enter_context(scratch_folder("rooftop-cache-")))
+        atexit.register(stack.close)
+        return cache_folder(kind)
+    return folder
 
 
 def write_text(path: Path, text: str) -> None:

@@ -17,16 +17,12 @@ _ARCHIVE = Path(__file__).with_name("demo.tar.xz")
 
 
 def demo_run() -> Path:
-    """Return the folder of the recorded run, unpacked into the user's cache on first use.
-
-    Raises RooftopError where there is no place for a cache.
-    """
+    """Return the folder of the recorded run, unpacked into the user's cache on first use."""
     content = hashlib.sha256(_ARCHIVE.read_bytes()).hexdigest()[:12]
     home = cache_folder("demo")
     folder = home / f"demo-{content}"
     if folder.exists():
         return folder
-    home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home) as scratch:
         with tarfile.open(_ARCHIVE) as archive:
             archive.extractall(scratch, filter="data")

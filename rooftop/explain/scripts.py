@@ -15,8 +15,7 @@ from rooftop.core.amounts import Amount
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
 from rooftop.core.records import Record
-from rooftop.explain.compiled.report import SCHEMA, CompiledRecord, CompiledReport, largest
-from rooftop.explain.compiled.training import RefusedRecord
+from rooftop.explain.compiled.report import SCHEMA, CompiledRecord, CompiledReport, RefusedRecord, largest
 from rooftop.hardware import Slice
 from rooftop.plan.documents import PlannedSlice
 from rooftop.target.records import Ending, ScriptRun, TargetProgram

@@ -23,6 +23,7 @@ from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh
 from rooftop.arrays.mesh import MeshLayout
 from rooftop.core.errors import Infeasible, RooftopError, refuse, unknown
+from rooftop.core.extras import require
 from rooftop.core.files import write_json
 from rooftop.core.ledger import COLLECTIVES
 from rooftop.core.measurements import MeasuredCollectives
@@ -35,7 +36,7 @@ from rooftop.library.serving import Progress
 from rooftop.library.simulation import LengthsLike, read_serving_plan, targets_of, trace_of
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.roofline.calibration import Calibration, fit, read_calibration
-from rooftop.runs.environment import prefer_cpus, prepare_environment, require_packages, uninterrupted
+from rooftop.runs.environment import prefer_cpus, prepare_environment, uninterrupted
 from rooftop.scheduling.serving.scheduler import Policy
 from rooftop.serve.client.metrics import ReplayMetrics
 from rooftop.simulate.serving.metrics import ServingFigures, SimulatedTrace, Targets
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 
 #: Names, or a comma-separated text of them.
 NamesLike: TypeAlias = Sequence[str] | str
-#: Packages that ``bench_serving`` imports.
-_CLIENT = ("httpx", "prometheus_client")
 #: Token ids of prompts for a server that does not tell its vocabulary.
 _VOCAB = 1000
 
@@ -279,7 +278,7 @@ def bench_serving(
 
     Raises RooftopError naming the argument that is wrong, and Infeasible if no request was answered.
     """
-    require_packages(_CLIENT, "serve")
+    require("serve", "httpx", "prometheus_client")
     asked = trace_of(
         trace, concurrency=concurrency, requests=requests, requests_per_second=requests_per_second, duration=duration,
         prompt=prompt, generate=generate, burstiness=burstiness, seed=seed, hash_tokens=hash_tokens,
@@ -437,7 +436,7 @@ def calibrate(
     limit = parse_quantity(minutes, "minutes", largest=_LONGEST)
     where = None if on is None else slice_of(on)
     known = read_calibration(path) if path is not None and path.exists() else None
-    prepare_environment(devices, packages=("jax",), extra="jax")
+    prepare_environment(devices, extra="jax")
     with uninterrupted():
         from rooftop.profile.microbench.calibration import Bench
     from rooftop.profile.microbench import timing

@@ -297,6 +297,10 @@ def validate(
     from rooftop.validation.runs import PublishedRuns
     from rooftop.validation.serving import ServingReport, serving_report
 
+    if compiled:
+        from rooftop.compiler.compiling import require_compiler
+
+        require_compiler("tpu")
     own = calibration_of(calibration)
     assumptions = Assumptions() if assume is None else Assumptions().with_hidden(assume)
     path = None if runs is None else Path(runs)
@@ -350,13 +354,11 @@ def _compiled(
     on_progress: Progress | None,
 ) -> CompiledRuns:
     """Published, planned and compiled times of runs on TPUs."""
-    from rooftop.compiler.compiling import require_compiler
     from rooftop.validation.compiled import CompiledRow, CompiledRuns, chosen
 
     timeout_s = None if timeout is None else seconds_of(timeout, "timeout")
     by_id = {run.id: plan for run, plan in plans}
     runs = chosen([run for run, _ in plans], only)
-    require_compiler("tpu")
     with uninterrupted():
         from rooftop.explain.compiled.report import CompiledReport
         from rooftop.explain.compiled.training import compile_plan

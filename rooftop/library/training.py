@@ -46,11 +46,6 @@ _Request = TypeVar("_Request")
 _Watch = TypeVar("_Watch")
 _Answer = TypeVar("_Answer")
 
-#: Packages that training imports.
-PACKAGES = ("jax", "jaxtyping", "optax", "orbax", "safetensors", "tokenizers")
-#: Packages that training of embedding tables imports.
-EMBEDDING_PACKAGES = ("jax", "jaxtyping", "optax", "orbax")
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrainResult(Result):
@@ -249,7 +244,7 @@ def train(request: TrainRequest, watch: Watch | None = None) -> TrainResult:
     state does not fit, the loss diverges or a gradient is not finite; and ``rooftop.runs.signals.Stopped`` for a signal
     before the first step.
     """
-    prepare_environment(request.devices, packages=PACKAGES, extra="train", traced=request.profile is not None)
+    prepare_environment(request.devices, extra="train", traced=request.profile is not None)
     with uninterrupted():
         import jax
 
@@ -317,7 +312,7 @@ def train_embedding(request: EmbeddingTrainRequest, watch: OnBatch | None = None
     Raises RooftopError naming a field that is wrong, or that is not that of the run in the folder, and Infeasible if
     the tables exceed the memory or hold NaN.
     """
-    prepare_environment(request.devices, packages=EMBEDDING_PACKAGES, extra="embed")
+    prepare_environment(request.devices, extra="embed")
     require_batches(Path(request.data), request.batch_samples)
     if request.evaluate is not None:
         require_labels(Path(request.evaluate), request.batch_samples)
@@ -359,9 +354,9 @@ def export_embedding(
     whole checkpoint, or it is of other tables.
     """
     config = tables if isinstance(tables, Tables) else load_tables(Path(tables))
+    prepare_environment(None, extra="embed")
     if not RunFolder(path=Path(run)).checkpoints.is_dir():
         raise RooftopError("run", str(run), "a folder with a whole checkpoint, of rooftop embed train")
-    prepare_environment(None, packages=EMBEDDING_PACKAGES, extra="embed")
     with uninterrupted():
         from rooftop.embed.train.checkpoint import newest_tables
 

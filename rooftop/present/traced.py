@@ -1,9 +1,10 @@
-"""Documents of compilations and traces with their timelines. They need JAX, unlike all other documents."""
+"""Documents of compilations and traces with their timelines, from reports and not from their JSON."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from rooftop.compiler.machine.schedule import timeline
 from rooftop.core.errors import RooftopError
 from rooftop.core.timelines import COMPUTE, MORE, TRANSFER, WAIT, Lane, Lanes, TimeSpan
 from rooftop.explain.compiled.report import CompiledReport
-from rooftop.explain.compiled.training import Refusal
 from rooftop.explain.measured.report import Explained
 from rooftop.present.document import Document
 from rooftop.present.documents import document
@@ -20,6 +20,9 @@ from rooftop.profile.facts import COLLECTIVE, CONTROL, HOST, Facts
 from rooftop.profile.measured import StepTime
 from rooftop.profile.trace import SECONDS, Device, Track
 from rooftop.simulate.planned import planned_lanes
+
+if TYPE_CHECKING:
+    from rooftop.explain.compiled.training import Refusal
 
 #: Devices that are drawn, and lanes of one device that runs several ops at once.
 DRAWN_DEVICES, _DEEP = 8, 4
@@ -30,7 +33,7 @@ def compiled_document(answer: CompiledReport | Refusal) -> Document:
     """A compilation next to its plan, with both timelines; of a refusal, what fills the memory that is too small."""
     plan = answer.plan
     lanes = [] if plan is None else [planned_lanes(plan)]
-    if isinstance(answer, Refusal):
+    if not isinstance(answer, CompiledReport):
         return document(answer.to_json(), lanes=lanes)
     lanes.append(compiled_lanes(answer.compiled.module, answer.timeline, title="compiled: the schedule of XLA"))
     return document(answer.to_json(), cached=answer.compiled.cached, lanes=lanes)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -162,11 +163,19 @@ def explain_idle(
 
 @cache
 def _library() -> frozenset[str]:
-    """Names of the files of JAX and of Python's own library: the name of a frame has no folder."""
-    jax = find_spec("jax")
-    folders = jax.submodule_search_locations if jax is not None and jax.submodule_search_locations else []
-    own = {file.name for folder in folders for file in Path(folder).rglob("*.py")}
-    return frozenset(own | {f"{name}.py" for name in sys.stdlib_module_names})
+    """Names of the files of JAX and of Python's own library: the name of a frame has no folder.
+
+    A trace means the same where JAX is not installed, or another release of it: the names of one come with rooftop.
+    """
+    recorded = files("rooftop.profile").joinpath("jax_files.txt").read_text(encoding="utf-8").split()
+    return frozenset(recorded) | jax_files() | {f"{name}.py" for name in sys.stdlib_module_names}
+
+
+def jax_files() -> frozenset[str]:
+    """Names of the source files of the installed JAX; none where it is not installed."""
+    spec = find_spec("jax")
+    folders = spec.submodule_search_locations if spec is not None and spec.submodule_search_locations else []
+    return frozenset(file.name for folder in folders for file in Path(folder).rglob("*.py"))
 
 
 def _reason(stack: Sequence[str], program_files: frozenset[str]) -> tuple[str, str, str]:

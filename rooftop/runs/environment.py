@@ -10,10 +10,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.extras import require
 from rooftop.core.files import cache_folder
 from rooftop.core.quantities import parse_count
 
@@ -32,15 +32,13 @@ _MEMORY_FRACTION = "0.95"
 _NO_GRAPHS_FLAG = "--xla_gpu_enable_command_buffer="
 
 
-def prepare_environment(
-    devices: int | str | None, *, packages: tuple[str, ...], extra: str, traced: bool = False
-) -> None:
+def prepare_environment(devices: int | str | None, *, extra: str, traced: bool = False) -> None:
     """Set the variables that JAX and XLA read on import: ``devices`` emulates that many on the CPU.
 
-    With ``traced``, programs on GPUs are compiled so that a trace names their instructions. Raises RooftopError if one
-    of ``packages`` is not installed; ``extra`` is the extra that installs them.
+    With ``traced``, programs on GPUs are compiled so that a trace names their instructions. Raises RooftopError if a
+    package that the verbs of ``extra`` need is not installed.
     """
-    require_packages(packages, extra)
+    require(extra)
     flags = os.environ.get("XLA_FLAGS", "").split()
     if devices is not None:
         count = parse_count(devices, "devices")
@@ -62,13 +60,6 @@ def prefer_cpus() -> None:
     """
     if "JAX_PLATFORMS" not in os.environ and not any(any(Path("/dev").glob(name)) for name in _ACCELERATORS):
         os.environ["JAX_PLATFORMS"] = "cpu"
-
-
-def require_packages(packages: tuple[str, ...], extra: str) -> None:
-    """Raise RooftopError if one of ``packages`` is not installed; ``extra`` installs them."""
-    for package in packages:
-        if find_spec(package) is None:
-            raise RooftopError(package, "not installed", f"a Python that has it: pip install 'rooftop[{extra}]'")
 
 
 def keep_compilations() -> None:

@@ -43,11 +43,6 @@ if TYPE_CHECKING:
     from rooftop.serve.hosts.generating import Generator
     from rooftop.serve.server import Serving
 
-#: Packages that serving imports.
-_PACKAGES = (
-    "jax", "jaxtyping", "safetensors", "tokenizers", "starlette", "uvicorn", "httptools", "prometheus_client", "jinja2",
-    "llguidance", "cryptography",
-)  # fmt: skip
 #: Options of a process that the others have otherwise, or that no log may have.
 _OWN = ("--process", "--api-key", "--link-key", "--port", "--host")
 #: Seconds between two log lines about compilation.
@@ -131,7 +126,7 @@ def run(
     Options and the port are checked before JAX is imported. Raises RooftopError for wrong input and Infeasible if the
     weights or the cache do not fit. Call it in the main thread of a process that has not imported JAX.
     """
-    prepare_environment(request.devices, packages=_PACKAGES, extra="serve")
+    prepare_environment(request.devices, extra="serve")
     if request.coordinator is not None:
         known = process_of(request.coordinator, request.processes, request.process)
         if known is None or known[1] > 0 or request.role == "generate":

@@ -116,7 +116,6 @@ def make_example(checkpoint: Path) -> Path:
             return np.full(parameter.shape, parameter.value, np.float32)
         return random.standard_normal(parameter.shape, np.float32) * np.float32(parameter.fan_in**-0.5)
 
-    home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home) as scratch:
         new = Path(scratch) / folder.name
         save_weights(new, model, jax.tree.map(draw, describe(model)))

@@ -1,6 +1,6 @@
 """Files that rooftop wrote, as documents: plans, compilations, simulations, explained runs, runs under way.
 
-Reading a trace takes seconds, most of them to import JAX. A shelf reads it in a thread, once, and shows what is known
+Reading a trace takes seconds. A shelf reads it in a thread, once, and shows what is known
 meanwhile.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.extras import naming_extras
 from rooftop.core.quantities import format_bytes
 from rooftop.present.browser import Widths, to_data
 from rooftop.present.document import Chart, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
@@ -42,12 +43,12 @@ class Opened:
 def opened(path: Path) -> Opened:
     """Document of a file; of a folder or trace, the one of ``rooftop explain``. Raises RooftopError."""
     if path.is_dir() or path.name.endswith(".xplane.pb"):
-        # Traces are read with JAX's own reader, which takes seconds to start.
-        try:
-            from rooftop.explain.measured.report import explain
-        except ImportError as absent:
-            raise RooftopError("file", path.name, f"JAX to read it with (no {absent.name} here)") from None
-        return opened_json(path.name, explain(path).to_json(top=_TOP))
+        from rooftop.explain.measured.report import explain
+
+        # A trace that has the only copy of its program needs jaxlib to read it.
+        with naming_extras():
+            explained = explain(path)
+        return opened_json(path.name, explained.to_json(top=_TOP))
     try:
         body = path.read_bytes()
     except OSError as error:

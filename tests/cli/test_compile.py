@@ -15,8 +15,8 @@ import pytest
 from rooftop.cli.main import main
 from rooftop.core.ledger import Row
 from rooftop.core.records import schema
-from rooftop.explain.compiled.report import CompiledRecord
-from rooftop.explain.compiled.training import Refusal, RefusedRecord, compile_plan
+from rooftop.explain.compiled.report import CompiledRecord, RefusedRecord
+from rooftop.explain.compiled.training import Refusal, compile_plan
 from rooftop.explain.measured.report import explain
 from rooftop.hardware import Slice
 from rooftop.models import MoE, load_model

@@ -52,7 +52,7 @@ def test_every_gpu_of_the_catalogue_is_a_target_or_refused_by_name() -> None:
 
 
 def test_a_missing_compiler_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rooftop.compiler.compiling.find_spec", lambda name: None if name == PLUGIN else object())
+    monkeypatch.setattr("rooftop.core.extras.find_spec", lambda name: None if name == PLUGIN else object())
     require_compiler("tpu")
     with pytest.raises(RooftopError, match=r"XLA:GPU without a GPU: pip install 'rooftop\[gpu-compile\]'"):
         require_compiler("gpu")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
+import subprocess
+import sys
 from decimal import Decimal
 from pathlib import Path
 
@@ -367,19 +370,28 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path):
     assert pipe.is_fifo()
 
 
-def test_a_cache_lies_where_the_user_has_caches(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert files.cache_folder("jax") == Path("/caches/rooftop/jax")
+def test_a_cache_lies_where_the_user_has_caches(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert files.cache_folder("jax") == tmp_path / "caches" / "rooftop" / "jax"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/one")
-    assert files.cache_folder("jax") == Path("/home/one/.cache/rooftop/jax")
+    monkeypatch.setenv("HOME", str(tmp_path / "one"))
+    assert files.cache_folder("jax") == tmp_path / "one" / ".cache" / "rooftop" / "jax"
+    assert files.cache_folder("jax").is_dir()
 
 
-def test_without_a_home_a_cache_wants_a_place(monkeypatch):
-    def nobody(path):
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "expanduser", nobody)
-    with pytest.raises(RooftopError, match=r"^XDG_CACHE_HOME: got nothing; accepted: a folder"):
-        files.cache_folder("jax")
+@pytest.mark.parametrize("home", ["/dev/null", "/proc/nowhere"])
+def test_without_a_place_for_a_cache_nothing_is_kept(home, tmp_path):
+    """A folder of the process, which those that it starts share, goes with it: one line says so."""
+    code = """
+import subprocess, sys
+from rooftop.core.files import cache_folder
+(cache_folder("jax") / "entry").touch()
+other = "from rooftop.core.files import cache_folder; print(*cache_folder('jax').iterdir())"
+subprocess.run([sys.executable, "-c", other], check=True)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
+    environment |= {"HOME": home, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    entry = Path(done.stdout.strip())
+    assert entry.name == "entry" and entry.is_relative_to(tmp_path) and not entry.exists()
+    assert re.fullmatch(rf"rooftop: nothing is cached: {home}/.cache/rooftop cannot be written .*\n", done.stderr)

@@ -501,9 +501,9 @@ def test_a_preprocessor_that_cannot_be() -> None:
             StackLimits(max_ids=fields[0], max_unique_ids=fields[1], buffer=fields[2])
 
 
-@pytest.mark.skipif(len(KERNELS) > 1, reason="numba is installed")
-def test_kernels_that_are_not_installed() -> None:
-    with pytest.raises(RooftopError, match="accelerate: got True; accepted: numba to be installed"):
+def test_kernels_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(RooftopError, match=r"numba: got 'not installed'; .* pip install 'rooftop\[embed\]'"):
         Preprocessor(one_table(), batch=2, accelerate=True)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +12,12 @@ from pathlib import Path
 import pytest
 
 from rooftop.explain.demo import _ARCHIVE, demo_run
+from rooftop.profile import idle
+from rooftop.ui.opened import opened
 from tests.conftest import Answer
 from tests.support import faces
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +42,26 @@ def test_page_and_browser_show_what_the_terminal_shows(
     assert sum(1 for _ in faces.cells(terminal)) > 100
     assert faces.missing(terminal, faces.of_page(page.read_text(encoding="utf-8"))) == []
     assert faces.missing(terminal, faces.of_browser(file)) == []
+
+
+def test_the_recorded_run_needs_no_jax(rooftop: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the answer depends on what is installed, and the page opens it too."""
+    known = rooftop("explain", "--demo", "--json").json
+    monkeypatch.setitem(sys.modules, "jaxlib", None)
+    monkeypatch.setitem(sys.modules, "jax", None)
+    idle._library.cache_clear()
+    assert rooftop("explain", "--demo", "--json").json == known
+    assert opened(demo_run()).answer.verdict.says
+    idle._library.cache_clear()
+
+
+def test_the_names_of_the_files_of_jax_are_recorded() -> None:
+    """Those of the release that the tests are pinned to."""
+    recorded = Path(idle.__file__).with_name("jax_files.txt").read_text(encoding="utf-8").split()
+    pinned = re.search(r"^jax==(\S+)", (ROOT / "requirements" / "dev.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned is not None
+    if importlib.metadata.version("jax") == pinned[1]:
+        assert recorded == sorted(idle.jax_files())
 
 
 def test_the_recorded_run_is_unpacked_once() -> None:

@@ -185,7 +185,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, content: byte
 
 
 def test_without_pyarrow_parquet_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(RooftopError, match=r"pip install 'rooftop\[parquet\]'"):
         texts_of(tmp_path)

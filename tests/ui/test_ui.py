@@ -22,7 +22,7 @@ import rooftop.ui
 from rooftop.arrays import parse_axes
 from rooftop.core.errors import RooftopError
 from rooftop.core.records import schema
-from rooftop.explain.compiled.training import RefusedRecord
+from rooftop.explain.compiled.report import RefusedRecord
 from rooftop.explain.measured.report import ExplainedRecord
 from rooftop.hardware import Slice
 from rooftop.models import load_model

@@ -62,13 +62,17 @@ class KernelBody:
 def read_kernel(body: str, tables: tuple[KernelTable, ...], dynamic: tuple[int | None, ...] = ()) -> KernelBody | None:
     """Count a serialized body (base64). None for a body that this jaxlib cannot read, or with an unknown grid.
 
+    Raises ModuleNotFoundError where no jaxlib is installed.
+
     ``tables`` are the operands in scalar memory, and ``dynamic`` the sizes of the dims of the grid that are operands.
     """
     try:
         from jaxlib.mlir import ir
         from jaxlib.mlir.passmanager import PassManager
         from jaxlib.mosaic.python import tpu
-    except ImportError:
+    except ImportError as error:
+        if error.name == "jaxlib":
+            raise
         return None
     context = ir.Context()
     context.allow_unregistered_dialects = True

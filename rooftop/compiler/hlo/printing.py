@@ -1,12 +1,13 @@
-"""The text of XLA's modules. Its reader and printer of modules are private in jaxlib: they are used only here."""
+"""The text of XLA's modules. Its reader and printer of modules are private in jaxlib: they are used only here.
+
+jaxlib is imported when a module is read: what has the text already needs none.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from typing import Any
-
-from jaxlib import _hlo  # type: ignore[attr-defined]
 
 #: A constant whose elements the text leaves out.
 _ELIDED = re.compile(r"= (\w+)\[([\d,]*)\]\S* constant\(\{\.\.\.\}\)")
@@ -23,6 +24,8 @@ def written(module: Any) -> str:
     elided = [math.prod(int(dim) for dim in dims.split(",") if dim) for _, dims in _ELIDED.findall(text)]
     if "tpu_custom_call" not in text or not elided or sum(elided) > _WRITTEN:
         return text
+    from jaxlib import _hlo  # type: ignore[attr-defined]
+
     options = _hlo.HloPrintOptions()
     options.print_large_constants = True
     lines, whole = text.split("\n"), str(module.to_string(options)).split("\n")
@@ -41,9 +44,13 @@ def compiled_text(compiled: Any) -> str:
 
 def module_text(proto: bytes) -> str:
     """The text of a serialized HloModuleProto."""
+    from jaxlib import _hlo  # type: ignore[attr-defined]
+
     return written(_hlo.HloModule.from_serialized_hlo_module_proto(proto))
 
 
 def hlo_proto_of(text: str) -> bytes:
     """A module's text as a serialized HloModuleProto."""
+    from jaxlib import _hlo  # type: ignore[attr-defined]
+
     return bytes(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())

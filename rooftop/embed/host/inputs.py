@@ -17,6 +17,7 @@ from jaxtyping import Float32, Integer
 from numpy.typing import ArrayLike, NDArray
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.extras import require
 from rooftop.models.embedding_tables.tables import Feature, Tables
 
 #: Marks a place without an id in a padded dense array.
@@ -132,12 +133,7 @@ def from_arrow(array: Any, weights: Any = None, *, name: str = "ids") -> Ragged:
 
     An array of whole numbers is one id per sample, and a null there a sample without one.
     """
-    try:
-        import pyarrow as pa
-    except ImportError:
-        raise RooftopError(
-            name, type(array).__name__, "pyarrow, to read Arrow (pip install 'rooftop[parquet]')"
-        ) from None
+    pa, _ = _arrow()
     values, splits = _arrow_parts(pa, array, name)
     if weights is None:
         return ragged(values, splits, name=name)
@@ -334,11 +330,10 @@ def count_samples(files: Sequence[Path]) -> int:
 
 def _arrow() -> tuple[Any, Any]:
     """Import pyarrow and its Parquet module. Raises RooftopError if it is not installed."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise RooftopError("data", "Parquet", "pyarrow to be installed (pip install 'rooftop[parquet]')") from None
+    require("parquet", "pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     return pa, pq
 
 

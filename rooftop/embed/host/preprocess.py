@@ -8,7 +8,6 @@ buffers, for any number of threads.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.extras import is_installed, require
 from rooftop.embed.host.buffers import Buffers
 from rooftop.embed.host.lookups import (
     StackIds,
@@ -85,13 +85,11 @@ class Sorter(Protocol):
 
 def choose_sorter(accelerate: bool | None) -> Sorter:
     """The numba kernel (True), the NumPy reference (False), or numba if it is installed (None). Raises RooftopError."""
-    installed = importlib.util.find_spec("numba") is not None
     if accelerate is None:
-        accelerate = installed
+        accelerate = is_installed("numba")
     if not accelerate:
         return Reference()
-    if not installed:
-        raise RooftopError("accelerate", True, "numba to be installed (pip install numba), or NumPy's kernels")
+    require("embed", "numba", purpose="for its kernels; NumPy's need none")
     from rooftop.embed.host.kernel import NumbaKernel
 
     return NumbaKernel()

@@ -25,7 +25,7 @@ from rooftop.explain.compiled.findings import IN_STEPS, SMALL, Finding, Findings
 from rooftop.explain.compiled.rooflines import CalledKernel, OperationRoofline, called_kernels, operations
 from rooftop.explain.join import JoinedRow, join
 from rooftop.plan.documents import PlannedSlice
-from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.roofline.rates import Rates
 
 SCHEMA: Literal[1] = 1
@@ -125,6 +125,15 @@ def merged(collectives: Iterable[CompiledCollective]) -> tuple[CompiledCollectiv
         )
         for group in groups.values()
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusedRecord(CompilationRecord):
+    """A program that needs ``over_bytes`` of HBM too many, and the ``nearest`` plan that should fit, if any."""
+
+    fits: Literal[False]
+    over_bytes: Amount
+    nearest: PlanSummary | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from rooftop import __version__
 from rooftop.compiler.compiling import CompileRequest, Progress, compile_ahead_of_time
 from rooftop.compiler.memory import OutOfMemory
-from rooftop.core.amounts import Amount
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
 from rooftop.explain.compiled.report import (
     SCHEMA,
-    CompilationRecord,
     CompiledReport,
+    RefusedRecord,
     largest,
 )
 from rooftop.hardware import Slice
 from rooftop.plan.documents import PlannedSlice
-from rooftop.plan.training.plan import PlanSummary, TrainingPlan
+from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import plan_of, sweep
 from rooftop.programs.training.options import compiler_options
 from rooftop.programs.training.program import TrainProgram
 
 PROGRAM = "rooftop.programs.training.step:lower"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RefusedRecord(CompilationRecord):
-    """A program that needs ``over_bytes`` of HBM too many, and the ``nearest`` plan that should fit, if any."""
-
-    fits: Literal[False]
-    over_bytes: Amount
-    nearest: PlanSummary | None
 
 
 @dataclass(frozen=True, kw_only=True)

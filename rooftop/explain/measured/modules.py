@@ -16,6 +16,7 @@ from rooftop.compiler.hlo.printing import hlo_proto_of, module_text
 from rooftop.compiler.hlo.scopes import source_of
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module, parse
 from rooftop.core.errors import RooftopError
+from rooftop.core.extras import is_installed
 from rooftop.core.timelines.xprof import message
 from rooftop.explain.axes import devices_of, infer_mesh
 from rooftop.profile.facts import (
@@ -243,7 +244,8 @@ def programs_of(
         if number not in used:
             continue
         text = by_name.get(name) or (by_name[next(iter(by_name))] if len(by_name) == 1 and len(used) == 1 else "")
-        if not text and number in trace.modules:
+        # A run's own text stands in where nothing is installed that reads the module in the trace.
+        if not text and number in trace.modules and (is_installed("jaxlib") or name not in saved):
             text = module_text(trace.modules[number])
         text = text or saved.get(name, "")
         if not text:

@@ -19,10 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ed25519
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
 #: Bytes that are encrypted, and read, at a time.
 _CHUNK = 1 << 18
 #: A certificate is trusted by its greeting, not by its dates: the first that there is, and no known end (RFC 5280).
@@ -31,6 +27,10 @@ _BEGIN, _END = datetime(1950, 1, 1), datetime(9999, 12, 31, 23, 59, 59)
 
 def certificate() -> tuple[bytes, bytes]:
     """DER of a certificate without a name that its own Ed25519 key has signed, and PEM of key and certificate."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ed25519
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
     key, nobody = ed25519.Ed25519PrivateKey.generate(), x509.Name([])
     signed = (
         x509.CertificateBuilder(nobody, nobody)

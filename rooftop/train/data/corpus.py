@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.extras import require
 
 #: What to call with how many bytes are done, how many there are, and what comes next.
 Progress = Callable[[int, int, str], None]
@@ -183,11 +184,8 @@ def _jsonl(path: Path, field: str) -> Iterator[tuple[str, int]]:
 
 
 def _parquet(source: CorpusSource, field: str) -> Iterator[tuple[str, int]]:
-    try:
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-    except ModuleNotFoundError:
-        accepted = "text or JSONL where pyarrow is not installed (pip install 'rooftop[parquet]')"
-        raise RooftopError("data", str(source.path), accepted) from None
+    require("parquet", "pyarrow", purpose=f"to read {source.path}")
+    parquet: Any = importlib.import_module("pyarrow.parquet")
     try:
         file = parquet.ParquetFile(source.path)
     except (OSError, ValueError) as error:
