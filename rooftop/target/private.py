@@ -87,6 +87,7 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName(module="interpreters.mlir", name="LoweringParameters"),
     PrivateName(module="interpreters.mlir", name="module_to_bytecode", parameters=("module",)),
     PrivateName(module="interpreters.partial_eval", name="dce_jaxpr", parameters=("jaxpr", "used_outputs")),
+    PrivateName(module="api_util", name="fun_sourceinfo", parameters=("fun",)),
     PrivateName(module="core", name="pytype_aval_mappings"),
     PrivateName(module="core", name="update_aval_with_sharding", parameters=("aval", "sharding")),
     PrivateName(module="core", name="shaped_abstractify", parameters=("x",)),

@@ -58,6 +58,11 @@ class CheckResult(Result):
 
         return document(self.to_json())
 
+    def raise_if_infeasible(self) -> None:
+        """Raise RooftopError if the script failed after it had compiled the program."""
+        if self.report.error is not None:
+            raise self.report.error
+
     def save(self, path: Path | str) -> None:
         """Write the ledger, for ``against`` of a later check."""
         write_json(Path(path), self.to_json())
@@ -93,8 +98,8 @@ def check(
         fail_on: Seconds that one finding may be worth, or '5ms'.
         name: Name of the program in the answer.
 
-    Limits are those of ``holds``. Raises RooftopError for a program that did not compile, for limits without an earlier
-    ledger, and for files that are none.
+    Limits are those of ``holds``. A script that failed is in the result: ``raise_if_infeasible`` raises for it. Raises
+    RooftopError for a program that did not compile, for limits without an earlier ledger, and for files that are none.
     """
     from rooftop.explain.advisor.gates import GateLimits
     from rooftop.explain.advisor.report import CheckReport, SavedCheck
@@ -118,7 +123,9 @@ def check(
         common["tokens"] = parse_quantity(tokens, "tokens") if isinstance(tokens, str) else tokens
     result = program
     if isinstance(result, ScriptResult):
-        name, result = name or result.report.command, result.costliest
+        failed, command = result.report.run.error, result.report.command
+        common["error"] = None if failed is None else failed.refusal(command)
+        name, result = name or command, result.costliest
     report: ProgramCheck
     if not isinstance(result, CompileResult) and Path(result).suffix == ".json":
         refuse({"on": on, "mesh": mesh}, "nothing with a saved report, which says it")
