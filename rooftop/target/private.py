@@ -79,6 +79,11 @@ NAMES: tuple[PrivateName, ...] = (
     PrivateName(module="interpreters.pxla", name="MeshExecutable.call", parameters=("self", "args")),
     PrivateName(module="interpreters.pxla", name="MeshExecutable.create_cpp_call", parameters=("self", "params")),
     PrivateName(module="interpreters.pxla", name="MeshExecutable._kept_var_idx"),
+    PrivateName(
+        module="interpreters.pxla",
+        name="UnloadedMeshExecutable",
+        parameters=("backend", "input_avals", "output_avals", "output_shardings", "committed"),
+    ),
     PrivateName(module="interpreters.pxla", name="shard_arg_handlers"),
     PrivateName(module="interpreters.pxla", name="shard_args"),
     PrivateName(module="ad_util", name="raw_jaxval_adders"),

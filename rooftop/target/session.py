@@ -29,7 +29,6 @@ from jax._src.named_sharding import UnspecifiedValue
 from jax._src.numpy import indexing
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
-from jaxlib._jax import Device
 
 from rooftop.compiler.devices import coordinates_of, described_devices
 from rooftop.compiler.hlo.text import aliases
@@ -103,6 +102,8 @@ class _Entry:
     donated: tuple[int, ...] = ()
     #: Index of the program in the session; None if it was not compiled.
     program: int | None = None
+    #: True if the results are bound to their devices; None if that follows from the arguments.
+    committed: bool | None = None
 
 
 @dataclass(kw_only=True)
@@ -195,7 +196,9 @@ class Session:
         elif entry.program is not None:
             self._count(entry.program)
         values = self._values(jaxpr, arguments, knowledge, name)
-        committed = any(kind is not None and kind[1] for kind in kinds)
+        committed = entry.committed
+        if committed is None:
+            committed = any(kind is not None and kind[1] for kind in kinds)
         results = [
             stand_in(
                 aval,
@@ -229,7 +232,7 @@ class Session:
         ]
         reason = self._left_out(plain, work, source, arguments, in_shardings)
         compiled = reason is None
-        program = None
+        program = committed = None
         if compiled or bytes_of(missing) >= _ASK_XLA:
             described = _describe(plain, arguments, in_shardings)
             call = _Call(
@@ -261,6 +264,8 @@ class Session:
                 )
                 executable = computation.compile()
                 shardings = list(executable._out_shardings)
+                # Arguments that are not used bind nothing: states of optimizers are made of them.
+                committed = executable._unloaded_executable.committed
             program = call.program
             known_executable = self._by_executable.get(id(executable.xla_executable))
             if compiled and program is None and known_executable is not None:
@@ -280,7 +285,7 @@ class Session:
         fill = replicated(arguments, shardings)
         placed = [sharding or fill for sharding in shardings]
         donated = written.donated(plain, arguments, placed, rest["donated_invars"])
-        return _Entry(jaxpr=jaxpr, shardings=placed, known=None, program=program, donated=donated)
+        return _Entry(jaxpr=jaxpr, shardings=placed, known=None, program=program, donated=donated, committed=committed)
 
     def _left_out(
         self, jaxpr: Any, work: WrittenWork, source: str, arguments: Sequence[Any], in_shardings: Sequence[Any]
@@ -434,7 +439,7 @@ class Session:
             numbers = (number - first for number in self._aliased[entry[1]] if number >= first)
             self._delete((taken[number] for number in numbers), program.name)
         return [
-            stand_in(aval, sharding, committed=True, reader=self)
+            stand_in(aval, sharding, committed=loaded.committed, reader=self)
             for aval, sharding in zip(loaded.output_avals, loaded.output_shardings, strict=True)
         ]
 
@@ -712,15 +717,16 @@ class Session:
         yield jax, "jit", jit_
         yield jax, "live_arrays", live_arrays
         # XLA counts memory of devices that are here.
-        original_stats, original_number = Device.memory_stats, Device.local_hardware_id
+        device_class: Any = jax.Device
+        original_stats, original_number = device_class.memory_stats, device_class.local_hardware_id
         described = set(self.devices)
         yield (
-            Device,
+            device_class,
             "memory_stats",
             lambda device: self.memory_stats(device) if device in described else original_stats(device),
         )
         yield (
-            Device,
+            device_class,
             "local_hardware_id",
             property(lambda device: device.id if device in described else original_number.__get__(device)),
         )

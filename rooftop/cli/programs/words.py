@@ -142,7 +142,7 @@ def script_options(command: _Command) -> _Command:
 def refuse_script_options(options: ScriptOptions) -> None:
     """Raise RooftopError for an option of a script without one."""
     # 0 is a value too.
-    given = {name.replace("_", "-"): str(value) for name, value in options.items() if value is not None}
+    given = {name.replace("_", "-"): f"{value:g}" for name, value in options.items() if value is not None}
     refuse(given, "nothing but with a script: -- python SCRIPT")
 
 

@@ -68,7 +68,7 @@ class ProgramCheck:
     """
 
     program: str
-    error: RooftopError | None = None
+    error: str | None = None
     tokens: float | None = None
     before: Mapping[str, Any] | None = None
     limits: GateLimits = GateLimits()
@@ -168,7 +168,7 @@ class ProgramCheck:
             gates=self.gates,
             difference=self.difference,
             compiled=self.compiled_record(top),
-            error=None if self.error is None else self.error.given,
+            error=self.error,
         )
 
     def to_json(self, *, top: int = 20) -> dict[str, Any]:

@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CheckResult(Result):
-    """A checked program: its findings, what is worth most first, and whether the limits hold."""
+    """A checked program: its findings, what is worth most first, and whether the limits hold.
+
+    ``failure`` is that of a script which failed after it had compiled the program.
+    """
 
     report: ProgramCheck
+    failure: RooftopError | None = None
 
     def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Findings, limits, the difference from an earlier ledger, and the compilation."""
@@ -60,8 +64,8 @@ class CheckResult(Result):
 
     def raise_if_infeasible(self) -> None:
         """Raise RooftopError if the script failed after it had compiled the program."""
-        if self.report.error is not None:
-            raise self.report.error
+        if self.failure is not None:
+            raise self.failure
 
     def save(self, path: Path | str) -> None:
         """Write the ledger, for ``against`` of a later check."""
@@ -121,10 +125,11 @@ def check(
     }
     if tokens is not None:
         common["tokens"] = parse_quantity(tokens, "tokens") if isinstance(tokens, str) else tokens
-    result = program
+    result, failure = program, None
     if isinstance(result, ScriptResult):
-        failed, command = result.report.run.error, result.report.command
-        common["error"] = None if failed is None else failed.refusal(command)
+        error, command = result.report.run.error, result.report.command
+        if error is not None:
+            failure, common["error"] = error.refusal(command), str(error)
         name, result = name or command, result.costliest
     report: ProgramCheck
     if not isinstance(result, CompileResult) and Path(result).suffix == ".json":
@@ -141,7 +146,7 @@ def check(
         result.raise_if_infeasible()
         assert isinstance(result.report, CompiledReport)
         report = CheckReport(program=name or "program", report=result.report, **common)
-    return CheckResult(report=report)
+    return CheckResult(report=report, failure=failure)
 
 
 _SAVED = "what rooftop check --save or rooftop compile -o wrote"
