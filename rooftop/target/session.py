@@ -680,7 +680,7 @@ class Session:
         def process_count(backend: Any = None) -> int:
             return 1
 
-        original_arrays = jax.live_arrays
+        original_arrays: Any = jax.live_arrays
 
         @functools.wraps(original_arrays)
         def live_arrays(platform: Any = None) -> list[Any]:
@@ -699,7 +699,7 @@ class Session:
             self._note("jax.distributed.initialize does nothing here: one process has the whole slice")
 
         yield jax.distributed, "initialize", initialize
-        original_jit = jax.jit
+        original_jit: Any = jax.jit
 
         @functools.wraps(original_jit)
         def jit_(*arguments: Any, **keywords: Any) -> Any:
