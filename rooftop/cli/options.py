@@ -254,6 +254,10 @@ def _quantity(text: str, field: str) -> float:
     return parse_quantity(text, field, largest=LARGEST_QUANTITY)
 
 
+def _quantity_or_zero(text: str, field: str) -> float:
+    return parse_quantity(text, field, largest=LARGEST_QUANTITY, zero=True)
+
+
 def _price(text: str, field: str) -> float:
     return parse_quantity(text, field, largest=1e6)
 
@@ -273,6 +277,7 @@ COUNT_OR_ZERO = Parsed("n", _count_or_zero)
 #: A number of rows, or "all".
 TOP = Parsed("n", _top)
 QUANTITY = Parsed("x", _quantity)
+QUANTITY_OR_ZERO = Parsed("x", _quantity_or_zero)
 BYTES = Parsed("bytes", parse_bytes)
 SHARE = Parsed("share", parse_share)
 #: A share of '+2%'.
@@ -409,9 +414,9 @@ steps_option = _shared("--steps", group=RUN, type=COUNT_OR_ZERO, help="The last 
 min_flops_option = _shared(
     "--min-flops",
     group=RUN,
-    type=QUANTITY,
-    default="100M",
-    help="Compile jits of a script from so many matmul FLOPs on, over all devices.",
+    type=QUANTITY_OR_ZERO,
+    help="Compile jits of a script from so many matmul FLOPs on, over all devices; 0 compiles every one. "
+    "[default: 100M, and your own jits whose arguments are split or large]",
 )
 xla_option = _shared(
     "--compiler-option",

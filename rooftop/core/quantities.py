@@ -78,13 +78,15 @@ def parse_dtype(text: str, field: str = "dtype") -> str:
     return name
 
 
-def parse_quantity(text: str | float | int, field: str, *, largest: float = math.inf, smallest: float = 0.0) -> float:
+def parse_quantity(
+    text: str | float | int, field: str, *, largest: float = math.inf, smallest: float = 0.0, zero: bool = False
+) -> float:
     """A positive number with an optional suffix: '4M' is 4e6, '4Mi' is 4 * 2**20, '15T' is 1.5e13.
 
-    'B' (billion) is accepted as 1e9, as model sizes are written. Raises RooftopError, naming ``field``, also for a
-    number below ``smallest`` or above ``largest``.
+    'B' (billion) is accepted as 1e9, as model sizes are written. ``zero`` allows 0. Raises RooftopError, naming
+    ``field``, also for a number below ``smallest`` or above ``largest``.
     """
-    value = float(_parse(text, field))
+    value = float(_parse(text, field, zero=zero))
     if value > largest:
         raise RooftopError(field, text, f"at most {largest:g}")
     if value < smallest:
@@ -140,14 +142,14 @@ def parse_growth(text: str | float, field: str) -> float:
     return share
 
 
-def _parse(text: str | float | int, field: str) -> Decimal:
+def _parse(text: str | float | int, field: str, *, zero: bool = False) -> Decimal:
     # Decimal: 2.01k is 2010, and in binary floating point it is not.
     match = _QUANTITY.fullmatch(str(text))
-    number, suffix = match.groups() if match else ("0", "")
-    value = Decimal(number) * _SUFFIX.get(suffix.lower(), 0)
-    if not 0 < float(value) < math.inf:
-        accepted = "a positive number, with a suffix if wanted: 4M (4e6), 4Mi (4194304), 15T"
-        raise RooftopError(field, text, accepted)
+    number, suffix = match.groups() if match else ("-1", "")
+    value = Decimal(number) * _SUFFIX.get(suffix.lower(), -1)
+    if not 0 <= float(value) < math.inf or (value == 0 and not zero):
+        number = "0, or a positive number" if zero else "a positive number"
+        raise RooftopError(field, text, f"{number}, with a suffix if wanted: 4M (4e6), 4Mi (4194304), 15T")
     return value
 
 

@@ -18,7 +18,7 @@ from rooftop.core.records import Record
 from rooftop.explain.compiled.report import SCHEMA, CompiledRecord, CompiledReport, RefusedRecord, largest
 from rooftop.hardware import Slice
 from rooftop.plan.documents import PlannedSlice
-from rooftop.target.records import Ending, ScriptRun, TargetProgram
+from rooftop.target.records import Ending, LeftOut, ScriptRun, TargetProgram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class ScriptRecord(Record):
     """A script on a slice: its programs in the order of their compilation.
 
     ``ending`` says whether it was stopped after enough steps, came to its end, or failed with ``error``. ``reads``
-    counts reads of values that were not computed, by 'file:line'; ``not_compiled`` counts small jits by name.
+    counts reads of values that were not computed, by 'file:line'; ``not_compiled`` are programs that were left out.
     """
 
     kind: Literal["script"]
@@ -66,7 +66,7 @@ class ScriptRecord(Record):
     costliest: int | None
     programs: tuple[ScriptProgramRecord, ...]
     reads: Mapping[str, int]
-    not_compiled: Mapping[str, int]
+    not_compiled: tuple[LeftOut, ...]
     notes: tuple[str, ...]
 
 
@@ -190,7 +190,7 @@ class ScriptReport:
         """One line, about the costliest program."""
         at = self.costliest
         if at is None:
-            return "no program was compiled: none has enough matmul FLOPs or a kernel"
+            return "no program was compiled: none has large matmuls, a kernel, or arguments that are split or large"
         shown = self.programs[at]
         if (shortage := shown.shortage) is not None:
             return shown._refused(shortage, 0).verdict
@@ -205,7 +205,7 @@ class ScriptReport:
     def problems(self) -> Iterator[Exception]:
         """Reasons to end with another status than 0: a script that failed, programs that do not fit."""
         if self.run.error is not None and self.fits:
-            yield RooftopError("script", str(self.run.error), "one that runs until its programs are compiled")
+            yield self.run.error.refusal(self.command)
         for program in self.programs:
             if program.infeasible is not None:
                 yield program.infeasible

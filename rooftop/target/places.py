@@ -6,9 +6,11 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
+_JAX = str(Path(str(find_spec("jax").origin)).parent) + "/"  # type: ignore[union-attr]
 _FOLDERS = tuple(
     str(Path(folder)) + "/"
     for folder in {str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))}
@@ -20,6 +22,11 @@ def is_own(path: str) -> bool:
     installed = "/site-packages/" in path or "/dist-packages/" in path
     # The code of ``python -c`` is the user's.
     return path == "<string>" or not (installed or path.startswith("<") or path.startswith(_FOLDERS))
+
+
+def is_of_jax(path: str) -> bool:
+    """True for the path of a source file of JAX."""
+    return path.startswith(_JAX)
 
 
 def place(path: str, line: int) -> str:

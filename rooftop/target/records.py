@@ -8,8 +8,12 @@ from typing import Literal
 
 from rooftop.arrays import Mesh, placed_mesh
 from rooftop.compiler.compiling import WorkerResult
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 
+#: Reasons for which a program is not compiled: it is an operation or a helper of JAX itself; its arguments are small,
+#: and on one device each; its function was compiled often enough; it has too few matmul FLOPs for the number asked for.
+LeftOutReason = Literal["operation", "small", "repeated", "flops"]
 #: How a script ended: it called a program often enough, came to its end, or raised an exception.
 Ending = Literal["steps", "end", "error"]
 
@@ -42,18 +46,28 @@ class TargetProgram:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """Programs of one function that were not compiled, and the reason; ``source`` is '' for functions of JAX itself."""
+
+    name: str
+    source: str
+    reason: LeftOutReason
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetRecord:
-    """All programs; ``reads`` of unknown values by 'file:line', jits ``not_compiled`` by name, and ``notes``."""
+    """All programs; ``reads`` of unknown values by 'file:line', programs ``not_compiled``, and ``notes``."""
 
     programs: tuple[TargetProgram, ...]
     reads: Mapping[str, int] = field(default_factory=dict)
-    not_compiled: Mapping[str, int] = field(default_factory=dict)
+    not_compiled: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptError:
-    """An exception that ended a script; ``place`` is the user's own 'file:line'."""
+    """The exception, exit, signal or timeout that ended a script; ``place`` is the user's own 'file:line'."""
 
     kind: str
     message: str
@@ -61,6 +75,14 @@ class ScriptError:
 
     def __str__(self) -> str:
         return f"{self.place}: {self.kind}: {self.message}" if self.place else f"{self.kind}: {self.message}"
+
+    def refusal(self, command: str) -> RooftopError:
+        """The error of a verb that was given the script."""
+        if self.kind == "timeout":
+            return RooftopError("timeout", self.message, "longer than the script takes")
+        if self.kind == "killed":
+            return RooftopError("command", command, f"one that ends by itself (it ended with {self.message})")
+        return RooftopError("script", str(self), "one that runs until its programs are compiled")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,8 +20,8 @@ from rooftop.compiler.compiling import ENVIRONMENT, Progress, require_compiler, 
 from rooftop.core.errors import RooftopError
 from rooftop.core.scratch import scratch_folder
 from rooftop.hardware import Slice
-from rooftop.target.child import ScriptAnswer, ScriptRequest
-from rooftop.target.records import ScriptRun
+from rooftop.target.child import PROGRAM, ScriptAnswer, ScriptRequest
+from rooftop.target.records import ScriptError, ScriptRun, TargetProgram, TargetRecord
 
 #: Calls of one program after which a script is stopped, by default.
 STEPS = 3
@@ -80,7 +81,7 @@ def run_script(
     on: Slice,
     *,
     steps: int | None = STEPS,
-    min_flops: float,
+    min_flops: float | None = None,
     timeout_s: float | None = None,
     cache: bool = True,
     options: Mapping[str, bool | int | str] | None = None,
@@ -90,7 +91,9 @@ def run_script(
     """Run a Python command line on a described slice until its end, or until a program was called ``steps`` times.
 
     ``options`` are added to those that the script gives the compiler. What the script prints goes to stderr, or if
-    ``quiet`` nowhere. Raises RooftopError for a wrong command or slice, and after ``timeout_s``.
+    ``quiet`` nowhere. A script that is ended after ``timeout_s``, by a signal or by the system keeps the programs that
+    were compiled, with the error. Raises RooftopError for a wrong command or slice, and for such an end before any
+    program.
     """
     command = Command.parse(words)
     require_compiler(on.chip.kind)
@@ -125,10 +128,11 @@ def run_script(
             start_new_session=True,
         )
         os.close(reading)
+        start, late = time.monotonic(), False
         try:
             wait_for(process, folder / "phase", timeout_s, on_progress or (lambda phase, elapsed_s: None))
         except subprocess.TimeoutExpired:
-            raise RooftopError("timeout", timeout_s, "longer than the script takes") from None
+            late = True
         finally:
             # Processes that the script has started, such as readers of its data, end with it.
             with suppress(ProcessLookupError):
@@ -140,13 +144,35 @@ def run_script(
                 sys.stderr.write(log.read())
                 log.close()
         if not answer.exists():
-            ended = f"one that ends by itself (it ended with status {process.returncode})"
-            raise RooftopError("command", " ".join(words), ended)
+            error = _timeout(timeout_s) if late else _end(process.returncode)
+            return _cut_short(folder, error, words, time.monotonic() - start)
         result = msgspec.convert(json.loads(answer.read_bytes()), ScriptAnswer)
     if result.run is None:
         assert result.error is not None
         raise RooftopError(result.error.field, result.error.given, result.error.accepted)
     return result.run
+
+
+def _timeout(timeout_s: float | None) -> ScriptError:
+    return ScriptError(kind="timeout", message=f"{timeout_s:g} s", place="")
+
+
+def _end(status: int) -> ScriptError:
+    """The end of a process that wrote no answer."""
+    message = f"status {status}" if status >= 0 else f"signal {-status} ({signal.strsignal(-status)})"
+    return ScriptError(kind="killed", message=message, place="")
+
+
+def _cut_short(folder: Path, error: ScriptError, words: Sequence[str], seconds: float) -> ScriptRun:
+    """A run without an answer, with the programs in ``folder``. Raises RooftopError if there are none."""
+    files = sorted(folder.glob(f"{PROGRAM}*.json"))
+    if not files:
+        raise error.refusal(" ".join(words))
+    programs = tuple(msgspec.convert(json.loads(file.read_bytes()), TargetProgram) for file in files)
+    note = "calls are counted up to the first of each program: the script did not end by itself"
+    return ScriptRun(
+        record=TargetRecord(programs=programs, notes=(note,)), ending="error", seconds=seconds, error=error
+    )
 
 
 def _path() -> str:

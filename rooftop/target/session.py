@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import math
 import re
+import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import array, compiler, config, core, dispatch, dtypes, pjit, traceback_util, xla_bridge
+from jax._src import api_util, array, compiler, config, core, dispatch, dtypes, pjit, traceback_util, xla_bridge
 from jax._src.interpreters import mlir, pxla
 from jax._src.lax import lax as lax_module
 from jax._src.named_sharding import UnspecifiedValue
@@ -39,16 +41,20 @@ from rooftop.target.computing import is_computing
 from rooftop.target.executables import axes_of_module, compile_module
 from rooftop.target.known import KnownPart, known_part
 from rooftop.target.places import calling_place, place
-from rooftop.target.records import TargetProgram, TargetRecord
+from rooftop.target.records import LeftOut, LeftOutReason, TargetProgram, TargetRecord
 from rooftop.target.standin import SMALL, StandIn, array_of, is_known, stand_in, value_of
 from rooftop.target.written import WrittenWork, bytes_of, jaxpr_of, replicated, result_shardings, written_work
 
 #: Matrix FLOPs from which a jit is compiled, by default.
-MIN_FLOPS = 1e8
-#: Bytes of the arguments of a user's own jit from which it is compiled without matmuls: an update of weights.
-_LARGE_ARGUMENTS = 1 << 28
+_MIN_FLOPS = 1e8
+#: Bytes of the arguments of a user's own jit from which it is compiled without matmuls, though nothing is split.
+_LARGE_ARGUMENTS = 1 << 20
+#: Programs of one function that are compiled without matmuls: more of them differ in little.
+_MOST_PROGRAMS = 8
 #: Bytes of results whose shardings only XLA knows: from here on it is asked.
 _ASK_XLA = 1 << 26
+#: The name of HBM among the memories of a device.
+_DEVICE_MEMORY = "device"
 #: Changed arguments that are named.
 _NAMED = 3
 
@@ -64,10 +70,14 @@ class Finished(SystemExit):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """Compile jits of at least ``min_flops`` matrix FLOPs; stop after ``steps`` calls of one of them (None: never)."""
+    """Compile jits of at least ``min_flops`` matrix FLOPs; stop after ``steps`` calls of one of them (None: never).
+
+    Without ``min_flops`` the user's own jits are compiled too, if their arguments are split or large, or they have a
+    ``shard_map``: gathers, sorts, updates of weights.
+    """
 
     steps: int | None = None
-    min_flops: float = MIN_FLOPS
+    min_flops: float | None = None
     cache: bool = True
 
 
@@ -92,6 +102,8 @@ class _Entry:
     donated: tuple[int, ...] = ()
     #: Index of the program in the session; None if it was not compiled.
     program: int | None = None
+    #: True if the results are bound to their devices; None if that follows from the arguments.
+    committed: bool | None = None
 
 
 @dataclass(kw_only=True)
@@ -115,6 +127,7 @@ class Session:
     slice: Slice
     options: SessionOptions = field(default_factory=SessionOptions)
     on_compile: Callable[[str], None] = lambda name: None
+    on_program: Callable[[TargetProgram], None] = lambda program: None
 
     def __post_init__(self) -> None:
         self.devices = _host_by_host(self.slice)
@@ -123,7 +136,12 @@ class Session:
         #: Parameters of each program whose memory a result takes, in order.
         self._aliased: list[tuple[int, ...]] = []
         self._reads: Counter[str] = Counter()
-        self._not_compiled: Counter[str] = Counter()
+        self._not_compiled: Counter[tuple[str, str, LeftOutReason]] = Counter()
+        #: Functions of JAX itself that the user has jitted, by JAX's words for their source.
+        self._jitted: set[str] = set()
+        #: Programs of each function that were compiled without matmuls.
+        self._without_matmul: Counter[str] = Counter()
+        self._arrays: weakref.WeakValueDictionary[int, StandIn] = weakref.WeakValueDictionary()
         self._notes: dict[str, None] = {}
         self._entries: dict[Any, _Entry] = {}
         #: Arguments of the last compilation of a function, by its source.
@@ -139,7 +157,10 @@ class Session:
         return TargetRecord(
             programs=tuple(self._programs),
             reads=dict(self._reads),
-            not_compiled=dict(self._not_compiled.most_common()),
+            not_compiled=tuple(
+                LeftOut(name=name, source=source, reason=reason, count=count)
+                for (name, source, reason), count in self._not_compiled.most_common()
+            ),
             notes=tuple(self._notes),
         )
 
@@ -149,12 +170,16 @@ class Session:
         """Count a read of an unknown value by the user's line."""
         self._reads[calling_place() or "unknown"] += 1
 
+    def made(self, value: StandIn) -> None:
+        """Keep account of an array as long as the script has it."""
+        self._arrays[id(value)] = value
+
     # ---- calls of jits
 
     def call(
         self, *arguments: Any, jaxpr: Any, in_shardings: Any, out_shardings: Any, ctx_mesh: Any, name: str, **rest: Any
     ) -> tuple[list[Any], None, None, list[Any]]:
-        """Stand-ins for the results of a jit, compiled at its first call if it is large."""
+        """Stand-ins for the results of a jit, compiled at its first call if it is to be."""
         whole = {"jaxpr": jaxpr, "in_shardings": in_shardings, "out_shardings": out_shardings, "ctx_mesh": ctx_mesh}
         stand_ins = tuple(array_of(value) for value in arguments)
         for one in stand_ins:
@@ -171,7 +196,9 @@ class Session:
         elif entry.program is not None:
             self._count(entry.program)
         values = self._values(jaxpr, arguments, knowledge, name)
-        committed = any(kind is not None and kind[1] for kind in kinds)
+        committed = entry.committed
+        if committed is None:
+            committed = any(kind is not None and kind[1] for kind in kinds)
         results = [
             stand_in(
                 aval,
@@ -203,10 +230,9 @@ class Session:
         missing = [
             variable.aval for variable, sharding in zip(plain.outvars, shardings, strict=True) if sharding is None
         ]
-        own = places.is_own(source)
-        large = own and bytes_of(variable.aval for variable in plain.invars) >= _LARGE_ARGUMENTS
-        compiled = work.matmul_flops >= self.options.min_flops or work.kernels > 0 or large
-        program = None
+        reason = self._left_out(plain, work, source, arguments, in_shardings)
+        compiled = reason is None
+        program = committed = None
         if compiled or bytes_of(missing) >= _ASK_XLA:
             described = _describe(plain, arguments, in_shardings)
             call = _Call(
@@ -238,6 +264,8 @@ class Session:
                 )
                 executable = computation.compile()
                 shardings = list(executable._out_shardings)
+                # Arguments that are not used bind nothing: states of optimizers are made of them.
+                committed = executable._unloaded_executable.committed
             program = call.program
             known_executable = self._by_executable.get(id(executable.xla_executable))
             if compiled and program is None and known_executable is not None:
@@ -251,12 +279,38 @@ class Session:
                     called_from=calling_place(),
                 )
                 self._count(program)
-        else:
-            self._not_compiled[name] += 1
+        elif reason is not None:
+            line = "" if not source or places.is_of_jax(source) else place(*_split(source))
+            self._not_compiled[name, line, reason] += 1
         fill = replicated(arguments, shardings)
         placed = [sharding or fill for sharding in shardings]
         donated = written.donated(plain, arguments, placed, rest["donated_invars"])
-        return _Entry(jaxpr=jaxpr, shardings=placed, known=None, program=program, donated=donated)
+        return _Entry(jaxpr=jaxpr, shardings=placed, known=None, program=program, donated=donated, committed=committed)
+
+    def _left_out(
+        self, jaxpr: Any, work: WrittenWork, source: str, arguments: Sequence[Any], in_shardings: Sequence[Any]
+    ) -> LeftOutReason | None:
+        """The reason why a program is not compiled; None if it is."""
+        least = self.options.min_flops
+        if work.kernels or work.matmul_flops >= (_MIN_FLOPS if least is None else least):
+            return None
+        if least is not None:
+            return "flops"
+        if not self._is_explicit(jaxpr, work, source):
+            return "operation"
+        placed = [getattr(value, "sharding", None) for value in arguments]
+        split = work.devices > 1 or any(_is_split(sharding) for sharding in (*placed, *in_shardings))
+        if not split and bytes_of(variable.aval for variable in jaxpr.invars) < _LARGE_ARGUMENTS:
+            # Programs that make weights from a key take XLA minutes, and say little.
+            return "small"
+        self._without_matmul[source] += 1
+        return "repeated" if self._without_matmul[source] > _MOST_PROGRAMS else None
+
+    def _is_explicit(self, jaxpr: Any, work: WrittenWork, source: str) -> bool:
+        """True for a program that somebody has jitted, and not an operation or a helper of JAX."""
+        # The function of a pmap is JAX's own wrapper around the user's. Parts of an eager shard_map have no source.
+        stated = bool(source) and (not places.is_of_jax(source) or work.devices > 1)
+        return stated or str(jaxpr.debug_info.func_src_info) in self._jitted
 
     def _delete(self, donated: Iterable[StandIn | None], name: str) -> None:
         """Delete the arrays that a call of ``name`` was given to keep."""
@@ -351,6 +405,7 @@ class Session:
                 cached=compiled.cached,
             )
             self._programs.append(program)
+            self.on_program(program)
             text = "" if program.result.program is None else program.result.program.hlo_text
             self._aliased.append(tuple(sorted(set(aliases(text).values()))))
             at = len(self._programs) - 1
@@ -384,7 +439,7 @@ class Session:
             numbers = (number - first for number in self._aliased[entry[1]] if number >= first)
             self._delete((taken[number] for number in numbers), program.name)
         return [
-            stand_in(aval, sharding, committed=True, reader=self)
+            stand_in(aval, sharding, committed=loaded.committed, reader=self)
             for aval, sharding in zip(loaded.output_avals, loaded.output_shardings, strict=True)
         ]
 
@@ -445,6 +500,31 @@ class Session:
         shards = list(shards)
         aval = core.ShapedArray(tuple(shape), dtype or shards[0].dtype)
         return self.put_shards(aval, sharding, shards if sharding.is_fully_replicated else (), True)
+
+    # ---- devices
+
+    def memory_stats(self, device: Any) -> dict[str, int]:
+        """The memory of a device in a TPU runtime's words: the script's arrays, and programs at their peak."""
+        sizes = [
+            math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize
+            for one in list(self._arrays.values())
+            if not one.is_deleted()
+            and device in one.sharding.device_set
+            and one.sharding.memory_kind in (None, _DEVICE_MEMORY)
+        ]
+        compiled = [program.result.program for program in self._programs]
+        in_use, limit = sum(sizes), int(self.slice.device_hbm_usable_bytes)
+        return {
+            "num_allocs": len(sizes),
+            "bytes_in_use": in_use,
+            "peak_bytes_in_use": int(max([in_use, *(one.peak_bytes for one in compiled if one is not None)])),
+            "largest_alloc_size": max(sizes, default=0),
+            "bytes_limit": limit,
+            "bytes_reserved": 0,
+            "peak_bytes_reserved": 0,
+            "bytes_reservable_limit": limit,
+            "largest_free_block_bytes": max(0, limit - in_use),
+        }
 
     def _default_device(self) -> Any:
         chosen: Any = config.default_device.value
@@ -600,6 +680,15 @@ class Session:
         def process_count(backend: Any = None) -> int:
             return 1
 
+        original_arrays: Any = jax.live_arrays
+
+        @functools.wraps(original_arrays)
+        def live_arrays(platform: Any = None) -> list[Any]:
+            if self._means(platform):
+                return [one for one in list(self._arrays.values()) if not one.is_deleted()]
+            arrays: list[Any] = original_arrays(platform)
+            return arrays
+
         for module in (xla_bridge, jax):
             yield module, "devices", devices
             yield module, "local_devices", local_devices
@@ -610,6 +699,37 @@ class Session:
             self._note("jax.distributed.initialize does nothing here: one process has the whole slice")
 
         yield jax.distributed, "initialize", initialize
+        original_jit: Any = jax.jit
+
+        @functools.wraps(original_jit)
+        def jit_(*arguments: Any, **keywords: Any) -> Any:
+            if not places.is_own(sys._getframe(1).f_code.co_filename):
+                return original_jit(*arguments, **keywords)
+            if not arguments:
+                # A decorator with options.
+                return lambda function: jit_of(original_jit(**keywords), function)
+            return jit_of(lambda function: original_jit(function, *arguments[1:], **keywords), arguments[0])
+
+        def jit_of(decorate: Callable[[Any], Any], function: Any) -> Any:
+            self._jitted.add(api_util.fun_sourceinfo(function))
+            return decorate(function)
+
+        yield jax, "jit", jit_
+        yield jax, "live_arrays", live_arrays
+        # XLA counts memory of devices that are here.
+        device_class: Any = jax.Device
+        original_stats, original_number = device_class.memory_stats, device_class.local_hardware_id
+        described = set(self.devices)
+        yield (
+            device_class,
+            "memory_stats",
+            lambda device: self.memory_stats(device) if device in described else original_stats(device),
+        )
+        yield (
+            device_class,
+            "local_hardware_id",
+            property(lambda device: device.id if device in described else original_number.__get__(device)),
+        )
         # These modules ask what is an array of JAX, to keep its sharding in zeros_like and in slices.
         for module in (lax_module, indexing):
             yield module, "array", _ArrayModule(module.array)
@@ -689,6 +809,11 @@ def _restore_backends(backends: dict[str, Any], default: Any) -> None:
         xla_bridge._backends.update(backends)
         xla_bridge._default_backend = default
     xla_bridge.get_backend.cache_clear()
+
+
+def _is_split(sharding: Any) -> bool:
+    """True for a sharding of which each device has a part."""
+    return isinstance(sharding, Sharding) and sharding.num_devices > 1 and not sharding.is_fully_replicated
 
 
 def _on_cpu(sharding: Any) -> bool:

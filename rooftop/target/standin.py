@@ -27,7 +27,10 @@ SMALL = 1 << 16
 
 
 class Reader(Protocol):
-    """Counts reads of values that nobody knows."""
+    """Counts arrays, and reads of values that nobody knows."""
+
+    def made(self, value: StandIn) -> None:
+        """Count a stand-in as long as somebody has it."""
 
     def read(self, value: StandIn) -> None:
         """Count a read of the value of a stand-in."""
@@ -48,6 +51,7 @@ class StandIn(jax.Array):
         self._sharding, self._committed, self._reader = sharding, committed, reader
         self.known = known
         self._deleted_by: str | None = None
+        reader.made(self)
 
     # Types: JAX's own declarations are of methods that a subclass replaces with properties.
     @property

@@ -33,16 +33,18 @@ def inner_jaxprs(equation: Any) -> Iterator[Any]:
 class WrittenWork:
     """Work that a program asks for, over all devices: ``matmul_flops`` outside of kernels, and Pallas ``kernels``.
 
-    The body of a loop counts as often as the program says; of a ``while`` loop it counts once.
+    The body of a loop counts as often as the program says; of a ``while`` loop it counts once. ``devices`` are those of
+    its largest ``shard_map``.
     """
 
     matmul_flops: float = 0.0
     kernels: int = 0
+    devices: int = 1
 
 
 def written_work(jaxpr: Any) -> WrittenWork:
     """The work of a jaxpr."""
-    flops, kernels = 0.0, 0
+    flops, kernels, devices = 0.0, 0, 1
     for equation in jaxpr.eqns:
         name, times = equation.primitive.name, 1
         if name == "dot_general":
@@ -62,12 +64,14 @@ def written_work(jaxpr: Any) -> WrittenWork:
             times = equation.params["length"]
         elif name == "shard_map":
             times = _manual_devices(equation.params)
+            devices = max(devices, times)
         branches = [written_work(inner) for inner in inner_jaxprs(equation)]
         if name == "cond":
             branches = [max(branches, key=lambda work: (work.matmul_flops, work.kernels))]
         flops += times * sum(work.matmul_flops for work in branches)
         kernels += sum(work.kernels for work in branches)
-    return WrittenWork(matmul_flops=flops, kernels=kernels)
+        devices = max([devices, *(work.devices for work in branches)])
+    return WrittenWork(matmul_flops=flops, kernels=kernels, devices=devices)
 
 
 def _manual_devices(params: dict[str, Any]) -> int:

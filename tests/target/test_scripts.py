@@ -25,7 +25,10 @@ import rooftop as library
 from rooftop.compiler.memory import OutOfMemory
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import schema
+from rooftop.explain.advisor.report import CheckRecord
 from rooftop.explain.scripts import ScriptRecord
+from rooftop.present.documents import document
+from rooftop.present.terminal import printed
 from rooftop.target.running import Command
 
 Run = Callable[..., Any]
@@ -325,6 +328,125 @@ def test_shard_map_with_splash_attention(rooftop: Run) -> None:
     assert program["compiled"]["mesh"]["axes"] == {"data": 2, "heads": 2}
 
 
+# ---- scripts without a matmul, and scripts that end early -----------------------------------------------------------
+
+UPDATES = """
+import os
+import jax, jax.numpy as jnp, numpy as np, optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+rows, words = NamedSharding(mesh, P("model")), NamedSharding(mesh, P("data"))
+table = jax.jit(lambda key: jax.random.normal(key, (4096, 128)), out_shardings=rows)(jax.random.key(0))
+ids = jax.device_put(np.zeros(256, np.int32), words)
+optimizer = optax.adam(1e-3)
+
+@jax.jit
+def lookup(table, ids):
+    return table[ids]
+
+@jax.jit
+def update(table, ids, gradient):
+    return table.at[ids].add(gradient)
+
+state = jax.jit(optimizer.init)(table)
+gradient = lookup(table, ids)
+step = jax.jit(optimizer.update)
+for _ in range(2):
+    table = update(table, ids, gradient)
+    _, state = step(table, state)
+assert int(state[0].count) == 2 and jnp.sum(table).shape == ()
+os._exit(0)
+"""
+
+
+def test_gathers_updates_and_optimizers_are_programs(rooftop: Run) -> None:
+    """Jits without a matmul, by their own names; operations of JAX itself and the init are not compiled."""
+    answer = rooftop("compile", "--on", "v5e:2x2", "--json", "--", "python", write("train.py", UPDATES))
+    assert answer.status == 0, answer.err
+    data = answer.json
+    jsonschema.validate(data, schema(ScriptRecord))
+    assert (data["ending"], data["error"]) == ("end", None)
+    calls = {program["name"]: program["calls"] for program in data["programs"]}
+    # The second state lies where XLA has put the first one.
+    assert {name: calls[name] for name in ("init_fn", "lookup", "update")} == {"init_fn": 1, "lookup": 1, "update": 2}
+    assert calls.keys() == {"init_fn", "lookup", "update", "update_fn"}
+    moved = {program["name"]: program["compiled"]["collectives"] for program in data["programs"]}
+    # A row is on one half of the devices: the others add zeros.
+    assert [(item["kind"], item["axes"]) for item in moved["lookup"]] == [("all_reduce", ["model"])]
+    left_out = {(item["name"], item["source"]): item["reason"] for item in data["not_compiled"]}
+    assert left_out["<lambda>", "train.py:7"] == "small"
+    assert {reason for (_, source), reason in left_out.items() if not source} == {"operation"}
+    shown = " ".join(printed(document(data), 200).plain.split())
+    assert "Not compiled, small arguments that are not split: <lambda> (train.py:7)." in shown
+    assert "broadcast_in_dim" not in shown
+
+
+LATE = """
+import jax, jax.numpy as jnp, os, signal
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+x = jax.device_put(jnp.zeros((1 << 18, 1024)), NamedSharding(jax.make_mesh((4,), ("x",)), P("x")))
+step = jax.jit(lambda x: x + 1)
+y = step(x)
+{}
+"""
+
+
+def test_a_script_that_fails_late_is_checked(rooftop: Run) -> None:
+    """Findings of what was compiled, in both forms, then the error as that of every script."""
+    script = write("train.py", LATE.format('raise OSError("no space for a checkpoint")'))
+    answer = rooftop("check", "--on", "v5e:2x2", "--out", "programs", "--json", "--", "python", script)
+    error = "train.py:7: OSError: no space for a checkpoint"
+    assert (answer.status, answer.json["error"]) == (2, error)
+    jsonschema.validate(answer.json, schema(CheckRecord))
+    assert [finding["rule"] for finding in answer.json["findings"]] == ["not_donated"]
+    accepted = "accepted: one that runs until its programs are compiled"
+    assert answer.err.splitlines()[-1] == f"rooftop: script: got '{error}'; {accepted}"
+    assert Path("programs/1_lambda.hlo.txt").is_file()
+    shown = printed(document(answer.json), 200).plain
+    assert f"The script failed: {error}" in shown and "not_donated" in shown
+
+
+def test_a_script_that_is_killed_keeps_its_programs() -> None:
+    script = write("train.py", LATE.format("os.kill(os.getpid(), signal.SIGKILL)"))
+    result = library.compile_script(["python", script], on="v5e:2x2")
+    assert [program.program.name for program in result.report.programs] == ["<lambda>"]
+    assert library.check(result).report.error == "killed: signal 9 (Killed)"
+    with pytest.raises(RooftopError, match=r"command: got 'python train.py'.*ended with signal 9"):
+        result.raise_if_infeasible()
+
+
+@pytest.mark.slow
+def test_a_script_that_runs_out_of_time_keeps_its_programs() -> None:
+    script = write("train.py", LATE.format("while True: pass"))
+    result = library.compile_script(["python", script], on="v5e:2x2", timeout="90s")
+    assert [program.program.name for program in result.report.programs] == ["<lambda>"]
+    with pytest.raises(RooftopError, match="timeout: got '90 s'; accepted: longer than the script takes"):
+        result.raise_if_infeasible()
+
+
+def test_all_programs_of_a_script_can_be_compiled(rooftop: Run) -> None:
+    """``--min-flops 0`` compiles operations of JAX itself too, for every verb that takes a script."""
+    words = ("--on", "v5e:2x2", "--min-flops", "0", "--json", "--", "python", "-c", "import jax; jax.numpy.ones(3)")
+    compiled = rooftop("compile", *words)
+    assert compiled.status == 0
+    names = [program["name"] for program in compiled.json["programs"]]
+    assert names == ["convert_element_type", "broadcast_in_dim"]
+    checked = rooftop("check", *words)
+    assert (checked.status, checked.json["error"]) == (0, None)
+    wrong = rooftop("check", "--on", "v5e:2x2", "--min-flops", "-1", "--", "python", "-c", "1")
+    assert wrong.status == 2 and "min-flops: got '-1'; accepted: 0, or a positive number" in wrong.err
+
+
+@pytest.mark.parametrize("verb", ["compile", "check", "tune"])
+@pytest.mark.parametrize("option", [("--min-flops", "0"), ("--steps", "0")])
+def test_options_of_scripts_need_a_script(rooftop: Run, verb: str, option: tuple[str, str]) -> None:
+    answer = rooftop(verb, "step:f", "--on", "v5e:2x2", *option)
+    accepted = "accepted: nothing but with a script: -- python SCRIPT"
+    assert (answer.status, answer.err.strip()) == (2, f"rooftop: {option[0][2:]}: got '0'; {accepted}")
+
+
 # ---- scripts with libraries that are not installed with rooftop ------------------------------------------------------
 
 #: A Python that has Flax and Equinox; without it this one is asked.
@@ -436,16 +558,17 @@ def test_a_target_in_a_with_statement() -> None:
 
 def test_jits_are_compiled_for_their_size_or_their_arguments() -> None:
     """An update of 512 MB of weights has no matmul; an eager operation on the same arrays is not the user's own jit."""
-    with library.target("v5e:2x2", min_flops=1e12) as target:
+    with library.target("v5e:2x2") as target:
         weights = jnp.zeros((8192, 8192))
         _ = jax.jit(lambda w, g: w - 0.1 * g)(weights, weights)
-        _ = jax.jit(lambda w: w @ w)(jnp.zeros((1024, 1024)))
+        _ = jax.jit(lambda w: w @ w)(jnp.zeros((64, 64)))
         _ = weights + weights
     (program,) = target.result.report.programs
     assert program.program.matmul_flops == 0
     assert program.report is not None
     assert program.report.peak_bytes >= 2 * 8192**2 * 4
-    assert target.result.report.run.record.not_compiled["<lambda>"] == 1
+    left_out = {item.name: item.reason for item in target.result.report.run.record.not_compiled}
+    assert (left_out["<lambda>"], left_out["add"]) == ("small", "operation")
 
 
 def test_a_function_that_closes_over_a_mesh() -> None:

@@ -10,6 +10,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -114,6 +115,127 @@ def test_an_unknown_jax_is_refused_in_one_line(name: PrivateName, problem: str) 
         require_known_jax([name, name])
     assert "\n" not in str(no.value)
     assert private.KNOWN in str(no.value)
+
+
+# ---- which programs are compiled ------------------------------------------------------------------------------------
+
+
+class Compiling(BaseException):
+    """A program is about to be compiled: here it is not."""
+
+
+def choices(run: Callable[[], object], **options: Any) -> tuple[list[str], dict[str, tuple[str, int]]]:
+    """Names of the programs that a session would compile, and the reason and number of those that it leaves out."""
+    compiled: list[str] = []
+
+    def stop(name: str) -> None:
+        compiled.append(name)
+        raise Compiling
+
+    with Session(slice=SLICE, options=SessionOptions(**options), on_compile=stop) as session:
+        with suppress(Compiling):
+            run()
+        return compiled, {item.name: (item.reason, item.count) for item in session.record.not_compiled}
+
+
+def split(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    """An array whose rows are split over all devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    return jax.device_put(jnp.zeros(shape, dtype), NamedSharding(mesh, P("x")))
+
+
+def over_rows(function: Any) -> Any:
+    return jax.shard_map(function, mesh=jax.make_mesh((4,), ("x",), (AxisType.Auto,)), in_specs=P("x"), out_specs=P())
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        (lambda: jax.jit(lambda x, at: x[at])(split(64, 8), np.zeros(8, np.int32)), "<lambda>"),
+        (lambda: jax.jit(lambda x, at: x.at[at].add(1.0))(split(64, 8), np.zeros(8, np.int32)), "<lambda>"),
+        (lambda: jax.jit(optax.adam(1e-3).init)(split(64, 8)), "init_fn"),
+        (lambda: jax.jit(jnp.sort)(split(64, 8)), "sort"),
+        (lambda: jax.jit(static_argnums=1)(lambda x, n: x * n)(split(64, 8), 2), "<lambda>"),
+        (lambda: jax.jit(over_rows(lambda x: jax.lax.psum(x, "x")))(jnp.zeros((64, 8))), "<lambda>"),
+        (lambda: jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i")(jnp.zeros((4, 8))), "_fun"),
+        (lambda: jax.jit(lambda x: x + 1)(jnp.zeros((1 << 18,))), "<lambda>"),
+    ],
+    ids=["gather", "scatter", "library", "of jax", "decorator", "shard_map", "pmap", "large"],
+)
+def test_jits_without_a_matmul_are_compiled(run: Callable[[], object], name: str) -> None:
+    compiled, left_out = choices(run)
+    assert compiled == [name]
+    assert {reason for reason, _ in left_out.values()} <= {"operation"}
+
+
+def test_operations_and_jits_that_make_arrays_are_left_out() -> None:
+    """Eager work on split arrays is JAX's own programs; an init takes XLA minutes."""
+
+    def run() -> None:
+        x = split(64, 8)
+        _ = jnp.sort(x) + jax.random.normal(jax.random.key(0), x.shape).sum()
+        _ = jax.jit(lambda key: jax.random.normal(key, (4096, 4096)), out_shardings=x.sharding)(jax.random.key(0))
+        _ = over_rows(lambda x: jax.lax.psum(x, "x"))(x)
+
+    compiled, left_out = choices(run)
+    assert (compiled, left_out.pop("<lambda>")) == ([], ("small", 1))
+    assert {"sort", "add"} <= left_out.keys()
+    assert {reason for reason, _ in left_out.values()} == {"operation"}
+
+
+def test_a_function_is_compiled_a_few_times() -> None:
+    """Without a matmul; a step with matmuls is compiled for every shape, as JAX does."""
+    compiled: list[str] = []
+
+    def stop(name: str) -> None:
+        compiled.append(name)
+        raise Compiling
+
+    with Session(slice=SLICE, on_compile=stop) as session:
+        for function, rows in ((lambda x: x + 1, 4), (lambda x: x @ x.T, 1024)):
+            jitted = jax.jit(function)
+            for times in range(1, 21):
+                with suppress(Compiling):
+                    jitted(split(rows * times, 256))
+        (left_out,) = (item for item in session.record.not_compiled if item.reason != "operation")
+    assert (left_out.name, left_out.reason, left_out.count) == ("<lambda>", "repeated", 12)
+    assert len(compiled) == 8 + 20
+
+
+def test_a_number_of_flops_is_the_rule() -> None:
+    def run() -> None:
+        _ = jax.jit(lambda x: x + 1)(split(64, 8))
+
+    compiled, left_out = choices(run, min_flops=1.0)
+    assert (compiled, left_out["<lambda>"]) == ([], ("flops", 1))
+    assert choices(run, min_flops=0.0)[0] == ["convert_element_type"]
+
+
+# ---- devices --------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_device_is_that_of_the_arrays_on_it(session: Session) -> None:
+    """The keys are those of a TPU (jax-ml/jax#1491)."""
+    device = jax.devices()[0]
+    assert device.memory_stats().keys() == {
+        "num_allocs", "bytes_in_use", "peak_bytes_in_use", "largest_alloc_size", "bytes_limit", "bytes_reserved",
+        "peak_bytes_reserved", "bytes_reservable_limit", "largest_free_block_bytes",
+    }  # fmt: skip
+    assert device.memory_stats()["bytes_limit"] == SLICE.device_hbm_usable_bytes
+    assert device.memory_stats()["bytes_in_use"] == 0
+    x = split(1024, 256)
+    on_host = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+    assert [one.memory_stats()["bytes_in_use"] for one in jax.devices()] == [1024 * 256] * 4
+    assert {id(one) for one in jax.live_arrays()} == {id(x), id(on_host)}
+    y = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    assert device.memory_stats()["bytes_in_use"] == 1024 * 256
+    assert device.memory_stats()["largest_alloc_size"] == 1024 * 256
+    del y
+    assert device.memory_stats()["bytes_in_use"] == 0
+    assert [one.local_hardware_id for one in jax.devices()] == [0, 1, 2, 3]
+    # Devices that are here answer as ever.
+    here = jax.devices("cpu")[1]
+    assert (here.memory_stats(), here.local_hardware_id) == (None, 1)
 
 
 # ---- small values ---------------------------------------------------------------------------------------------------

@@ -27,13 +27,18 @@ from rooftop.cli.options import (
 from rooftop.cli.output import emit_json, show
 from rooftop.cli.programs.words import (
     NO_CACHE,
+    OUT,
     WITH,
     FunctionOptions,
     ScriptCommand,
+    ScriptOptions,
     function_options,
     program_of,
     progress_line,
+    refuse_script_options,
     required_slice,
+    run_settings,
+    script_options,
 )
 from rooftop.core.errors import RooftopError, refuse
 from rooftop.core.files import write_text
@@ -59,6 +64,7 @@ _PROGRAM = "module:function, a module of HLO, a folder of --xla_dump_to, a saved
 @click.argument("program", metavar="MODULE:FUNCTION|MODULE.hlo|FOLDER|REPORT.json|-- python SCRIPT", required=False)
 @on_option(help="The slice, or for a module the kind of chip, that the program is compiled for.")
 @function_options
+@script_options
 @option("--tokens", group=WORKLOAD, type=COUNT, help="Tokens of a step on all devices, for tokens a second.")
 @timeout_option(help="Give up after this time: 90s, 10m.")
 @NO_CACHE
@@ -70,6 +76,7 @@ _PROGRAM = "module:function, a module of HLO, a folder of --xla_dump_to, a saved
 @top_option(default="10", help="Operations and buffers to list, or all.")
 @frames_option()
 @option("--save", group=OUTPUT, type=FILE, help="Write the ledger here, for --against.")
+@OUT
 @option("--junit", group=OUTPUT, type=FILE, help="Write limits and findings here, as JUnit's XML.")
 @report_option()
 @json_option
@@ -78,6 +85,8 @@ def command(
     program: str | None,
     on: str | None,
     arrays: tuple[str, ...],
+    steps: int | None,
+    min_flops: float | None,
     tokens: int | None,
     timeout: float | None,
     no_cache: bool,
@@ -89,6 +98,7 @@ def command(
     top: int | str,
     frames: str,
     save: Path | None,
+    out: Path | None,
     junit: Path | None,
     report: Path | None,
     as_json: bool,
@@ -109,9 +119,13 @@ def command(
     where = "" if saved else required_slice(on)
     function: dict[str, object] = {"args": arrays, **of_function}
     compiled = isinstance(checked, str) and (saved or ":" not in checked or Path(checked).exists())
+    of_script: ScriptOptions = {"steps": steps, "min_flops": min_flops}
     if isinstance(checked, list):
         refuse(function, "nothing with a script, which has its own")
-    elif compiled:
+    else:
+        refuse({"out": out}, "nothing but with a script: its programs are many")
+        refuse_script_options(of_script)
+    if compiled:
         refuse(function | {"mesh": None}, "nothing but with module:function")
     for field, value in (("max-time", max_time), ("max-memory", max_memory)):
         if value is not None and against is None:
@@ -125,7 +139,16 @@ def command(
         from rooftop.library.programs.scripts import compile_script
 
         with progress_line(shown=not as_json) as on_progress:
-            subject = compile_script(checked, on=where, timeout=timeout, cache=not no_cache, on_progress=on_progress)
+            subject = compile_script(
+                checked,
+                on=where,
+                timeout=timeout,
+                cache=not no_cache,
+                on_progress=on_progress,
+                **run_settings(of_script),
+            )
+        if out is not None and subject.report.programs:
+            subject.write_files(out)
     elif compiled:
         subject = checked
     else:
@@ -163,5 +186,6 @@ def command(
         emit_json(data)
     else:
         count = 0 if isinstance(top, str) else top
-        show(data, {"ledger": save, "tests": junit, "page": report}, frames=frames == "all", top=count)
+        show(data, {"ledger": save, "tests": junit, "page": report, "programs": out}, frames=frames == "all", top=count)
+    result.raise_if_infeasible()
     return 0 if result.holds else 1

@@ -10,19 +10,16 @@ import click
 
 from rooftop.cli.options import (
     FILE,
-    FOLDER,
     OUTPUT,
     calibration_option,
     check_option,
     frames_option,
     json_option,
-    min_flops_option,
     on_option,
     option,
     output_option,
     perfetto_option,
     report_option,
-    steps_option,
     timeout_option,
     top_option,
     xla_option,
@@ -31,14 +28,19 @@ from rooftop.cli.options import (
 from rooftop.cli.output import emit_json, show
 from rooftop.cli.programs.words import (
     NO_CACHE,
+    OUT,
     WITH,
     FunctionOptions,
     ScriptCommand,
+    ScriptOptions,
     compiler_options_of,
     function_options,
     program_of,
     progress_line,
+    refuse_script_options,
     required_slice,
+    run_settings,
+    script_options,
 )
 from rooftop.core.errors import RooftopError, refuse
 from rooftop.core.files import write_json, write_text
@@ -60,15 +62,14 @@ if TYPE_CHECKING:
 @on_option(help="The slice to compile a script or a function for, such as v5e:4x4.")
 @function_options
 @xla_option()
-@steps_option(default="3", help="The last step of a script, in calls of one program; 0 runs it to its end.")
-@min_flops_option()
+@script_options
 @calibration_option(help="Price a plan by the fractions that rooftop calibrate measured (JSON).")
 @check_option(help="Build checks into a plan of embeddings: nan, bounds, buffers.")
 @timeout_option(help="Give up after this time: 90s, 10m.")
 @NO_CACHE
 @WITH
 @top_option(default="10", help="Operations and buffers to list, or all.")
-@option("--out", group=OUTPUT, type=FOLDER, help="Write report and optimised HLO of all programs of a script here.")
+@OUT
 @frames_option()
 @option("--save", group=OUTPUT, type=FILE, help="Write the executable here, with the versions that compiled it.")
 @perfetto_option(help="Write the compiled timeline here, for ui.perfetto.dev.")
@@ -82,8 +83,8 @@ def command(
     on: str | None,
     arrays: tuple[str, ...],
     compiler_options: tuple[str, ...],
-    steps: int,
-    min_flops: float,
+    steps: int | None,
+    min_flops: float | None,
     calibration: Path | None,
     check: str | None,
     timeout: float | None,
@@ -111,16 +112,18 @@ def command(
     the compiled ledger and a roofline for every op.
     """
     subject = program_of(program, "a plan.json, module:function, or -- python SCRIPT")
+    of_script: ScriptOptions = {"steps": steps, "min_flops": min_flops}
     function: dict[str, object] = {"args": arrays, **of_function, "compiler-option": compiler_options}
     files = {"save": save, "perfetto": perfetto, "xprof": xprof, "report": report}
     if isinstance(subject, list):
         refuse(function | {"check": check}, "nothing with a script, which has its own")
         refuse({"save": save, "perfetto": perfetto, "xprof": xprof}, "nothing with a script: it has many programs")
         return _compile_script(
-            subject, on=required_slice(on), steps=steps, min_flops=min_flops, timeout=timeout, cache=not no_cache,
-            top=top, out=out, report=report, output=output, as_json=as_json,
+            subject, on=required_slice(on), options=of_script, timeout=timeout, cache=not no_cache, top=top,
+            out=out, report=report, output=output, as_json=as_json,
         )  # fmt: skip
     refuse({"out": out}, "nothing but with a script: its programs are many")
+    refuse_script_options(of_script)
     from rooftop.library.programs.compiling import CompileResult, compile, inspect
 
     result: CompileResult | EmbedCompileResult
@@ -182,8 +185,7 @@ def _compile_script(
     words: list[str],
     *,
     on: str,
-    steps: int,
-    min_flops: float,
+    options: ScriptOptions,
     timeout: float | None,
     cache: bool,
     top: int | str,
@@ -202,11 +204,10 @@ def _compile_script(
         result = compile_script(
             words,
             on=on,
-            steps=steps or None,
-            min_flops=min_flops,
             timeout=timeout,
             cache=cache,
             on_progress=on_progress,
+            **run_settings(options),
         )
     data = result.to_json(top=sys.maxsize if isinstance(top, str) else top)
     if result.report.programs or result.report.run.error is None:

@@ -16,12 +16,10 @@ from rooftop.cli.options import (
     WORKLOAD,
     Name,
     json_option,
-    min_flops_option,
     on_option,
     option,
     output_option,
     report_option,
-    steps_option,
     top_option,
     xla_option,
 )
@@ -29,9 +27,13 @@ from rooftop.cli.output import progress_bar, show
 from rooftop.cli.programs.words import (
     FunctionOptions,
     ScriptCommand,
+    ScriptOptions,
     compiler_options_of,
     function_options,
     program_of,
+    refuse_script_options,
+    run_settings,
+    script_options,
 )
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json, write_text
@@ -79,8 +81,7 @@ from rooftop.core.files import write_json, write_text
     help="Price computation by rooftop's curves, or by XLA's own cycles.",
 )
 @xla_option(help="Set an option of XLA for a function's baseline.")
-@steps_option(default="3", help="The last step of a script, in calls of one program; 0 runs it to its end.")
-@min_flops_option()
+@script_options
 @option("--results", group=RUN, type=FILE, help="File of the trials. [default: one in the user's cache]")
 @option("--fresh", group=RUN, is_flag=True, help="Try all again; by default the same search goes on.")
 @option("--no-cache", is_flag=True, group=RUN, help="Compile the baseline again, even if it is known.")
@@ -101,8 +102,8 @@ def command(
     layers: str | None,
     estimates: str,
     compiler_options: tuple[str, ...],
-    steps: int,
-    min_flops: float,
+    steps: int | None,
+    min_flops: float | None,
     results: Path | None,
     fresh: bool,
     no_cache: bool,
@@ -124,6 +125,9 @@ def command(
         raise RooftopError("program", program, "a plan.json written by rooftop plan train, or module:function")
     if save is not None and (program is None or not program.endswith(".json")):
         raise RooftopError("save", str(save), "nothing but with a plan: other programs have none")
+    of_script: ScriptOptions = {"steps": steps, "min_flops": min_flops}
+    if isinstance(tuned, str):
+        refuse_script_options(of_script)
     from rooftop.library.programs.tuning import tune
 
     with progress_bar(shown=not as_json) as on_progress:
@@ -138,12 +142,11 @@ def command(
             jobs=jobs,
             layers=layers,
             estimates=estimates,
-            steps=steps or None,
-            min_flops=min_flops,
             results=results,
             fresh=fresh,
             cache=not no_cache,
             on_progress=on_progress,
+            **run_settings(of_script),
             **of_function,
         )
     data = result.to_json()

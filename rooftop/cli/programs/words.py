@@ -12,15 +12,19 @@ from typing import Any, TypedDict, TypeVar
 import click
 
 from rooftop.cli.options import (
+    FOLDER,
+    OUTPUT,
     PARALLELISM,
     RUN,
     WORKLOAD,
     VerbCommand,
     layout_option,
     mesh_option,
+    min_flops_option,
     option,
+    steps_option,
 )
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import RooftopError, refuse
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 #: Where a command line after ``--`` stands in click's context.
@@ -114,6 +118,45 @@ def function_options(command: _Command) -> _Command:
     return command
 
 
+#: Options of a script, for every verb that takes one.
+_SCRIPT_OPTIONS = (
+    steps_option(help="The last step of a script, in calls of one program; 0 runs it to its end. [default: 3]"),
+    min_flops_option(),
+)
+
+
+class ScriptOptions(TypedDict):
+    """Options of a script, as the command line has them."""
+
+    steps: int | None
+    min_flops: float | None
+
+
+def script_options(command: _Command) -> _Command:
+    """Add ``ScriptOptions`` to a command."""
+    for decorate in reversed(_SCRIPT_OPTIONS):
+        command = decorate(command)
+    return command
+
+
+def refuse_script_options(options: ScriptOptions) -> None:
+    """Raise RooftopError for an option of a script without one."""
+    # 0 is a value too.
+    given = {name.replace("_", "-"): f"{value:g}" for name, value in options.items() if value is not None}
+    refuse(given, "nothing but with a script: -- python SCRIPT")
+
+
+def run_settings(options: ScriptOptions) -> dict[str, Any]:
+    """Options of a script as the library's functions take them."""
+    from rooftop.target.running import STEPS
+
+    steps = STEPS if options["steps"] is None else options["steps"]
+    return {**options, "steps": steps or None}
+
+
+OUT = option(
+    "--out", group=OUTPUT, type=FOLDER, help="Write report and optimised HLO of all programs of a script here."
+)
 WITH = option(
     "--with",
     "releases",

@@ -37,7 +37,8 @@ class CheckRecord(Record):
 
     ``mfu`` is the program's own FLOPs over those of the bf16 peak in the expected time; recomputed work counts.
     ``tokens_per_s`` is over all devices (None: no ``tokens`` of a step were given). ``gates`` are limits and whether
-    they hold; ``difference`` is from an earlier ledger (None without one).
+    they hold; ``difference`` is from an earlier ledger (None without one). ``error`` is that of a script which failed
+    after it had compiled the program.
     """
 
     kind: Literal["check"]
@@ -55,16 +56,19 @@ class CheckRecord(Record):
     gates: tuple[Gate, ...]
     difference: Difference | None
     compiled: CompiledRecord
+    error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramCheck:
     """A compiled ``program`` with its findings and limits; ``tokens`` are those of a step on all devices.
 
-    ``before`` is the JSON of an earlier check or compilation, and ``limits`` are those of time and memory.
+    ``before`` is the JSON of an earlier check or compilation, and ``limits`` are those of time and memory. ``error`` is
+    the reason why the script of the program failed later.
     """
 
     program: str
+    error: str | None = None
     tokens: float | None = None
     before: Mapping[str, Any] | None = None
     limits: GateLimits = GateLimits()
@@ -164,6 +168,7 @@ class ProgramCheck:
             gates=self.gates,
             difference=self.difference,
             compiled=self.compiled_record(top),
+            error=self.error,
         )
 
     def to_json(self, *, top: int = 20) -> dict[str, Any]:

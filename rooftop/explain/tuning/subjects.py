@@ -215,7 +215,7 @@ class TunedScript:
     words: tuple[str, ...]
     slice: Slice
     steps: int | None
-    min_flops: float
+    min_flops: float | None
     vary: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property

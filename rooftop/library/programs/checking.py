@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CheckResult(Result):
-    """A checked program: its findings, what is worth most first, and whether the limits hold."""
+    """A checked program: its findings, what is worth most first, and whether the limits hold.
+
+    ``failure`` is that of a script which failed after it had compiled the program.
+    """
 
     report: ProgramCheck
+    failure: RooftopError | None = None
 
     def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Findings, limits, the difference from an earlier ledger, and the compilation."""
@@ -57,6 +61,11 @@ class CheckResult(Result):
         from rooftop.present.documents import document
 
         return document(self.to_json())
+
+    def raise_if_infeasible(self) -> None:
+        """Raise RooftopError if the script failed after it had compiled the program."""
+        if self.failure is not None:
+            raise self.failure
 
     def save(self, path: Path | str) -> None:
         """Write the ledger, for ``against`` of a later check."""
@@ -93,8 +102,8 @@ def check(
         fail_on: Seconds that one finding may be worth, or '5ms'.
         name: Name of the program in the answer.
 
-    Limits are those of ``holds``. Raises RooftopError for a program that did not compile, for limits without an earlier
-    ledger, and for files that are none.
+    Limits are those of ``holds``. A script that failed is in the result: ``raise_if_infeasible`` raises for it. Raises
+    RooftopError for a program that did not compile, for limits without an earlier ledger, and for files that are none.
     """
     from rooftop.explain.advisor.gates import GateLimits
     from rooftop.explain.advisor.report import CheckReport, SavedCheck
@@ -116,9 +125,12 @@ def check(
     }
     if tokens is not None:
         common["tokens"] = parse_quantity(tokens, "tokens") if isinstance(tokens, str) else tokens
-    result = program
+    result, failure = program, None
     if isinstance(result, ScriptResult):
-        name, result = name or result.report.command, result.costliest
+        error, command = result.report.run.error, result.report.command
+        if error is not None:
+            failure, common["error"] = error.refusal(command), str(error)
+        name, result = name or command, result.costliest
     report: ProgramCheck
     if not isinstance(result, CompileResult) and Path(result).suffix == ".json":
         refuse({"on": on, "mesh": mesh}, "nothing with a saved report, which says it")
@@ -134,7 +146,7 @@ def check(
         result.raise_if_infeasible()
         assert isinstance(result.report, CompiledReport)
         report = CheckReport(program=name or "program", report=result.report, **common)
-    return CheckResult(report=report)
+    return CheckResult(report=report, failure=failure)
 
 
 _SAVED = "what rooftop check --save or rooftop compile -o wrote"

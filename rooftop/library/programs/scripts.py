@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from rooftop.arrays import Mesh
     from rooftop.target.session import Session
 
-#: Matmul FLOPs from which a jit is compiled, by default.
-MIN_FLOPS = 1e8
-
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ScriptResult(Result):
@@ -84,13 +81,14 @@ class ScriptResult(Result):
     def costliest(self) -> CompileResult:
         """The compilation of the program whose calls take longest.
 
-        Raises Infeasible if a program does not fit in HBM, RooftopError if the script failed or compiled none.
+        A script that failed has those that were compiled before. Raises Infeasible if a program does not fit in HBM,
+        RooftopError without a program.
         """
-        self.raise_if_infeasible()
         at = self.report.costliest
         compiled = None if at is None else self.report.programs[at].report
         if compiled is None:
-            raise RooftopError("script", self.report.command, "one that compiles a program of 1e8 matmul FLOPs or more")
+            self.raise_if_infeasible()
+            raise RooftopError("script", self.report.command, f"one that compiles a program ({self.report.verdict})")
         return CompileResult(report=compiled)
 
     def raise_if_infeasible(self) -> None:
@@ -116,7 +114,7 @@ def compile_script(
     *,
     on: SliceLike,
     steps: CountLike | None = STEPS,
-    min_flops: float | str = MIN_FLOPS,
+    min_flops: float | str | None = None,
     timeout: TimeLike | None = None,
     cache: bool = True,
     on_progress: Callable[[str, float], None] | None = None,
@@ -127,7 +125,8 @@ def compile_script(
         command: Words of a command line, 'python train.py --layers 2' or a list of them.
         on: The slice.
         steps: Stop after so many calls of one program; None runs the script to its end.
-        min_flops: Matmul FLOPs, over all devices, from which a jit is compiled.
+        min_flops: Matmul FLOPs, over all devices, from which a jit is compiled; 0 compiles every program. By default
+            1e8, and your own jits whose arguments are split or large.
         timeout: Seconds, or '10m', after which the script is ended.
         cache: Take the answer of an equal program from the cache.
         on_progress: Callback (phase, seconds).
@@ -141,7 +140,7 @@ def compile_script(
         words,
         where,
         steps=None if steps is None else parse_count(steps, "steps"),
-        min_flops=parse_quantity(min_flops, "min-flops", largest=LARGEST_QUANTITY),
+        min_flops=flops_of(min_flops),
         timeout_s=None if timeout is None else seconds_of(timeout, "timeout"),
         cache=cache,
         on_progress=on_progress,
@@ -149,10 +148,15 @@ def compile_script(
     return ScriptResult(report=ScriptReport(slice=where, command=shlex.join(words), run=run))
 
 
+def flops_of(text: float | str | None) -> float | None:
+    """Matmul FLOPs from which jits are compiled; 0 is a number too. Raises RooftopError, naming ``min-flops``."""
+    return None if text is None else parse_quantity(text, "min-flops", largest=LARGEST_QUANTITY, zero=True)
+
+
 class Target:
     """A slice that JAX takes for its own devices, in a ``with`` statement: see ``rooftop.target``."""
 
-    def __init__(self, where: Slice, *, min_flops: float, cache: bool) -> None:
+    def __init__(self, where: Slice, *, min_flops: float | None, cache: bool) -> None:
         self.slice = where
         self._min_flops, self._cache = min_flops, cache
         self._session: Session | None = None
@@ -194,19 +198,20 @@ class Target:
         return self.result.programs
 
 
-def target(on: SliceLike, *, min_flops: float | str = MIN_FLOPS, cache: bool = True) -> Target:
+def target(on: SliceLike, *, min_flops: float | str | None = None, cache: bool = True) -> Target:
     """Make a slice that is not there the devices of JAX, in a ``with`` statement.
 
     Args:
         on: The slice.
-        min_flops: Matmul FLOPs, over all devices, from which a jit is compiled.
+        min_flops: Matmul FLOPs, over all devices, from which a jit is compiled; 0 compiles every program. By default
+            1e8, and your own jits whose arguments are split or large.
         cache: Take the answer of an equal program from the cache.
 
     Inside, ``jax.devices()`` is the slice, arrays have a type and a sharding but no memory, and a jit is compiled when
     it is called first. ``result`` has the programs. JAX's caches are cleared at both ends. Raises RooftopError for a
     slice that the compiler does not know, inside another target, and with a JAX whose internals are not known.
     """
-    return Target(slice_of(on), min_flops=parse_quantity(min_flops, "min-flops", largest=LARGEST_QUANTITY), cache=cache)
+    return Target(slice_of(on), min_flops=flops_of(min_flops), cache=cache)
 
 
 def mesh(

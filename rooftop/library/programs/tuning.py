@@ -18,9 +18,9 @@ from rooftop.compiler.compiling import require_compiler
 from rooftop.compiler.targets import XLA_GPU
 from rooftop.core.errors import RooftopError, one_of, refuse, unknown
 from rooftop.core.files import cache_folder, write_json
-from rooftop.core.quantities import LARGEST_QUANTITY, parse_count, parse_quantity
+from rooftop.core.quantities import parse_count, parse_quantity
 from rooftop.library.inputs import AxesLike, CountLike, PlanLike, SliceLike, mesh_on, slice_of, training_plan_of
-from rooftop.library.programs.scripts import MIN_FLOPS
+from rooftop.library.programs.scripts import flops_of
 from rooftop.library.results import Result, flat
 from rooftop.runs.environment import uninterrupted
 from rooftop.simulate.expressions import parse_sizes
@@ -97,7 +97,7 @@ def tune(
     layers: CountLike | Literal["all"] | None = None,
     estimates: str = "rooftop",
     steps: CountLike | None = STEPS,
-    min_flops: float | str = MIN_FLOPS,
+    min_flops: float | str | None = None,
     results: Path | str | None = None,
     fresh: bool = False,
     cache: bool = True,
@@ -124,7 +124,7 @@ def tune(
             compilations fit into the time, and if they compile faster.
         estimates: Price computation by rooftop's curves, or by XLA's own cycles ('xla').
         steps: Stop a script after so many calls of one program; None runs it to its end.
-        min_flops: Matmul FLOPs, over all devices, from which a jit of a script is compiled.
+        min_flops: Matmul FLOPs, over all devices, from which a jit of a script is compiled (see ``compile_script``).
         results: File of the trials, which the same search goes on from; by default one in the user's cache.
         fresh: Try all again.
         cache: Take the baseline from the cache of compilations.
@@ -273,7 +273,7 @@ def _script(
     words: Sequence[str],
     on: SliceLike | None,
     steps: CountLike | None,
-    min_flops: float | str,
+    min_flops: float | str | None,
     settings: Mapping[str, tuple[Any, ...]],
 ) -> Subject:
     where = _slice_to_compile_for(on)
@@ -287,7 +287,7 @@ def _script(
         words=tuple(words),
         slice=where,
         steps=None if steps is None else parse_count(steps, "steps"),
-        min_flops=parse_quantity(min_flops, "min-flops", largest=LARGEST_QUANTITY),
+        min_flops=flops_of(min_flops),
         vary=settings,
     )
 

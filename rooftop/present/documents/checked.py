@@ -28,6 +28,7 @@ def checked(data: Mapping[str, Any], *, frames: bool = False, top: int = 0) -> D
             subject=f"{data['program']} on {whole.verdict.subject}",
             says=sentence(data["verdict"]),
             no=data["verdict"] if broken else "",
+            details=(*whole.verdict.details, *([f"The script failed: {data['error']}"] if data.get("error") else [])),
         ),
         figures=(*whole.figures, *_figures(data)),
         charts=(*_findings(data, frames=frames), *_gates(data), *_changes(data, top), *_sums(data), *whole.charts),

@@ -14,6 +14,13 @@ from rooftop.present.documents.parts import mesh_text, prose, sentence
 
 #: Lines of the script that read unknown values, and jits, that are named.
 _NAMED = 6
+#: Reasons for which programs are not compiled, in words.
+_REASONS = {
+    "operation": "operations of JAX itself",
+    "small": "small arguments that are not split",
+    "repeated": "a function that was compiled often enough with other arguments",
+    "flops": "fewer matmul FLOPs than asked for",
+}
 
 
 def script(data: Mapping[str, Any]) -> Document:
@@ -108,11 +115,27 @@ def _rest(data: Mapping[str, Any]) -> Iterator[Chart]:
         yield prose(f"Values that were not computed, and read as 1, by line of the script: {lines}.")
     for note in data["notes"]:
         yield prose(f"Note: {note}.")
-    if data["costliest"] is None and data["not_compiled"]:
-        yield prose(f"Small jits that were not compiled: {_listed(data['not_compiled'])}.")
+    yield from _not_compiled(data)
+
+
+def _not_compiled(data: Mapping[str, Any]) -> Iterator[Chart]:
+    """Jits of the script that were left out; operations of JAX itself only if there is nothing else to say."""
+    by_reason: dict[str, dict[str, int]] = {}
+    for item in data["not_compiled"]:
+        own = item["source"] or item["reason"] in ("small", "repeated")
+        name = f"{item['name']} ({item['source']})" if item["source"] else item["name"]
+        counts = by_reason.setdefault(_REASONS[item["reason"] if own else "operation"], {})
+        counts[name] = counts.get(name, 0) + item["count"]
+    operations = by_reason.pop(_REASONS["operation"], {})
+    if operations and not (by_reason or data["programs"]):
+        by_reason[_REASONS["operation"]] = operations
+    for reason, counts in by_reason.items():
+        yield prose(f"Not compiled, {reason}: {_listed(counts)}.")
+    if by_reason:
+        yield prose("--min-flops 0 compiles every program.")
 
 
 def _listed(counts: Mapping[str, int]) -> str:
-    named = [f"{name} ({count})" if count > 1 else name for name, count in list(counts.items())[:_NAMED]]
+    named = [f"{name} x {count}" if count > 1 else name for name, count in list(counts.items())[:_NAMED]]
     left = len(counts) - len(named)
     return ", ".join([*named, *([f"{left} more"] if left else [])])
