@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -200,20 +202,45 @@ def compile_ahead_of_time(
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOutput:
-    """Output of a worker: its ``answer``, None if it was terminated, and its ``log``."""
+    """Output of a worker: its ``answer``, None if it was terminated, its ``log`` and its last ``phase``."""
 
     program: str
     answer: WorkerAnswer | None
     log: str
     exit_status: int
+    phase: str
 
     @property
     def failure(self) -> RooftopError:
-        """The error of the answer; without an answer the last line of the log."""
+        """The error of the answer; without an answer the reason that the log has."""
         if self.answer is not None and (error := self.answer.error) is not None:
             return RooftopError(error.field, error.given, error.accepted)
-        last = (self.log.strip().splitlines() or ["no message"])[-1]
-        return RooftopError("program", self.program, f"one that XLA compiles (exit {self.exit_status}: {last})")
+        end = f"its compiler ended while {self.phase}, {last_words(self.log, self.exit_status)}"
+        return RooftopError("program", self.program, f"one that XLA compiles ({end})")
+
+
+#: The prefix of a line in which a library of Google's ends its process: 'F1128 12:28:02.869569   19582 '.
+_FATAL = re.compile(r"F\d{4} [\d:.]+ +\d+ ")
+#: Lines that say where a process was, not why it ended, and lines that libtpu writes whenever it is loaded.
+_PLACES = re.compile(
+    r"\s*@ +0x|PC: @|\*\*\* |https?://symbolize|[EWI]\d{4} .*(\] RAW: |TPU_WORKER_HOSTNAMES)|=== Source|learning/|"
+    r"\S+\.cc:\d+$|Current thread|Thread 0x|\s*File \"|\s*<no Python frame>|Python runtime state|Extension modules|"
+    r"WARNING: Logging before|Failed to find host bounds"
+)
+
+
+def last_words(log: str, exit_status: int) -> str:
+    """Return, in one line, how a process ended and the line of its ``log`` that says why.
+
+    That line is the first fatal one, or the last one that is no part of a stack trace.
+    """
+    how = f"status {exit_status}"
+    if exit_status < 0:
+        how = f"signal {-exit_status} ({signal.Signals(-exit_status).name})"
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not _PLACES.match(line)]
+    fatal = [_FATAL.sub("", line) for line in lines if _FATAL.match(line) or "Check failed" in line]
+    unsaid = "killed, as where memory is short" if exit_status == -signal.SIGKILL else "it printed no reason"
+    return f"{how}: {(fatal[:1] or lines[-1:] or [unsaid])[0]}"
 
 
 def ask_worker(
@@ -250,6 +277,7 @@ def ask_worker(
             answer=msgspec.json.decode(answer.read_bytes(), type=WorkerAnswer) if answer.exists() else None,
             log=log.read_text(encoding="utf-8", errors="replace"),
             exit_status=worker.returncode,
+            phase=_phase(folder / "phase"),
         )
 
 
@@ -261,7 +289,7 @@ def wait_for(worker: subprocess.Popen[bytes], phase: Path, timeout_s: float | No
     start = time.monotonic()
     while True:
         elapsed_s = time.monotonic() - start
-        on_progress(phase.read_text(encoding="utf-8") if phase.exists() else PHASES[0], elapsed_s)
+        on_progress(_phase(phase), elapsed_s)
         left_s = _TICK_S if timeout_s is None else min(_TICK_S, timeout_s - elapsed_s)
         try:
             worker.wait(timeout=max(0.0, left_s))
@@ -269,3 +297,7 @@ def wait_for(worker: subprocess.Popen[bytes], phase: Path, timeout_s: float | No
         except subprocess.TimeoutExpired:
             if timeout_s is not None and time.monotonic() - start >= timeout_s:
                 raise
+
+
+def _phase(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.exists() else PHASES[0]

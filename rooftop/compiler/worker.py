@@ -137,7 +137,9 @@ def _sources() -> Mapping[str, str]:
 
 def _end_with_caller() -> None:
     """End this process when its caller ends, which closes the pipe."""
-    sys.stdin.buffer.read()
+    # Not sys.stdin: Python aborts at its exit while a daemon thread holds the lock of that buffer.
+    while os.read(0, 4096):
+        pass
     os._exit(1)
 
 
