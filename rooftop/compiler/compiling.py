@@ -55,13 +55,15 @@ class CompileRequest:
 
     ``program`` is 'module:function'. The function takes a jax Mesh and ``arguments`` (JSON) and returns a
     ``jax.stages.Lowered``. ``options`` are compiler options: booleans as Python ones, except for XLA options that take
-    'true' and 'false'. ``save`` requests the executable, to be loaded on the real devices.
+    'true' and 'false'. ``defaults`` are rooftop's own: ``options`` override them, and one that the compiler refuses is
+    left out. ``save`` requests the executable, to be loaded on the real devices.
     """
 
     mesh: Mesh
     program: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, bool | int | str] = field(default_factory=dict)
+    defaults: Mapping[str, bool | int | str] = field(default_factory=dict)
     save: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -72,6 +74,7 @@ class CompileRequest:
             "program": self.program,
             "arguments": dict(self.arguments),
             "options": dict(self.options),
+            "defaults": dict(self.defaults),
             "save": self.save,
         }
 
@@ -87,9 +90,10 @@ class CompiledProgram:
     """The compiler's result for a program. Bytes are those of one device.
 
     ``peak_bytes`` is XLA's own figure, and ``memory`` has its parts; ``at_peak`` lists the buffers that are alive at
-    the peak (None if the compiler left no report). ``versions`` are those of jax, jaxlib and the compiler, ``options``
-    those that the program asked for. ``executable`` is set if the request asked for it: see
-    ``rooftop.compiler.worker``. ``rematerialized`` are arrays that the partitioner warns of.
+    the peak (None if the compiler left no report). ``versions`` are those of jax, jaxlib and the compiler. ``options``
+    are those that it was compiled with, and ``left_out`` those of rooftop that the compiler refused. ``executable`` is
+    set if the request asked for it: see ``rooftop.compiler.worker``. ``rematerialized`` are arrays that the
+    partitioner warns of.
     """
 
     hlo_text: str
@@ -99,6 +103,7 @@ class CompiledProgram:
     compile_s: float
     versions: Mapping[str, str]
     options: Mapping[str, bool | int | str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     at_peak: PeakMemory | None = None
     rematerialized: tuple[FullRematerialization, ...] = ()
     executable: bytes | None = None
