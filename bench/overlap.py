@@ -6,7 +6,7 @@ A four-layer decoder (D 2048, F 8192, block remat) is compiled ahead of time, wi
 each chip: weights split over the whole slice, and split beside tensor parallelism. Collectives of the layers are summed
 by axis and by the kind that the compiler chose; what is no start/done pair nor fused with computation is synchronous.
 ``hidden`` is a share of their time: what no computation waits for, in the compiled schedule run on the machine of
-docs/compile.md. ``options`` are XLA's own, those of a plan (``rooftop.programs.training.options``), and those that
+docs/compile.md. ``options`` are XLA's own, those of a plan (``rooftop.compiler.options``), and those that
 published MaxText recipes set for asynchronous AllGathers.
 """
 
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 from rooftop.arrays import AXES, Mesh
 from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
+from rooftop.compiler.options import train_options
 from rooftop.core.ledger import Collective
 from rooftop.explain.compiled.report import CompiledReport
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
 from rooftop.programs.model.layer import Computation
-from rooftop.programs.training.options import compiler_options
 from rooftop.programs.training.program import TrainProgram
 
 MODEL = ModelConfig(
@@ -79,7 +79,7 @@ def main() -> None:
             continue
         laid = Mesh.from_layout(Slice.parse(name), layout)
         mesh = Mesh(laid.slice, {axis: laid.axes.get(axis, ()) for axis in AXES})
-        planned = compiler_options(mesh.shape, mesh.slice.chip.name, slices=1)
+        planned = train_options(mesh.shape, mesh.slice.chip.name, slices=1)
         for label, options in {"default": {}, "plan": planned, "asynchronous": PUBLISHED}.items():
             if label == "plan" and not options:
                 continue

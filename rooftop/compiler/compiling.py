@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -53,13 +55,15 @@ class CompileRequest:
 
     ``program`` is 'module:function'. The function takes a jax Mesh and ``arguments`` (JSON) and returns a
     ``jax.stages.Lowered``. ``options`` are compiler options: booleans as Python ones, except for XLA options that take
-    'true' and 'false'. ``save`` requests the executable, to be loaded on the real devices.
+    'true' and 'false'. ``defaults`` are rooftop's own: ``options`` override them, and one that the compiler refuses is
+    left out. ``save`` requests the executable, to be loaded on the real devices.
     """
 
     mesh: Mesh
     program: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, bool | int | str] = field(default_factory=dict)
+    defaults: Mapping[str, bool | int | str] = field(default_factory=dict)
     save: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -70,6 +74,7 @@ class CompileRequest:
             "program": self.program,
             "arguments": dict(self.arguments),
             "options": dict(self.options),
+            "defaults": dict(self.defaults),
             "save": self.save,
         }
 
@@ -85,9 +90,10 @@ class CompiledProgram:
     """The compiler's result for a program. Bytes are those of one device.
 
     ``peak_bytes`` is XLA's own figure, and ``memory`` has its parts; ``at_peak`` lists the buffers that are alive at
-    the peak (None if the compiler left no report). ``versions`` are those of jax, jaxlib and the compiler, ``options``
-    those that the program asked for. ``executable`` is set if the request asked for it: see
-    ``rooftop.compiler.worker``. ``rematerialized`` are arrays that the partitioner warns of.
+    the peak (None if the compiler left no report). ``versions`` are those of jax, jaxlib and the compiler. ``options``
+    are those that it was compiled with, and ``left_out`` those of rooftop that the compiler refused. ``executable`` is
+    set if the request asked for it: see ``rooftop.compiler.worker``. ``rematerialized`` are arrays that the
+    partitioner warns of.
     """
 
     hlo_text: str
@@ -97,6 +103,7 @@ class CompiledProgram:
     compile_s: float
     versions: Mapping[str, str]
     options: Mapping[str, bool | int | str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     at_peak: PeakMemory | None = None
     rematerialized: tuple[FullRematerialization, ...] = ()
     executable: bytes | None = None
@@ -197,20 +204,45 @@ def compile_ahead_of_time(
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOutput:
-    """Output of a worker: its ``answer``, None if it was terminated, and its ``log``."""
+    """Output of a worker: its ``answer``, None if it was terminated, its ``log`` and its last ``phase``."""
 
     program: str
     answer: WorkerAnswer | None
     log: str
     exit_status: int
+    phase: str
 
     @property
     def failure(self) -> RooftopError:
-        """The error of the answer; without an answer the last line of the log."""
+        """The error of the answer; without an answer the reason that the log has."""
         if self.answer is not None and (error := self.answer.error) is not None:
             return RooftopError(error.field, error.given, error.accepted)
-        last = (self.log.strip().splitlines() or ["no message"])[-1]
-        return RooftopError("program", self.program, f"one that XLA compiles (exit {self.exit_status}: {last})")
+        end = f"its compiler ended while {self.phase}, {last_words(self.log, self.exit_status)}"
+        return RooftopError("program", self.program, f"one that XLA compiles ({end})")
+
+
+#: The prefix of a line in which a library of Google's ends its process: 'F1128 12:28:02.869569   19582 '.
+_FATAL = re.compile(r"F\d{4} [\d:.]+ +\d+ ")
+#: Lines that say where a process was, not why it ended, and lines that libtpu writes whenever it is loaded.
+_PLACES = re.compile(
+    r"\s*@ +0x|PC: @|\*\*\* |https?://symbolize|[EWI]\d{4} .*(\] RAW: |TPU_WORKER_HOSTNAMES)|=== Source|learning/|"
+    r"\S+\.cc:\d+$|Current thread|Thread 0x|\s*File \"|\s*<no Python frame>|Python runtime state|Extension modules|"
+    r"WARNING: Logging before|Failed to find host bounds"
+)
+
+
+def last_words(log: str, exit_status: int) -> str:
+    """Return, in one line, how a process ended and the line of its ``log`` that says why.
+
+    That line is the first fatal one, or the last one that is no part of a stack trace.
+    """
+    how = f"status {exit_status}"
+    if exit_status < 0:
+        how = f"signal {-exit_status} ({signal.Signals(-exit_status).name})"
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not _PLACES.match(line)]
+    fatal = [_FATAL.sub("", line) for line in lines if _FATAL.match(line) or "Check failed" in line]
+    unsaid = "killed, as where memory is short" if exit_status == -signal.SIGKILL else "it printed no reason"
+    return f"{how}: {(fatal[:1] or lines[-1:] or [unsaid])[0]}"
 
 
 def ask_worker(
@@ -247,6 +279,7 @@ def ask_worker(
             answer=msgspec.json.decode(answer.read_bytes(), type=WorkerAnswer) if answer.exists() else None,
             log=log.read_text(encoding="utf-8", errors="replace"),
             exit_status=worker.returncode,
+            phase=_phase(folder / "phase"),
         )
 
 
@@ -258,7 +291,7 @@ def wait_for(worker: subprocess.Popen[bytes], phase: Path, timeout_s: float | No
     start = time.monotonic()
     while True:
         elapsed_s = time.monotonic() - start
-        on_progress(phase.read_text(encoding="utf-8") if phase.exists() else PHASES[0], elapsed_s)
+        on_progress(_phase(phase), elapsed_s)
         left_s = _TICK_S if timeout_s is None else min(_TICK_S, timeout_s - elapsed_s)
         try:
             worker.wait(timeout=max(0.0, left_s))
@@ -266,3 +299,7 @@ def wait_for(worker: subprocess.Popen[bytes], phase: Path, timeout_s: float | No
         except subprocess.TimeoutExpired:
             if timeout_s is not None and time.monotonic() - start >= timeout_s:
                 raise
+
+
+def _phase(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.exists() else PHASES[0]

@@ -13,8 +13,9 @@ from typing import Protocol
 from rooftop.compiler.compiling import CompiledProgram
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.memory import PeakMemory, read_memory
+from rooftop.compiler.options import options_for
 from rooftop.compiler.partitioner import rematerializations
-from rooftop.compiler.targets import OPTIONS, XLA_GPU
+from rooftop.compiler.targets import XLA_GPU
 
 #: Parts of a program's memory that XLA counts.
 MEMORY: tuple[str, ...] = ("argument", "output", "alias", "temp", "generated_code", "host_argument", "host_temp")
@@ -28,7 +29,8 @@ class MemoryStats(Protocol):
 
 def reporting_options(folder: Path | str, *, for_gpus: bool) -> dict[str, bool | int | str]:
     """Compiler options under which XLA writes its reports to ``folder``; for GPUs also those of absent devices."""
-    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, **(OPTIONS if for_gpus else {})}
+    absent = options_for("absent GPUs") if for_gpus else {}
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True, **absent}
 
 
 def compiled_program(
@@ -40,6 +42,7 @@ def compiled_program(
     compile_s: float,
     for_gpus: bool,
     options: Mapping[str, bool | int | str],
+    left_out: tuple[str, ...] = (),
     log: str = "",
 ) -> CompiledProgram:
     """The compiler's result, from the optimised program, XLA's memory statistics, its reports and its ``log``."""
@@ -52,6 +55,7 @@ def compiled_program(
         compile_s=compile_s,
         versions={name: importlib.metadata.version(name) for name in ("jax", "jaxlib", compiler)},
         options=options,
+        left_out=left_out,
         at_peak=read_reports(folder),
         rematerialized=rematerializations(log, folder),
     )

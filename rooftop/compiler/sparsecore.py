@@ -27,6 +27,7 @@ from rooftop.compiler.compiling import (
 from rooftop.compiler.hlo.kernels import target
 from rooftop.compiler.hlo.text import Instruction, Module
 from rooftop.compiler.memory import OutOfMemory, read_exceeded
+from rooftop.compiler.options import Options, options_for
 from rooftop.core.errors import Infeasible, RooftopError, unknown
 from rooftop.hardware import Chip, Slice
 from rooftop.models.embedding_tables.limits import StackLimits, full_buffer
@@ -145,9 +146,8 @@ class _MarkedResult:
         return Marks(hbm_bytes=self.hbm_bytes, tile_bytes=self.tile_bytes, compiled=compiled)
 
 
-#: Compiler options with which a pipelined step overlaps. Without them, the compiler may schedule before it assigns
-#: computations to SparseCores.
-PIPELINING_OPTIONS: Mapping[str, bool | int | str] = {"xla_tpu_rerun_latency_hiding_scheduler_post_sc_assignment": True}
+#: Compiler options with which a pipelined step overlaps.
+PIPELINING_OPTIONS: Options = options_for("pipelined embeddings")
 #: Opcodes of TensorCore computations; other opcodes move, name or wait.
 _COMPUTES = ("fusion", "convolution", "dot", "reduce", "scatter", "gather", "sort", "all-reduce", "select-and-scatter")
 
@@ -198,8 +198,6 @@ def embedding_calls(module: Module) -> int:
 def _is_sparsecore(instruction: Instruction, opcode: str) -> bool:
     return instruction.opcode == opcode and "sparse" in instruction.attribute("async_execution_thread")
 
-
-Options = Mapping[str, bool | int | str]
 
 #: Check -> compiler options. ``nan``: NaNs in data that SparseCores read and write; ``bounds``: accesses outside a
 #: buffer (strided ones may be false alarms); ``buffers``: buffers changed by other cores, mismatched launches. All of

@@ -23,14 +23,6 @@ _PLUGINS: Mapping[str, str] = {"jax_cuda12_plugin": "jax-cuda12-pjrt", "jax_cuda
 #: The plugin that is installed, the first if none is, and its XLA:GPU.
 PLUGIN = next((name for name in _PLUGINS if find_spec(name) is not None), next(iter(_PLUGINS)))
 XLA_GPU = _PLUGINS[PLUGIN]
-#: XLA's options for GPUs that are not there. Nothing can be measured, so that XLA would take its smallest tiles for the
-#: matmuls that it generates itself: cuBLAS stands in for what a run chooses after measuring. Runs set the scheduler.
-#: From jax 0.11 on XLA would compute a matmul of cuBLAS twice where a loop also saves it, which no run on a GPU did.
-OPTIONS: Mapping[str, bool | int | str] = {
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_enable_dynamic_slice_fusion": False,
-}
 #: Limits of all NVIDIA GPUs since 2017.
 _LIMITS: Mapping[str, int] = {
     "threads_per_block_limit": 1024,

@@ -32,6 +32,7 @@ from rooftop.compiler.devices import topology_mesh
 from rooftop.compiler.executables import compiled_program, read_reports, reporting_options
 from rooftop.compiler.hlo.printing import compiled_text
 from rooftop.compiler.memory import OutOfMemory, PeakMemory, read_exceeded
+from rooftop.compiler.options import compile_without_refused
 from rooftop.compiler.partitioner import DriverLog
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.scratch import scratch_folder
@@ -75,7 +76,10 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
     log = DriverLog()
     with scratch_folder("rooftop-dump-") as folder:
         try:
-            compiled = lowered.compile({**reporting_options(folder, for_gpus=for_gpus), **request.options})
+            reporting = reporting_options(folder, for_gpus=for_gpus)
+            options = {**reporting, **request.defaults, **request.options}
+            own = [name for name in options if name not in request.options]
+            compiled, left_out = compile_without_refused(lowered.compile, options, own)
         except jax.errors.JaxRuntimeError as error:
             on_phase("reading")
             raise _refusal(request, error, folder) from None
@@ -88,7 +92,8 @@ def compile_here(request: CompileRequest, on_phase: Callable[[str], None] = lamb
             lower_s=lower_s,
             compile_s=compile_s,
             for_gpus=for_gpus,
-            options=request.options,
+            options={name: options[name] for name in options if name not in (*reporting, *left_out)},
+            left_out=left_out,
             log=log.read(),
         )
     if for_gpus and program.peak_bytes > (usable := request.mesh.slice.device_hbm_usable_bytes):
@@ -137,7 +142,9 @@ def _sources() -> Mapping[str, str]:
 
 def _end_with_caller() -> None:
     """End this process when its caller ends, which closes the pipe."""
-    sys.stdin.buffer.read()
+    # Not sys.stdin: Python aborts at its exit while a daemon thread holds the lock of that buffer.
+    while os.read(0, 4096):
+        pass
     os._exit(1)
 
 

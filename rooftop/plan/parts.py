@@ -23,7 +23,7 @@ weights are gathered for the backward pass next to the MLP. Where the MLP is rep
 gather of attention's gradient.
 
 On chips but TPU7x gathers are asynchronous where weights are gathered between slices, and where they are gathered over
-a whole slice with options of the compiler that make it so (``rooftop.programs.training.options``). Between slices the
+a whole slice with options of the compiler that make it so (``rooftop.compiler.options``). Between slices the
 gathers of all weights of a layer are issued when the layer begins, forward and in the backward pass, and go over DCN
 one after the other. Over a whole slice each is next to the matmul before it. Gradients are summed last, and the first
 gather of the next layer waits behind their sums between slices: nothing hides those.

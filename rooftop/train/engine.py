@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.checkpoints.huggingface import load_weights
 from rooftop.compiler.collectives.waits import axes_over_processes, waiting_line
+from rooftop.compiler.options import compile_without_refused, train_options
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
 from rooftop.hardware import chip_of_kind
@@ -28,7 +29,6 @@ from rooftop.programs.parameters import (
     padding_in_parts,
     padding_last,
 )
-from rooftop.programs.training.options import compiler_options
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import (
     TrainState,
@@ -89,19 +89,20 @@ class TrainJob:
         with jax.set_mesh(self.mesh):
             step = jax.jit(train_step(self.program, self.program.specs(self.mesh)), donate_argnums=0)
             lowered = step.lower(abstract_state(self.program, self.mesh), abstract_batch(self.program, self.mesh))
-            return lowered.compile(compiler_options=self.compiler_options)
+            options = self.compiler_options
+            return compile_without_refused(lowered.compile, options, options)[0]
 
     def waits(self) -> str:
         """The collectives in which the step can wait for other processes, in a line."""
         return waiting_line(self.step.as_text() or "", dict(self.mesh.shape), axes_over_processes(self.mesh))
 
     @property
-    def compiler_options(self) -> dict[str, bool | str]:
+    def compiler_options(self) -> dict[str, bool | int | str]:
         """The compiler's options for the step on these devices, which plans assume; none but on TPUs."""
         devices = self.mesh.devices.flat
         chip = chip_of_kind(devices[0].device_kind) if devices[0].platform == "tpu" else None
         slices = len({getattr(device, "slice_index", 0) for device in devices})
-        return {} if chip is None else compiler_options(self.mesh.shape, chip.name, slices=slices)
+        return {} if chip is None else train_options(self.mesh.shape, chip.name, slices=slices)
 
     def without_stages(self) -> TrainJob:
         """Return the job without pipeline stages and microbatches: stages become copies.

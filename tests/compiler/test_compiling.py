@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,14 @@ import pytest
 from rooftop.arrays import AXES, Mesh
 from rooftop.compiler import cache as cache_module
 from rooftop.compiler.cache import Cache, digest
-from rooftop.compiler.compiling import ENVIRONMENT, PHASES, CompileRequest, compile_ahead_of_time
+from rooftop.compiler.compiling import (
+    ENVIRONMENT,
+    PHASES,
+    CompileRequest,
+    ask_worker,
+    compile_ahead_of_time,
+    last_words,
+)
 from rooftop.compiler.memory import OutOfMemory
 from rooftop.compiler.worker import header, load, pack
 from rooftop.core.errors import Infeasible, RooftopError
@@ -49,6 +57,30 @@ def stay(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lo
 def refuse(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
     """A program that knows that its answer is no."""
     raise Infeasible("seven heads on four devices", "one too few")
+
+
+def abort(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
+    """End as the compiler does where it finds a fault of its own: a reason, then a stack, then SIGABRT."""
+    os.write(2, ABORTED.encode())
+    os.kill(os.getpid(), signal.SIGABRT)
+    raise AssertionError
+
+
+def fail(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> jax.stages.Lowered:
+    """End with a traceback that the worker does not expect."""
+    raise KeyboardInterrupt("a stray signal")
+
+
+ABORTED = """\
+WARNING: Logging before InitGoogle() is written to STDERR
+E0000 00:00:1795868863.095427   19582 common_lib.cc:860] INVALID_ARGUMENT: env var TPU_WORKER_HOSTNAMES
+F1128 12:28:01.812570   19582 fusion_emitter.cc:1234] Check failed: operand_index < operands.size() (3 vs. 3) fusion.7
+*** Check failure stack trace: ***
+    @     0x7f2f32300137       1888  FailureSignalHandler()
+PC: @     0x7f2f54aa8eec  (unknown)  (unknown)
+https://symbolize.stripped_domain/r/?trace=7f2f54aa8eec,7f2f54a5a04f&map=
+E1128 12:28:03.646078   19582 process_state.cc:794] RAW: Raising signal 6 with default behavior
+"""
 
 
 def request(
@@ -134,6 +166,46 @@ def test_an_option_that_there_is_not(folder: Path) -> None:
     assert not folder.exists()
 
 
+def test_a_compiler_that_aborts_says_why(folder: Path) -> None:
+    """The reason, the signal and the phase, in one line; no stack."""
+    with pytest.raises(RooftopError) as error:
+        compile_ahead_of_time(request("abort"))
+    assert error.value.accepted == (
+        "one that XLA compiles (its compiler ended while lowering, signal 6 (SIGABRT): fusion_emitter.cc:1234] "
+        "Check failed: operand_index < operands.size() (3 vs. 3) fusion.7)"
+    )
+    assert not folder.exists()
+
+
+def test_a_worker_that_raises_says_what() -> None:
+    with pytest.raises(
+        RooftopError, match=r"while lowering, (status 1|signal 2 \(SIGINT\)): KeyboardInterrupt: a stray"
+    ):
+        compile_ahead_of_time(request("fail"))
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "words"),
+    [
+        ("", -9, "signal 9 (SIGKILL): killed, as where memory is short"),
+        ("\n \n", 3, "status 3: it printed no reason"),
+        ("Traceback:\n  File 'x.py', line 3\nValueError: no number\n", 1, "status 1: ValueError: no number"),
+        (
+            "F0102 03:04:05.6  7 a.cc:1] first\nF0102 03:04:05.6  7 b.cc:2] second\n",
+            -6,
+            "signal 6 (SIGABRT): a.cc:1] first",
+        ),
+        (
+            "2026-01-02 a.cc:1] Check failed: ok\nAborted\n",
+            -6,
+            "signal 6 (SIGABRT): 2026-01-02 a.cc:1] Check failed: ok",
+        ),
+    ],
+)
+def test_last_words_are_the_reason(log: str, status: int, words: str) -> None:
+    assert last_words(log, status) == words
+
+
 # ---- the worker -----------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +227,12 @@ def test_an_interrupted_compilation_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt, match="lowering"):
         compile_ahead_of_time(request("stay", tell=str(id_file)), on_progress=interrupt)
     assert is_gone(int(id_file.read_text()))
+
+
+def test_a_worker_that_has_answered_ends_by_itself() -> None:
+    """Its caller still holds the pipe that it watches."""
+    output = ask_worker(request("refuse"))
+    assert (output.exit_status, "Fatal Python error" in output.log) == (0, False)
 
 
 def test_a_time_out_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -413,5 +413,5 @@ def test_a_run_is_compiled_with_the_options_of_its_plan(name: str, axes: dict[st
     )
     planned = request(plan)
     job = TrainJob(program=TrainProgram.from_plan(plan), mesh=topology_mesh(plan.mesh), seed=0)
-    assert job.compiler_options == planned.options
-    assert len(planned.options) == options
+    assert job.compiler_options == planned.defaults
+    assert len(planned.defaults) == options

@@ -183,7 +183,7 @@ def _collectives(report: CompiledReport, module: Module) -> Iterator[ProgramFind
         )  # fmt: skip
 
 
-#: Those that rooftop's own programs set where XLA:TPU gathers synchronously (``programs.training.options``).
+#: Those that rooftop's own programs set where XLA:TPU gathers synchronously (``compiler.options``).
 _OPTIONS = (
     "; XLA:TPU gathers asynchronously with all of xla_tpu_prefer_async_allgather_to_allreduce, "
     "xla_enable_async_all_gather and xla_tpu_enable_async_collective_fusion_fuse_all_gather"

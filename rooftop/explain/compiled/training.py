@@ -8,6 +8,7 @@ from typing import Any
 from rooftop import __version__
 from rooftop.compiler.compiling import CompileRequest, Progress, compile_ahead_of_time
 from rooftop.compiler.memory import OutOfMemory
+from rooftop.compiler.options import train_options
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_bytes
 from rooftop.explain.compiled.report import (
@@ -21,7 +22,6 @@ from rooftop.plan.documents import PlannedSlice
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import plan_of, sweep
-from rooftop.programs.training.options import compiler_options
 from rooftop.programs.training.program import TrainProgram
 
 PROGRAM = "rooftop.programs.training.step:lower"
@@ -109,8 +109,8 @@ def request(plan: TrainingPlan) -> CompileRequest:
     """Return the compile request of a plan. Raises RooftopError for a plan that no program can run."""
     program = TrainProgram.from_plan(plan)
     slice_ = plan.problem.slice
-    options = compiler_options(plan.mesh.shape, slice_.chip.name, slices=slice_.num_slices)
-    return CompileRequest(mesh=plan.mesh, program=PROGRAM, arguments=program.to_json(), options=options)
+    defaults = train_options(plan.mesh.shape, slice_.chip.name, slices=slice_.num_slices)
+    return CompileRequest(mesh=plan.mesh, program=PROGRAM, arguments=program.to_json(), defaults=defaults)
 
 
 def nearest_fit(plan: TrainingPlan, needed_bytes: float) -> TrainingPlan | None:

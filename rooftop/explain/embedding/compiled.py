@@ -35,7 +35,6 @@ from rooftop.explain.embedding.programs import (
     heap_bytes,
     needed_bytes,
     part_request,
-    step_options,
     step_request,
 )
 from rooftop.models.embedding_tables.limits import Limits, StackLimits
@@ -249,7 +248,7 @@ class EmbedReport:
     def _step(self, name: str, top: int) -> CompiledStep:
         marks, overlap = self.steps[name], self.overlap[name]
         return CompiledStep(
-            options=step_options(name, self.checks),
+            options=marks.compiled.options,
             planned_bytes=self.plan.memory["total"][name],
             needed_bytes=self.needed_bytes(name),
             heap_bytes=heap_bytes(marks),

@@ -60,12 +60,10 @@ def step_request(
     arguments = {**_arguments(plan), "part": step, "dense_flops": plan.problem.dense_flops}
     if limits is not None:
         arguments["limits"] = {name: vars(one) for name, one in limits.items()}
-    return CompileRequest(mesh=_mesh(plan), program=PROGRAM, arguments=arguments, options=step_options(step, checks))
-
-
-def step_options(step: str, checks: tuple[str, ...]) -> dict[str, bool | int | str]:
-    """Compiler options of a step: a pipelined one is scheduled again once SparseCores have their work."""
-    return {**(PIPELINING_OPTIONS if step == "pipelined" else {}), **check_options(checks)}
+    # A pipelined step is scheduled again once SparseCores have their work.
+    defaults = PIPELINING_OPTIONS if step == "pipelined" else {}
+    options = check_options(checks)
+    return CompileRequest(mesh=_mesh(plan), program=PROGRAM, arguments=arguments, options=options, defaults=defaults)
 
 
 def heap_bytes(marks: Marks) -> int:

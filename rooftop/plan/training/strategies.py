@@ -197,7 +197,7 @@ class Strategies:
         """True where weights are gathered asynchronously within slices, but not all collectives are, [C, 1]."""
         slice_ = self.layouts.slice
         whole: npt.NDArray[np.bool_] = self.within_slice(*GATHER_AXES) * slice_.num_slices == slice_.devices
-        # Over whole slices options of the compiler make it so: see ``rooftop.programs.training.options``.
+        # Over whole slices options of the compiler make it so: see ``rooftop.compiler.options``.
         return whole & (overlap.whole_slice_gather == "all_reduce") | (overlap.asynchronous == "gathers")
 
     def share_links(self, axes: tuple[str, ...], others: tuple[str, ...]) -> npt.NDArray[np.bool_]:

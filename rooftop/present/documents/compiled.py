@@ -71,7 +71,9 @@ def _versions(data: Mapping[str, Any], cached: bool | None) -> tuple[str, ...]:
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     took = f", {'once ' if cached else ''}compiled in {data['compile_s']:.0f} s" if cached is not None else ""
     compiler = "XLA:TPU" if "libtpu" in data["versions"] else "XLA:GPU"
-    return (f"{compiler} ({versions}){took}",)
+    refused = data.get("left_out")
+    without = (f"compiled without {', '.join(refused)}, which this release of {compiler} refuses",) if refused else ()
+    return (f"{compiler} ({versions}){took}", *without)
 
 
 def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
