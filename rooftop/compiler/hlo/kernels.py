@@ -94,10 +94,7 @@ def kernel(module: Module, computation: HloComputation, instruction: Instruction
     if target(instruction) != _MOSAIC:
         return Kernel()
     key = computation.name, instruction.name
-    if key not in module.kernels:
-        module.kernels[key] = _counted(module, computation, instruction)
-    counted: Kernel = module.kernels[key]
-    return counted
+    return module.remember("kernel", key, lambda: _counted(module, computation, instruction))
 
 
 def target(instruction: Instruction) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rooftop.compiler.collectives.logical import LogicalCollective, logical_collectives
 from rooftop.compiler.hlo.costs import is_matmul, matmul_dtype, work
-from rooftop.compiler.hlo.places import first_place, holders, purpose, users
+from rooftop.compiler.hlo.places import first_place, holders, outermost, purpose, users
 from rooftop.compiler.hlo.printing import hlo_proto_of, module_text
 from rooftop.compiler.hlo.scopes import source_of
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module, parse
@@ -123,8 +123,7 @@ class TracedProgram:
         }
 
     def _outermost(self, inside: str, name: str) -> list[str]:
-        around = holders(self.module, inside)
-        return [outer for place, item in around for outer in self._outermost(place.name, item.name)] or [name]
+        return [outer for _, outer in outermost(self.module, inside, name)]
 
     def _facts(
         self,
