@@ -18,7 +18,7 @@ from rooftop.core.errors import RooftopError
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[[\d,]+\]<=\[([\d,]+)\]")
-_NAMED = re.compile(r"mesh\[([^\]]*)\]")
+_NAMED = re.compile(r"mesh\[([^\[\]]*)\]")
 
 
 def devices_of(text: str) -> int:

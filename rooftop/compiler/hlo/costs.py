@@ -47,7 +47,7 @@ def matmul_flops(computation: HloComputation, instruction: Instruction) -> float
     out = instruction.shape[0]
     if instruction.opcode != "convolution":
         return 2.0 * out.elements * math.prod(left.dims[dim] for dim in _left_dims(instruction, "contracting"))
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    labels = re.search(r"dim_labels=(\w{1,99})_(\w{1,99})->(\w{1,99})", instruction.attributes)
     if labels is None:
         return 0.0
     left_labels, right_labels, out_labels = labels.groups()
@@ -79,7 +79,7 @@ def _left_dims(instruction: Instruction, role: str) -> list[int]:
 
 def _window(attributes: str, axes: int) -> list[tuple[int, int, int, int]]:
     """Stride, low padding and both dilations of each spatial axis."""
-    text = re.search(r"window=\{([^}]*)\}", attributes)
+    text = re.search(r"window=\{([^{}]*)\}", attributes)
     window = dict(part.split("=") for part in text.group(1).split()) if text else {}
 
     def numbers(name: str, default: int) -> list[int]:
@@ -113,7 +113,7 @@ def _valid_positions(
 def matmul_sizes(computation: HloComputation, instruction: Instruction) -> tuple[float, float, float]:
     """M, K and N of one matmul as [M, K] x [K, N]; batch dims and windows count into M and K."""
     out = instruction.shape[0]
-    labels = re.search(r"dim_labels=\w+->(\w+)", instruction.attributes)
+    labels = re.search(r"dim_labels=\w{1,199}->(\w{1,99})", instruction.attributes)
     n = out.dims[labels.group(1).index("f") if labels else -1] if out.dims else 1
     k = matmul_flops(computation, instruction) / (2.0 * max(1, out.elements))
     return out.elements / n, k, float(n)
@@ -127,7 +127,7 @@ def matmul_batch(computation: HloComputation, instruction: Instruction) -> int:
     left, right = (operand.shape[0] for operand in computation.operands(instruction)[:2])
     if instruction.opcode != "convolution":
         return math.prod(left.dims[dim] for dim in _left_dims(instruction, "batch"))
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    labels = re.search(r"dim_labels=(\w{1,99})_(\w{1,99})->(\w{1,99})", instruction.attributes)
     if labels is None:
         return 1
     sizes = (

@@ -125,7 +125,7 @@ def _words(instruction: Instruction) -> set[str]:
 
 def kernel_name(instruction: Instruction) -> str:
     """The name of a Pallas kernel, or of the custom call that calls it."""
-    called = re.search(r"(?:jit\()?([^/()]+)\)?/pallas_call", instruction.op_name)
+    called = re.search(r"(?<![^/()])([^/()]+)\)?/pallas_call", instruction.op_name)
     return called.group(1) if called else instruction.name.split(".")[0]
 
 

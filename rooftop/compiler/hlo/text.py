@@ -36,7 +36,7 @@ _TENSOR = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 # A memory space stands at the end of a layout: {1,0:T(8,128)(2,1)S(1)}.
 _SPACE = re.compile(r"S\((\d{1,9})\)")
 _ROLES = "calls|to_apply|condition|body|branch_computations|true_computation|false_computation|called_computations"
-_CALLED = re.compile(rf"\b(?:{_ROLES})=(\{{[^}}]*\}}|%?[\w.\-]+)")
+_CALLED = re.compile(rf"\b(?:{_ROLES})=(\{{[^{{}}]*\}}|%?[\w.\-]+)")
 
 
 #: The scope with which a program declares how often it takes a branch of a conditional.
@@ -482,7 +482,7 @@ def _operands(inside: str) -> tuple[str, ...]:
     """Names of the operands; types may precede them, and '%' only precedes names."""
     if "%" in inside:
         return tuple(re.findall(r"%([\w.\-]+)", inside))
-    bare = re.sub(r"/\*.*?\*/|\[[^\]]*\]|\{[^}]*\}", "", inside)
+    bare = re.sub(r"/\*[^/*]*\*/|\[[^\[\]]*\]|\{[^{}]*\}", "", inside)
     return tuple(part.split()[-1] for part in bare.split(",") if part.strip())
 
 

@@ -15,7 +15,7 @@ from rooftop.compiler.hlo.places import first_place, holders, outermost, purpose
 from rooftop.compiler.hlo.printing import hlo_proto_of, module_text
 from rooftop.compiler.hlo.scopes import source_of
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module, parse
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import UNFORESEEN, RooftopError
 from rooftop.core.timelines.xprof import message
 from rooftop.explain.axes import devices_of, infer_mesh
 from rooftop.profile.facts import (
@@ -248,11 +248,19 @@ def programs_of(
         if not text:
             missing[name] = "the trace has no HLO of it (a CPU's has none of programs out of a cache); --hlo gives one"
             continue
-        program = program_of(text, mesh)
         try:
             # Any program may be in a trace: if it cannot be read, the facts are those of the trace alone.
+            program = program_of(text, mesh)
             result |= {number: program} if program.facts else {}
-        except (RooftopError, LookupError, ValueError) as error:
+        except (
+            RooftopError,
+            LookupError,
+            ValueError,
+            ArithmeticError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             missing[name] = f"its HLO cannot be read ({type(error).__name__}: {error})"
     return result, missing
 
