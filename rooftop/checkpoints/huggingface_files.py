@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from rooftop.checkpoints.names import Array
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import make_folder, publish, write_bytes, write_text
+from rooftop.core.files import make_folder, publish, read_text, require_file, write_bytes, write_text
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -66,7 +66,7 @@ class Checkpoint:
         """
         index = folder / _INDEX
         try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else None
+            names = json.loads(read_text(index))["weight_map"] if index.exists() else None
             files = {folder / _SINGLE} if names is None else {folder / str(file) for file in names.values()}
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise RooftopError(str(index), f"{type(error).__name__}", "an index from tensors to files") from None
@@ -132,6 +132,7 @@ def _offsets(path: Path, modified: int) -> Mapping[str, int]:
 def _opened(path: Path) -> Iterator[Any]:
     """An open safetensors file. Raises RooftopError if it is missing or damaged."""
     try:
+        require_file(path)
         opened = safe_open(path, framework="numpy")
     except FileNotFoundError:
         raise RooftopError(str(path), "no such file", "a safetensors file") from None

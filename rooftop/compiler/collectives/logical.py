@@ -361,27 +361,31 @@ def _origins(module: Module, computation: HloComputation, user: Instruction, num
             continue
         is_input = at.opcode == "parameter" and holders(module, inside.name)
         fused = module.computations[at.called[0]] if at.opcode == "fusion" else None
-        moves = fused is None or module.remember("only moves", fused.name, lambda fused=fused: _only_moves(fused))
+        moves = fused is None or _only_moves(module, fused)
         if (at.opcode in _PASSED or is_input or _crops(at)) and moves:
             source = before(module, inside, at)
-            if fused is not None and module.remember("joins", fused.name, lambda fused=fused: _joins(fused)):
+            if fused is not None and _joins(module, fused):
                 left += [(inside, operand) for operand in inside.operands(at)]
             else:
                 left += _carried(module, inside, at) or ([] if source is None else [source])
 
 
-def _only_moves(fused: HloComputation) -> bool:
+def _only_moves(module: Module, fused: HloComputation) -> bool:
     """True if a fusion only moves elements. A sum of as many numbers as it has terms leaves out dims of size 1."""
 
     def keeps(reduction: Instruction) -> bool:
         return reduction.shape[0].elements == fused.operands(reduction)[0].shape[0].elements
 
-    return all(inner.opcode in _MOVED or (inner.opcode == "reduce" and keeps(inner)) for inner in fused)
+    def moves() -> bool:
+        return all(inner.opcode in _MOVED or (inner.opcode == "reduce" and keeps(inner)) for inner in fused)
+
+    return module.remember("only moves", fused.name, moves)
 
 
-def _joins(fused: HloComputation) -> bool:
+def _joins(module: Module, fused: HloComputation) -> bool:
     """True if a fusion concatenates: XLA may do so as the maximum of padded arrays."""
-    return any(inner.opcode in ("maximum", "concatenate") for inner in fused)
+    joining = ("maximum", "concatenate")
+    return module.remember("joins", fused.name, lambda: any(inner.opcode in joining for inner in fused))
 
 
 def _carried(module: Module, computation: HloComputation, element: Instruction) -> list[Located]:

@@ -342,7 +342,7 @@ def _elements_read(module: Module, inner: HloComputation) -> Mapping[str, float]
 def _read_elements(module: Module, inner: HloComputation) -> Mapping[str, float]:
     """Count from the last instruction to the first, so that the users of a result have their figures."""
     total = dict.fromkeys(inner.instructions, 0.0)
-    for user in reversed(inner.instructions.values()):
+    for user in reversed(tuple(inner)):
         for name in dict.fromkeys(user.operands):
             total[name] += _read_by(module, inner, user, inner.instructions[name], total[user.name])
     return total

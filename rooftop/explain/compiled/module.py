@@ -14,6 +14,7 @@ from rooftop.compiler.compiling import Compiled
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.memory import PeakMemory, read_memory
 from rooftop.core.errors import UNFORESEEN, RooftopError
+from rooftop.core.files import read_text
 from rooftop.explain.axes import devices_of, infer_mesh
 from rooftop.explain.compiled.report import CompiledReport
 from rooftop.explain.measured.modules import read_module
@@ -65,7 +66,7 @@ def _at_peak(path: Path, text: str) -> PeakMemory | None:
     reports = [path.with_name(f"{path.stem}-{name}.txt") for name in ("buffer-assignment", "live-range")]
     if not all(report.exists() for report in reports):
         return None
-    assignment, live_ranges = (report.read_text(encoding="utf-8") for report in reports)
+    assignment, live_ranges = (read_text(report, errors="replace") for report in reports)
     return read_memory(assignment, live_ranges, hlo.parse(text))
 
 

@@ -16,6 +16,7 @@ from rooftop.compiler.hlo.printing import hlo_proto_of, module_text
 from rooftop.compiler.hlo.scopes import source_of
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module, parse
 from rooftop.core.errors import UNFORESEEN, RooftopError
+from rooftop.core.files import read_bytes
 from rooftop.core.timelines.xprof import message
 from rooftop.explain.axes import devices_of, infer_mesh
 from rooftop.profile.facts import (
@@ -252,15 +253,7 @@ def programs_of(
             # Any program may be in a trace: if it cannot be read, the facts are those of the trace alone.
             program = program_of(text, mesh)
             result |= {number: program} if program.facts else {}
-        except (
-            RooftopError,
-            LookupError,
-            ValueError,
-            ArithmeticError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except (RooftopError, *UNFORESEEN) as error:
             missing[name] = f"its HLO cannot be read ({type(error).__name__}: {error})"
     return result, missing
 
@@ -294,6 +287,10 @@ def _merged(op: Op, program: TracedProgram | None) -> Facts:
     return own if result is None else result
 
 
+#: Bytes of a module. The text of a step of Llama 3 405B has 30 MB.
+_MOST_BYTES = 2**29
+
+
 def read_module(path: Path) -> str:
     """The text of a module in a file: HLO text, or a serialized HloProto or HloModuleProto.
 
@@ -301,7 +298,7 @@ def read_module(path: Path) -> str:
     """
     accepted = "the text of a compiled HLO module (compiled.as_text()), or its *.hlo.pb"
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, most=_MOST_BYTES)
     except OSError as error:
         raise RooftopError("hlo", str(path), f"{accepted} ({error.strerror})") from None
     if data.lstrip().startswith(b"HloModule"):
