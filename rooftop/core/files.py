@@ -98,11 +98,15 @@ def _chunks(path: Path, most: int) -> Iterator[bytes]:
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text, which may begin with a byte order mark. Raises ValueError, and RecursionError.
 
-    An object that has one key twice is an error: readers differ in which value they take.
+    An object that has one key twice is an error, as readers differ in which value they take, and so is NaN.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig")
-    return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_object)
+    return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_object, parse_constant=_no_constant)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name}, which is no number of JSON")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Modules of HLO that somebody may write to hurt a reader, and a search for more: ``python -m tests.support.hlo_attacks``.
+"""Modules of HLO that somebody may write to hurt a reader, and a search for more.
 
-``NAMED`` are the attacks that have a name, by size. ``Mutations`` changes the lines of a module in ways that a seed
-draws: what is mutated may be a module of the compiler, or of ``grammar``.
+``python -m tests.support.hlo_attacks --seconds 600`` searches, and prints what falls over with its seed.
+
+``REFUSED`` and ``LINEAR`` are the attacks that have a name. ``mutated`` changes the lines of a module as a seed draws:
+of one that the compiler wrote, of a part of it, or of one that ``grammar`` draws.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ def moves(size: int) -> str:
     return _entry([*lines, _root(f"s{size - 1}")], _SUM).replace("m, is", "m, num_partitions=4, is")
 
 
-_SUM = "%sum (x: f32[], y: f32[]) -> f32[] {\n  %x = f32[] parameter(0)\n  %y = f32[] parameter(1)\n  ROOT %z = f32[] add(%x, %y)\n}"
+_SUM = (
+    "%sum (x: f32[], y: f32[]) -> f32[] {\n  %x = f32[] parameter(0)\n  %y = f32[] parameter(1)\n"
+    "  ROOT %z = f32[] add(%x, %y)\n}"
+)
 
 
 def fused(size: int) -> str:
@@ -174,7 +179,9 @@ REFUSED: Mapping[str, str] = {
     "a dim of 4,000 digits": _entry([_root()]).replace("f32[4]{0} add", f"f32[{_DIGITS}]{{0}} add"),
     "a dim of 5,000 digits": _entry([_root()]).replace("f32[4]{0} add", f"f32[{_DIGITS * 2}]{{0}} add"),
     "a parameter of 5,000 digits": _entry([_root()]).replace("parameter(0)", f"parameter({_DIGITS * 2})"),
-    "dims that multiply to too much": _entry([_root()]).replace("f32[4]{0} add", f"f32[{'9' * 18},{'9' * 18}]{{1,0}} add"),
+    "dims that multiply to too much": _entry([_root()]).replace(
+        "f32[4]{0} add", f"f32[{'9' * 18},{'9' * 18}]{{1,0}} add"
+    ),
     "a while without its condition": loops(1).replace("condition=%cond0", "condition=%none"),
     "a while without a body": loops(1).replace(", body=%body0", ""),
     "its own operand": _entry([f"ROOT %r = {_ADD}(%r, %r)"]),
@@ -184,8 +191,10 @@ REFUSED: Mapping[str, str] = {
     "an index of 5,000 digits": loops(1).replace("index=1", f"index={_DIGITS * 2}"),
     "no opcode": _entry([_root(), "%x = "]),
     "no name": HEAD,
-    "more devices than there are": moves(2).replace("replica_groups={}", "replica_groups=[1,999999999999]<=[999999999999]"),
-}  # fmt: skip
+    "more devices than there are": moves(2).replace(
+        "replica_groups={}", "replica_groups=[1,999999999999]<=[999999999999]"
+    ),
+}
 #: Attacks by size whose work must grow with it, and no faster.
 LINEAR: Mapping[str, Callable[[int], str]] = {
     "chain": chain,
@@ -194,12 +203,15 @@ LINEAR: Mapping[str, Callable[[int], str]] = {
     "loops": loops,
     "scalars": scalars,
     "independent": lambda size: _entry([f"%a{at} = {_ADD}(%p, %p)" for at in range(size)] + [_root()]),
-    **{f"name {part}": lambda size, part=part: named(size, part) for part in ("a", "(", "/a", "(a:", "a;", "jit(", "a(")},
+    **{
+        f"name {part}": lambda size, part=part: named(size, part)
+        for part in ("a", "(", "/a", "(a:", "a;", "jit(", "a(")
+    },
     **{
         f"attribute {part}": lambda size, part=part: attribute(size, part)
         for part in ("calls={", "window={", "f32[]{", "mesh[", "a_", "replica_groups={", '"body":"', "/*", "[", "S(1)")
     },
-}  # type: ignore[misc]  # fmt: skip
+}  # type: ignore[misc]
 
 
 def grammar(draw: random.Random) -> str:
@@ -235,22 +247,75 @@ _NUMBERS = (
     "",
 )
 _OPCODES = (
-    "add", "bitcast", "copy", "dot", "convolution", "fusion", "while", "call", "conditional", "tuple", "parameter", "constant",
-    "get-tuple-element", "all-reduce", "all-gather", "all-gather-start", "all-gather-done", "reduce-scatter", "all-to-all",
-    "collective-permute", "collective-permute-start", "collective-permute-done", "copy-start", "copy-done", "dynamic-slice",
-    "dynamic-update-slice", "scatter", "gather", "pad", "broadcast", "custom-call", "send", "recv", "recv-done", "iota", "sort",
-)  # fmt: skip
+    "add",
+    "bitcast",
+    "copy",
+    "dot",
+    "convolution",
+    "fusion",
+    "while",
+    "call",
+    "conditional",
+    "tuple",
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "all-reduce",
+    "all-gather",
+    "all-gather-start",
+    "all-gather-done",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-permute-start",
+    "collective-permute-done",
+    "copy-start",
+    "copy-done",
+    "dynamic-slice",
+    "dynamic-update-slice",
+    "scatter",
+    "gather",
+    "pad",
+    "broadcast",
+    "custom-call",
+    "send",
+    "recv",
+    "recv-done",
+    "iota",
+    "sort",
+)
 _ATTRIBUTES = (
-    "replica_groups={{0,1},{2,3}}", "replica_groups={}", "replica_groups=[2,2]<=[4]", "replica_groups=[4]<=[2,2]T(1,0)",
-    "replica_groups={{0,0,0}}", "replica_groups={{9}}", "source_target_pairs={{0,1},{1,0}}", "source_target_pairs={{0},{}}",
-    "source_target_pairs={}", "dim_labels=bf_io->bf", "dim_labels=b0f_0io->b0f", "window={size=9x9 stride=0x0 pad=1_1x1_1}",
-    "window={}", "lhs_contracting_dims={9}", "lhs_contracting_dims={0}", "index=0", "index=99", "calls=%none",
-    'metadata={op_name="jit(f)/jvp(layers)/while/body/mlp/up/dot" stack_frame_id=1}', 'metadata={op_name="(a:b:(c:d))"}',
-    'metadata={op_name="taken[0:0]/taken[1:3:9]/trips[0]/kernel_flops[each=nan]"}', 'custom_call_target="tpu_custom_call"',
+    "replica_groups={{0,1},{2,3}}",
+    "replica_groups={}",
+    "replica_groups=[2,2]<=[4]",
+    "replica_groups=[4]<=[2,2]T(1,0)",
+    "replica_groups={{0,0,0}}",
+    "replica_groups={{9}}",
+    "source_target_pairs={{0,1},{1,0}}",
+    "source_target_pairs={{0},{}}",
+    "source_target_pairs={}",
+    "dim_labels=bf_io->bf",
+    "dim_labels=b0f_0io->b0f",
+    "window={size=9x9 stride=0x0 pad=1_1x1_1}",
+    "window={}",
+    "lhs_contracting_dims={9}",
+    "lhs_contracting_dims={0}",
+    "index=0",
+    "index=99",
+    "calls=%none",
+    'metadata={op_name="jit(f)/jvp(layers)/while/body/mlp/up/dot" stack_frame_id=1}',
+    'metadata={op_name="(a:b:(c:d))"}',
+    'metadata={op_name="taken[0:0]/taken[1:3:9]/trips[0]/kernel_flops[each=nan]"}',
+    'custom_call_target="tpu_custom_call"',
     'backend_config={"custom_call_config": {"body":"AAAA","cost_estimate":{"flops":"x"}}}',
-    'backend_config={"estimated_cycles":"99999999999999999999"}', "direction=LT", "direction=NE", "channel_id=1",
-    'custom_call_target="ConcatBitcast"', 'custom_call_target="AllocateBuffer"', 'frontend_attributes={chain_id="1"}',
-)  # fmt: skip
+    'backend_config={"estimated_cycles":"99999999999999999999"}',
+    "direction=LT",
+    "direction=NE",
+    "channel_id=1",
+    'custom_call_target="ConcatBitcast"',
+    'custom_call_target="AllocateBuffer"',
+    'frontend_attributes={chain_id="1"}',
+)
 
 
 def mutated(text: str, draw: random.Random) -> str:
@@ -425,10 +490,12 @@ def main() -> None:
                         options.keep.mkdir(exist_ok=True)
                         (options.keep / f"{number}.hlo").write_text(text, encoding="utf-8", errors="surrogatepass")
     print(
-        f"{sum(counts.values())} modules: {counts['']} answered, {counts['refused']} refused, {counts['fell over']} fell over"
+        f"{sum(counts.values())} modules: {counts['']} answered, {counts['refused']} refused, "
+        f"{counts['fell over']} fell over"
     )
     print(
-        f"slowest {slowest[0]:.1f} s (seed {slowest[1]}), {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB at most"
+        f"slowest {slowest[0]:.1f} s (seed {slowest[1]}), "
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB at most"
     )
     sys.exit(bool(failures))
 
