@@ -7,7 +7,6 @@ that owns it, and each process reads only the parts of its own devices. Writing 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections import defaultdict
@@ -29,6 +28,7 @@ from rooftop.checkpoints.huggingface_files import Checkpoint, CheckpointTensor, 
 from rooftop.checkpoints.names import Array, Entry, entries, matrix, region, tensor_shape
 from rooftop.checkpoints.quantised import group_scales, open_weights
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.files import parse_json, read_bytes
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.models.config import MoE
 from rooftop.models.families import FAMILIES, Keys
@@ -172,7 +172,8 @@ def _config(model: ModelConfig, source: Path | None, config: Mapping[str, Any] |
     origin = from_huggingface(path, model.name)
     if origin != model:
         raise RooftopError("source of the export", str(path), f"the config.json of the exported model, {model.name}")
-    return path.read_bytes() if origin.stored is None else _plain(json.loads(path.read_text(encoding="utf-8")))
+    content = read_bytes(path)
+    return content if origin.stored is None else _plain(parse_json(content))
 
 
 def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from rooftop.checkpoints.names import Array
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import make_folder, publish, write_bytes, write_text
+from rooftop.core.files import make_folder, parse_json, publish, read_text, require_file, write_bytes, write_text
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -66,7 +66,7 @@ class Checkpoint:
         """
         index = folder / _INDEX
         try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else None
+            names = parse_json(read_text(index))["weight_map"] if index.exists() else None
             files = {folder / _SINGLE} if names is None else {folder / str(file) for file in names.values()}
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise RooftopError(str(index), f"{type(error).__name__}", "an index from tensors to files") from None
@@ -110,7 +110,7 @@ class Checkpoint:
         """A part of a tensor; only this part is read into memory. Elements of 8 bits are read as uint8."""
         path, code, shape = self.tensors[name]
         if code in _BYTES:
-            start = _offsets(path, path.stat().st_mtime_ns)[name]
+            start = _header(path, path.stat().st_mtime_ns)[name]
             bytes_: Array = np.array(np.memmap(path, np.uint8, "r", offset=start, shape=shape)[region])
             return bytes_
         # Opened for each part: pages of an open file count as memory of this process.
@@ -119,19 +119,37 @@ class Checkpoint:
             return part
 
 
+#: Bytes of a header, as the format limits them.
+_MOST_HEADER = 100_000_000
+
+
 @lru_cache(maxsize=1024)
-def _offsets(path: Path, modified: int) -> Mapping[str, int]:
-    """Where the tensors of a file begin; ``modified`` is the time of its last change."""
+def _header(path: Path, modified: int) -> Mapping[str, int]:
+    """Where the tensors of a file begin; ``modified`` is the time of its last change.
+
+    Raises ValueError for a header in which a name stands twice: readers differ in which tensor they take.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+        if length > _MOST_HEADER:
+            raise ValueError(f"a header of {length:,} bytes")
+        try:
+            header = parse_json(file.read(length).rstrip())
+            return {
+                name: 8 + length + int(entry["data_offsets"][0])
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        except (LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"a header that is none ({type(error).__name__})") from None
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """An open safetensors file. Raises RooftopError if it is missing or damaged."""
     try:
+        require_file(path)
+        _header(path, path.stat().st_mtime_ns)
         opened = safe_open(path, framework="numpy")
     except FileNotFoundError:
         raise RooftopError(str(path), "no such file", "a safetensors file") from None

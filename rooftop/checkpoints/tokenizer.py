@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import write_text
+from rooftop.core.files import read_text, write_text
 
 #: Ids of one text, [tokens] int32.
 Ids = npt.NDArray[np.int32]
@@ -59,8 +59,8 @@ class Tokenizer:
         file = path / _FILE if path.is_dir() else path
         settings_file = file.with_name(_SETTINGS)
         try:
-            definition = file.read_text(encoding="utf-8")
-            settings = json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
+            definition = read_text(file)
+            settings = json.loads(read_text(settings_file)) if settings_file.exists() else {}
         except (OSError, ValueError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else f"{error}"
             raise RooftopError("tokenizer", str(path), f"a {_FILE}, or a folder that has one ({reason})") from None

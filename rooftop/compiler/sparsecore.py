@@ -185,10 +185,10 @@ def embedding_calls(module: Module) -> int:
     """Calls of SparseCores that read or update rows of tables, and have no time in a schedule of TensorCores."""
 
     def embeds(name: str) -> bool:
-        return any(
-            target(instruction).startswith("Sparse") or any(map(embeds, instruction.called))
-            for instruction in module.computations[name]
-        )
+        return module.remember("embeds", name, lambda: any(map(is_embedding, module.computations.get(name, ()))))
+
+    def is_embedding(instruction: Instruction) -> bool:
+        return target(instruction).startswith("Sparse") or any(map(embeds, instruction.called))
 
     every = (instruction for computation in module.computations.values() for instruction in computation)
     starts = (instruction for instruction in every if _is_sparsecore(instruction, "call-start"))

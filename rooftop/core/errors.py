@@ -84,6 +84,12 @@ def refuse(options: Mapping[str, object], accepted: str) -> None:
             raise RooftopError(name, shown, accepted)
 
 
+#: Errors of a reader whose file makes no sense in a way that the reader does not foresee.
+UNFORESEEN = (
+    LookupError, ValueError, ArithmeticError, TypeError, AttributeError, RecursionError, MemoryError,
+)  # fmt: skip
+
+
 def misread(field: str, error: Exception, accepted: str) -> RooftopError:
     """A RooftopError for data from outside that a reader could not make sense of: ``error`` says where it gave up."""
     if isinstance(error, KeyError) and error.args:

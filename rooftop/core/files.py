@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, JSON files, and caches.
+"""Files that a user names, which are read up to a limit; files and folders that are whole or not there; JSON; caches.
 
 A crash, a kill, a power cut or a full disk leaves what was there before. Content reaches the disk before the rename
 that makes it count, and the rename before the call returns.
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import atexit
 import errno
+import io
 import json
 import os
+import select
 import shutil
+import stat
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tokenize import TokenError
@@ -28,6 +32,93 @@ _NO_FOLDER_SYNC = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)
 _NO_ARRAY = (
     OSError, ValueError, SyntaxError, TypeError, ArithmeticError, MemoryError, RecursionError, TokenError,
 )  # fmt: skip
+
+
+#: Bytes of a file that is read whole: a plan, a table, a configuration. Modules and traces may be larger.
+MOST_BYTES = 2**28
+#: Seconds without a byte after which a pipe is given up.
+PIPE_S = 60.0
+_CHUNK = 2**20
+
+
+def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
+    """The content of a file that a user names, or what comes through a pipe, such as ``<(rooftop plan ...)``.
+
+    Raises OSError if it cannot be read, for a folder, a device or a socket, for more than ``most`` bytes, and for a
+    pipe through which nothing comes.
+    """
+    return b"".join(_chunks(path, most))
+
+
+def read_text(path: Path, *, encoding: str = "utf-8", errors: str = "strict", most: int = MOST_BYTES) -> str:
+    """The text of a file that a user names; see ``read_bytes``. Raises OSError, and UnicodeDecodeError."""
+    return io.TextIOWrapper(io.BytesIO(read_bytes(path, most=most)), encoding=encoding, errors=errors).read()
+
+
+def open_file(path: Path) -> io.BufferedReader:
+    """Open a regular file that a user names, to read it in parts. Raises OSError for anything else."""
+    require_file(path)
+    return path.open("rb")
+
+
+def require_file(path: Path) -> None:
+    """Raise OSError unless the path is that of a regular file: a pipe would wait, and a device may have no end."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise _no_file(mode)
+
+
+def _no_file(mode: int) -> OSError:
+    if stat.S_ISDIR(mode):
+        return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    kind = "a device" if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a socket"
+    return OSError(errno.EINVAL, f"{kind} and no file")
+
+
+def _chunks(path: Path, most: int) -> Iterator[bytes]:
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        raise _no_file(mode)
+    # The open of a pipe would wait for somebody who writes to it.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        is_pipe, left = stat.S_ISFIFO(os.fstat(handle).st_mode), most
+        if os.fstat(handle).st_size > most:
+            left = -1
+        while left >= 0:
+            if is_pipe and not select.select([handle], [], [], PIPE_S)[0]:
+                raise OSError(errno.ETIMEDOUT, f"a pipe through which nothing came in {PIPE_S:g} s")
+            chunk = os.read(handle, min(_CHUNK, left + 1))
+            if not chunk:
+                return
+            left -= len(chunk)
+            if left >= 0:
+                yield chunk
+    finally:
+        os.close(handle)
+    raise OSError(errno.EFBIG, f"more than {most >> 20:,} MiB")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text, which may begin with a byte order mark. Raises ValueError, and RecursionError.
+
+    An object that has one key twice is an error, as readers differ in which value they take, and so is NaN.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8-sig")
+    return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_object, parse_constant=_no_constant)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name}, which is no number of JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return result
 
 
 def cache_folder(kind: str) -> Path:
@@ -144,25 +235,16 @@ def load_array(path: Path, field: str) -> Any:
     import numpy as np  # light commands read none
 
     try:
+        require_file(path)
         return np.load(path, mmap_mode="r", allow_pickle=False)
-    # Its header is Python, which fails to be read in as many ways as Python does.
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        TypeError,
-        OverflowError,
-        MemoryError,
-        RecursionError,
-        TokenError,
-    ) as error:
+    except _NO_ARRAY as error:
         raise RooftopError(field, str(path), f"a .npy array ({error})") from None
 
 
 def read_json_object(path: Path, *, field: str, accepted: str) -> dict[str, Any]:
     """The object in a JSON file, read once: ``path`` may be a pipe. Raises RooftopError, naming ``field``."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(read_bytes(path))
     except OSError as error:
         raise RooftopError(field, str(path), f"{accepted} ({error.strerror})") from None
     except ValueError as error:

@@ -160,7 +160,7 @@ class Ledger:
     @classmethod
     def from_json(cls, data: object) -> Ledger:
         """The inverse of ``to_json``. Raises RooftopError on what is no list of rows."""
-        return cls(read_record(tuple[Row, ...], data, "ledger"))
+        return cls(read_record(tuple[Row, ...], data, "ledger", amounts=True))
 
 
 def _without_fractions(value: Any) -> Any:

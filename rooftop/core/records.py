@@ -82,34 +82,51 @@ def _derived(kind: type) -> dict[str, derived[Any]]:
     return {name: member for name, member in members.items() if isinstance(member, derived)}
 
 
-def read_record(kind: type[T], data: object, name: str) -> T:
+def read_record(kind: type[T], data: object, name: str, *, amounts: bool = False) -> T:
     """The record of type ``kind`` in plain JSON values; a type like ``tuple[Row, ...]`` is read too.
 
     ``name`` is how messages call the data. Raises RooftopError naming the field that is missing or of another type,
-    the value in it, and what is accepted there. Keys without a field are ignored, except in ``closed`` records.
+    the value in it, and what is accepted there. Keys without a field are ignored, except in ``closed`` records. The
+    numbers of ``amounts``, such as those of a plan, are finite, none is negative unless its type has another limit, and
+    whole ones have 64 bits.
     """
-    record: T = _read(kind, data, (name,))
+    record: T = _read(kind, data, (name,), amounts)
     return record
 
 
-def _read(kind: Any, value: Any, path: tuple[str, ...]) -> Any:
+def _read(kind: Any, value: Any, path: tuple[str, ...], amounts: bool) -> Any:
     """``value`` as a ``kind``. ``path`` leads to it: the name of the data, then '.FIELD' or '[INDEX]'."""
     members = _members(kind)
     for member in members:
         if member.takes(value):
-            return _convert(member, value, path)
+            if amounts and type(value) in (int, float):
+                _check_number(member, value, path)
+            return _convert(member, value, path, amounts)
     accepted = " or ".join(dict.fromkeys(member.words for member in members))
     raise RooftopError(_join(path), value if len(repr(value)) <= 80 else f"{str(value)[:80]}...", accepted)
 
 
-def _convert(member: _Member, value: Any, path: tuple[str, ...]) -> Any:
+#: The largest number in a record of amounts: figures of the largest plans are far below it.
+_LARGEST, _LARGEST_WHOLE = 1e36, 2**63 - 1
+
+
+def _check_number(member: _Member, value: float, path: tuple[str, ...]) -> None:
+    """Raise RooftopError for an amount that is not finite, or outside of what its field takes."""
+    least = 0.0 if member.least is None else member.least
+    most = min(_LARGEST_WHOLE if member.kind is int else _LARGEST, _LARGEST if member.most is None else member.most)
+    if not least <= value <= most:
+        raise RooftopError(_join(path), value, f"{member.words} from {least:g} to {most:g}")
+
+
+def _convert(member: _Member, value: Any, path: tuple[str, ...], amounts: bool) -> Any:
     """``value``, whose JSON type fits, as the type of ``member``."""
     if member.is_record:
-        return _convert_record(member.kind, value, path)
+        return _convert_record(member.kind, value, path, amounts)
     if member.container in _OBJECTS:
         keys, items = member.arguments
         return {
-            _read(keys, key, (*path, " key")): _read(items, item, (*path, f".{key}")) for key, item in value.items()
+            _read(keys, key, (*path, " key"), amounts): _read(items, item, (*path, f".{key}"), amounts)
+            for key, item in value.items()
         }
     if member.container in _ARRAYS:
         kinds = member.arguments
@@ -118,12 +135,12 @@ def _convert(member: _Member, value: Any, path: tuple[str, ...]) -> Any:
         elif len(value) != len(kinds):
             raise RooftopError(_join(path), value, f"a list of {len(kinds)}")
         pairs = enumerate(zip(kinds, value, strict=True))
-        entries = (_read(kind, item, (*path, f"[{index}]")) for index, (kind, item) in pairs)
+        entries = (_read(kind, item, (*path, f"[{index}]"), amounts) for index, (kind, item) in pairs)
         return (list if member.container in (list, Sequence) else member.container)(entries)
     return value
 
 
-def _convert_record(kind: type, value: Mapping[str, object], path: tuple[str, ...]) -> object:
+def _convert_record(kind: type, value: Mapping[str, object], path: tuple[str, ...], amounts: bool) -> object:
     hints, arguments = _hints(kind), dict[str, object]()
     if getattr(kind, "closed", False):
         for name in value:
@@ -131,7 +148,8 @@ def _convert_record(kind: type, value: Mapping[str, object], path: tuple[str, ..
                 raise unknown(_join((*path, ".field")), name, (field.name for field in fields(kind)))
     for field in fields(kind):
         if field.name in value:
-            arguments[field.name] = _read(hints[field.name], value[field.name], (*path, f".{field.name}"))
+            place = (*path, f".{field.name}")
+            arguments[field.name] = _read(hints[field.name], value[field.name], place, amounts)
         elif field.default is MISSING and field.default_factory is MISSING:
             raise RooftopError(_join((*path, f".{field.name}")), None, "a value: this field is required")
     record: object = kind(**arguments)
@@ -153,6 +171,14 @@ class _Member:
     """One member of a union, or a type that is not a union. Error messages name its values with ``words``."""
 
     def __init__(self, kind: Any) -> None:
+        self.least: float | None = None
+        self.most: float | None = None
+        while typing.get_origin(kind) is typing.Annotated:
+            kind, *notes = typing.get_args(kind)
+            # Limits of msgspec's Meta, whatever else the type is annotated with.
+            for note in notes:
+                self.least = getattr(note, "ge", self.least)
+                self.most = getattr(note, "le", self.most)
         self.kind, self.container, self.arguments = kind, typing.get_origin(kind), typing.get_args(kind)
         self.is_record = is_dataclass(kind)
         self.literals = self.arguments if self.container is typing.Literal else ()
@@ -180,8 +206,10 @@ def _join(path: tuple[str, ...]) -> str:
     return f"{name} {rest[1:]}" if rest.startswith(".") else name + rest
 
 
-#: Types of the fields of a dataclass by name.
-_hints = cache(get_type_hints)
+@cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    """Types of the fields of a dataclass by name, with the limits of numbers."""
+    return get_type_hints(kind, include_extras=True)
 
 
 def schema(kind: Any) -> dict[str, Any]:

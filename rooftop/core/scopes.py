@@ -65,7 +65,9 @@ _SCOPE = re.compile("|".join(re.escape(scope).replace(r"\*", "[^/*]+") for scope
 #: A jitted function, which may well be called as a scope is (``loss``, ``sample``), and is none.
 _FUNCTION = re.compile(r"\bp?jit\([^()]*\)")
 #: A transformation encloses the whole name of the first scope within it: ``transpose(jvp(layers/mlp/up))/dot_general``.
-_TRANSFORMATION = re.compile(r"\w+\(|\)")
+_TRANSFORMATION = re.compile(r"\b\w+\(|\)")
+#: Parts of the scope of another program, outermost first; and characters of the names that one instruction joins.
+_DEEPEST, _LONGEST = 64, 2**16
 
 
 def is_scope(name: str) -> bool:
@@ -119,9 +121,10 @@ _WRAPPER = re.compile(
     r"|custom_[jv][vj]p_call\w*|xla_call|scan|custom_lin"
 )
 #: Parts that declare figures (``kernel_flops[...]``), the name of an argument, and the subscripts of an einsum.
-_NO_NAME = re.compile(r".*[\[\]'].*|.*->.*|")
+_NO_NAME = re.compile(r"[\[\]']|->|^$")
 #: XLA joins the names of instructions that it combines: 'jit(f)/(a/b/add:a/c/dot_general)', or 'f/a/mul;f/b/div'.
 _COMBINED = re.compile(r"(?<![\w>])\(")
+_PUNCTUATION = re.compile(r"[():]")
 
 
 def is_path(name: str) -> bool:
@@ -136,7 +139,7 @@ def open_place(op_name: str) -> tuple[str, str]:
     or that of its first part.
     """
     parts = _parts(op_name)
-    paths = [path for path in map(_path, parts) if path]
+    paths = [path for path in map(_path, dict.fromkeys(parts)) if path]
     shared: list[str] = []
     for words in zip(*paths, strict=False):
         if len(set(words)) > 1:
@@ -149,26 +152,39 @@ def open_place(op_name: str) -> tuple[str, str]:
 
 def _parts(op_name: str) -> list[str]:
     """The names that a combined instruction joins, else its own."""
-    if ";" in op_name:
-        return [part for name in op_name.split(";") for part in _parts(name)]
+    left, parts, characters = [op_name], list[str](), 0
+    while left:
+        name = left.pop()
+        divided = name.split(";") if ";" in name else _combined(name)
+        characters += sum(map(len, divided))
+        # Names in names may be as many as the text has characters, and each repeats what is around it.
+        if divided and characters <= max(_LONGEST, 2 * len(op_name)):
+            left += reversed(divided)
+        else:
+            parts.append(name)
+    return parts
+
+
+def _combined(op_name: str) -> list[str]:
+    """The names that 'jit(f)/(a/b/add:a/c/dot_general)' joins; none of another name."""
     opening = _COMBINED.search(op_name) if ":" in op_name and op_name.endswith(")") else None
     if opening is None:
-        return [op_name]
+        return []
     prefix, inner = op_name[: opening.start()], op_name[opening.end() : -1]
-    depth, begin, parts = 0, 0, list[str]()
-    for at, sign in enumerate(f"{inner}:"):
-        depth += {"(": 1, ")": -1}.get(sign, 0)
-        if sign == ":" and depth == 0:
-            parts += _parts(prefix + inner[begin:at])
-            begin = at + 1
-    return parts or [op_name]
+    depth, begin, names = 0, 0, list[str]()
+    for sign in _PUNCTUATION.finditer(f"{inner}:"):
+        depth += {"(": 1, ")": -1}.get(sign.group(), 0)
+        if sign.group() == ":" and depth == 0:
+            names.append(prefix + inner[begin : sign.start()])
+            begin = sign.end()
+    return names
 
 
 def _path(op_name: str) -> list[str]:
     words = _TRANSFORMATION.sub("", _FUNCTION.sub("", op_name)).split("/")[:-1]
-    names = [word for word in words if not _WRAPPER.fullmatch(word) and not _NO_NAME.fullmatch(word)]
+    names = [word for word in words if not _WRAPPER.fullmatch(word) and not _NO_NAME.search(word)]
     # A module that calls its base class opens its scope again.
-    return [name for at, name in enumerate(names) if at == 0 or names[at - 1] != name]
+    return [name for at, name in enumerate(names) if at == 0 or names[at - 1] != name][:_DEEPEST]
 
 
 def is_own(op_names: Iterable[str]) -> bool:

@@ -14,6 +14,7 @@ from jaxtyping import Float32, Int64, Shaped
 from numpy.typing import NDArray
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.files import open_file
 from rooftop.models.embedding_tables.tables import Tables
 
 
@@ -47,7 +48,7 @@ def read_lines(path: Path, batch: int, *, start: int = 0) -> Iterator[CriteoLine
     Raises RooftopError for a file that cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             for number, text in enumerate(whole_batches(file, batch, skip=start * batch), start):
                 yield CriteoLines(number * batch, text)
     except OSError as error:
@@ -83,7 +84,7 @@ def read_batches(path: Path, tables: Tables, batch: int, *, start: int = 0) -> I
 def count_batches(path: Path, batch: int) -> int:
     """Count the whole batches of a file. Raises RooftopError if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return count_lines(file) // batch
     except OSError as error:
         raise RooftopError("data", str(path), f"a file that can be read ({error.strerror})") from None
@@ -100,7 +101,7 @@ def require_batches(path: Path, batch: int) -> int:
 def digest_first(path: Path, batch: int) -> str:
     """Return the SHA-256 of a file's first batch, which stays the same when the file grows. Raises RooftopError."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return hashlib.sha256(next(whole_batches(file, batch), b"")).hexdigest()
     except OSError as error:
         raise RooftopError("data", str(path), f"a file that can be read ({error.strerror})") from None
@@ -109,7 +110,7 @@ def digest_first(path: Path, batch: int) -> str:
 def require_labels(path: Path, batch: int) -> None:
     """Raise RooftopError unless the whole batches of a file have positives and negatives: an AUC needs both."""
     count = require_batches(path, batch) * batch
-    with path.open("rb") as file:
+    with open_file(path) as file:
         positive = count_positives(file, count)
     if positive in (0, count):
         raise RooftopError("data", str(path), f"positives and negatives, and not {positive} positives of {count}")

@@ -18,7 +18,7 @@ from rooftop.core.errors import RooftopError
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[[\d,]+\]<=\[([\d,]+)\]")
-_NAMED = re.compile(r"mesh\[([^\]]*)\]")
+_NAMED = re.compile(r"mesh\[([^\[\]]*)\]")
 
 
 def devices_of(text: str) -> int:
@@ -79,11 +79,15 @@ def describe(mesh: Mapping[str, int]) -> str:
 
 def _connected(pairs: Groups) -> Groups:
     """Groups of devices that the pairs of a permute connect."""
-    whole: list[set[int]] = []
+    parts: dict[int, list[int]] = {}
     for pair in pairs:
-        met = [part for part in whole if part & set(pair)]
-        whole = [part for part in whole if part not in met] + [set(pair).union(*met)]
-    return tuple(tuple(sorted(part)) for part in whole)
+        # The smaller part joins the larger one, so that each device changes its part a few times only.
+        met = {id(part): part for device in pair for part in [parts.setdefault(device, [device])]}
+        ordered = sorted(met.values(), key=len, reverse=True)
+        for part in ordered[1:]:
+            ordered[0] += part
+            parts |= dict.fromkeys(part, ordered[0])
+    return tuple(tuple(sorted(part)) for part in {id(part): part for part in parts.values()}.values())
 
 
 def _edges(group: tuple[int, ...]) -> set[int]:

@@ -38,10 +38,12 @@ from rooftop.roofline.rates import Rates
 
 _LINE = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([A-Za-z][\w\-]*)\(")
-_ARRAY = re.compile(r"\b[a-z]\w*\[[\d,\s]*\](?:\{[^}]*\})?")
+_ARRAY = re.compile(r"\b[a-z]\w*\[[\d,\s]*\](?:\{[^{}]*\})?")
 _OPERAND = re.compile(rf"(?P<array>{_ARRAY.pattern})?\s*%(?P<name>[\w.\-]+)")
 #: The name after an array, in the older form without '%'.
 _BARE = re.compile(r"\s+([A-Za-z_][\w.\-]*)")
+#: Dims of a matmul whose roles are guessed from their sizes.
+_MOST_DIMS = 10
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _FORM = "an HLO instruction, such as %fusion.3 = bf16[32,4096]{1,0} fusion(bf16[32,8192]{1,0} %x), kind=kLoop, calls=%f"
 
@@ -326,6 +328,8 @@ class OperationsRecord(Record):
 
 def _matmul(left: Sequence[int], right: Sequence[int], out: Sequence[int]) -> HloMatmul | None:
     """Matmul of arrays of these sizes: sizes that both have and the result lacks are contracted."""
+    if max(len(left), len(right)) > _MOST_DIMS:
+        return None
     elements = prod(left) * prod(right)
     for batch in _subsets(left):
         if not _has(right, batch) or not _has(out, batch):

@@ -259,9 +259,15 @@ def _is_cubes(shape: Shape) -> bool:
     return all(size % _CUBE == 0 for size in shape)
 
 
+#: Chips that a program is planned for, at most: all that were ever built are fewer.
+MOST_CHIPS = 10_000_000
+
+
 def _check(spec: Slice) -> None:
     if spec.num_slices < 1:
         raise RooftopError("slice", spec.name, "one slice or more after the @")
+    if spec.chips > MOST_CHIPS:
+        raise RooftopError("slice", f"{spec.name} ({spec.chips:,} chips)", f"at most {MOST_CHIPS:,} chips")
     if spec.chip.kind == "gpu" and spec.num_slices > 1:
         nodes = _name(spec.chip, (spec.shape[0], math.prod(spec.shape[1:]) * spec.num_slices))
         raise RooftopError("slice", spec.name, f"no @, which joins TPU slices over DCN: nodes of GPUs are {nodes}")

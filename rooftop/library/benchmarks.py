@@ -6,7 +6,6 @@ A calibration replaces the catalogue's fractions of a chip by those of the user'
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 import sys
 import time
@@ -24,7 +23,7 @@ from rooftop.arrays import Mesh
 from rooftop.arrays.mesh import MeshLayout
 from rooftop.core.errors import Infeasible, RooftopError, refuse, unknown
 from rooftop.core.extras import require
-from rooftop.core.files import write_json
+from rooftop.core.files import parse_json, read_text, write_json
 from rooftop.core.ledger import COLLECTIVES
 from rooftop.core.measurements import MeasuredCollectives
 from rooftop.core.quantities import format_bytes, format_seconds, parse_bytes, parse_count, parse_dtype, parse_quantity
@@ -552,7 +551,7 @@ def _of_run(run: Path, path: Path | None) -> CalibrationResult:
     if about is None:
         raise RooftopError("run", str(run), "the folder of a run of a plan: rooftop train plan.json --run DIR")
     try:
-        plan = TrainingPlan.from_json(json.loads(folder.plan.read_text(encoding="utf-8")))
+        plan = TrainingPlan.from_json(parse_json(read_text(folder.plan)))
     except FileNotFoundError:
         raise RooftopError(
             "run", str(run), "a run of a plan, whose times can be compared: rooftop train plan.json"

@@ -317,7 +317,7 @@ def _planned(
     recommendation = data.get("recommendation")
     if recommendation is None:
         return planned, {}
-    best_fleet = read_record(RecommendationDocument, recommendation, "plan recommendation").best
+    best_fleet = read_record(RecommendationDocument, recommendation, "plan recommendation", amounts=True).best
     return planned, {
         "generate_servers": best_fleet.generate_servers, "prefill_servers": best_fleet.prefill_servers
     }  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.files import parse_json, read_bytes
 from rooftop.models.config import ModelConfig, StoredFormat
 from rooftop.models.families import Keys, read_family
 from rooftop.models.sizing import SMALL_FAMILIES, is_small, small_model
@@ -108,7 +109,7 @@ def _preset(name: str) -> dict[str, Any]:
 def _read(path: Path) -> Any:
     accepted = "a Hugging Face config.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(read_bytes(path))
     except FileNotFoundError:
         raise RooftopError(str(path), "no such file", accepted) from None
     except OSError as error:

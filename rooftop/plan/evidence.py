@@ -32,6 +32,7 @@ from typing import Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from rooftop.core.amounts import RelativeError
 from rooftop.core.records import Record, derived, field_values
 from rooftop.hardware import Calibrated, Chip, Slice
 from rooftop.models import ModelConfig
@@ -180,7 +181,7 @@ class Evidence(Record):
     runs: int
     models: int
     frameworks: tuple[str, ...]
-    mean_error: float | None
+    mean_error: RelativeError | None
     mean_absolute_error: float | None
     factor: tuple[float, float] | None
     unlike: tuple[str, ...]

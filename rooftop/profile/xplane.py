@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.files import open_file
 
 #: Events whose stats are read at a time: few enough for memory, many enough for NumPy.
 _AT_ONCE = 1 << 18
@@ -200,7 +201,7 @@ class _Stats:
 def read_space(path: Path) -> XSpace:
     """Read a trace file; the events of a line are read on demand. Raises RooftopError for other files."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise RooftopError("trace", str(path), f"a trace of JAX's profiler, *.xplane.pb ({error})") from None

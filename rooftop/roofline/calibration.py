@@ -96,7 +96,7 @@ def read_calibration(path: Path) -> Calibration:
     data = read_json_object(path, field="calibration", accepted=ACCEPTED)
     if data.get("kind") != "calibration":
         raise RooftopError("calibration", str(path), f"{ACCEPTED} (this one is of kind {data.get('kind')!r})")
-    return read_record(Calibration, data, "calibration")
+    return read_record(Calibration, data, "calibration", amounts=True)
 
 
 def read_fractions(path: Path) -> Calibrated:

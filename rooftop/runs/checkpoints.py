@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import make_folder, publish, remove_folder, sync, write_text
+from rooftop.core.files import make_folder, open_file, publish, read_text, remove_folder, sync, write_text
 from rooftop.core.records import read_record
 
 _MANIFEST, _STATE = "manifest.json", "state"
@@ -66,7 +66,7 @@ class _File:
 
     @classmethod
     def of(cls, path: Path) -> _File:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return cls(sha256=hashlib.file_digest(file, "sha256").hexdigest(), bytes=file.tell())
 
 
@@ -89,7 +89,7 @@ class _Manifest:
     def read(cls, checkpoint: Path) -> _Manifest:
         path = checkpoint / _MANIFEST
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_text(path))
             body = content["manifest"]
             if hashlib.sha256(body.encode()).hexdigest() != content["sha256"]:
                 raise ValueError("another hash")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import make_folder, write_json, write_text
+from rooftop.core.files import make_folder, read_text, write_json, write_text
 
 SCHEMA = 3
 #: HLO of the step, next to its traces.
@@ -66,7 +66,7 @@ class RunFolder:
         """Return the content of run.json; None if no run has begun here. Raises RooftopError if it is damaged."""
         file = self.path / "run.json"
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(read_text(file))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:

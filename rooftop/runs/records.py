@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import make_folder, sync, write_text
+from rooftop.core.files import make_folder, read_text, sync, write_text
 from rooftop.runs.folder import RunFolder
 
 
@@ -171,7 +171,7 @@ def read_records(path: Path) -> tuple[dict[str, Any], ...]:
 def _read(path: Path | None) -> str:
     """The text of a file, empty if there is none. Bytes that a crash left are no UTF-8. Raises RooftopError."""
     try:
-        return "" if path is None else path.read_text(encoding="utf-8", errors="replace")
+        return "" if path is None else read_text(path, errors="replace", most=2**32)
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:

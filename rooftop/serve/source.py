@@ -16,7 +16,7 @@ import numpy as np
 
 from rooftop.checkpoints.tokenizer import train_bpe
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import cache_folder, read_json_object
+from rooftop.core.files import cache_folder, read_json_object, read_text
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.models.sizing import SMALL_SEQ_LEN, is_small, small_model
 from rooftop.plan.serving.plan import ServingPlan
@@ -134,7 +134,7 @@ def stop_tokens(checkpoint: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         path = checkpoint / name
         try:
-            keys = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            keys = json.loads(read_text(path)) if path.exists() else {}
         except ValueError as error:
             raise RooftopError(str(path), f"{error}", "JSON") from None
         result = keys.get("eos_token_id", keys.get("text_config", {}).get("eos_token_id"))

@@ -16,6 +16,7 @@ from typing import Any
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.extras import naming_extras
+from rooftop.core.files import open_file, parse_json, read_bytes, read_text
 from rooftop.core.quantities import format_bytes
 from rooftop.present.browser import Widths, to_data
 from rooftop.present.document import Chart, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
@@ -50,7 +51,7 @@ def opened(path: Path) -> Opened:
             explained = explain(path)
         return opened_json(path.name, explained.to_json(top=_TOP))
     try:
-        body = path.read_bytes()
+        body = read_bytes(path)
     except OSError as error:
         raise RooftopError("file", path.name, f"a file that can be read ({error.strerror})") from None
     return opened_text(path.name, body)
@@ -59,7 +60,7 @@ def opened(path: Path) -> Opened:
 def opened_text(name: str, body: bytes) -> Opened:
     """Document of a file's content. Raises RooftopError on files that rooftop did not write."""
     try:
-        data = json.loads(body)
+        data = parse_json(body)
     except (ValueError, RecursionError) as error:
         raise RooftopError("file", name, f"{_ACCEPTED} (not JSON: {str(error)[:120]})") from None
     return opened_json(name, data)
@@ -166,7 +167,7 @@ _LINE = 4096
 def first_look(path: Path) -> Opened | None:
     """Document of run.json and metrics.jsonl; None if the folder is no run."""
     try:
-        about = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        about = parse_json(read_text(path / "run.json"))
         return Opened(name=path.name, what="a run", answer=_answer(about, list(_records(path / "metrics.jsonl"))))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -210,7 +211,7 @@ def _loss(records: list[Mapping[str, Any]]) -> tuple[Chart, ...]:
 
 def _records(path: Path) -> Iterator[Mapping[str, Any]]:
     """The lines of metrics.jsonl; of a long one some, evenly over it, and the last."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         size = file.seek(0, 2)
         starts = [0] if size < _SHOWN * _LINE else [size * part // _SHOWN for part in range(_SHOWN)]
         for at, start in enumerate(starts):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.files import read_text
 from rooftop.core.quantities import parse_count, parse_quantity
 
 #: Columns that tell one run from another; the measurement columns follow.
@@ -107,7 +108,7 @@ def read_table(
 
 def _content(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_text(path, encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise RooftopError("table of runs", str(path), f"a CSV file that can be read ({reason})") from None

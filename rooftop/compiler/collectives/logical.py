@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -246,6 +247,9 @@ def _over_slices(
     It gathers between slices first and scatters between them last. It sums within each slice, then between slices, each
     device its part, and gathers the parts.
     """
+    if not between:
+        yield from within
+        return
     by_place: dict[tuple[str, str], dict[int, int]] = {}
     for index, collective in enumerate(within):
         for computation, name in collective.instructions:
@@ -334,6 +338,10 @@ def _elements(results: Iterable[Located], computation: HloComputation, combined:
     }
 
 
+#: Copies and slices that are followed from one collective to others.
+_MOST_ORIGINS = 10_000
+
+
 def _origins(module: Module, computation: HloComputation, user: Instruction, number: int = 0) -> Iterator[Located]:
     """Yield the arrays that operand ``number`` of an instruction is a copy or a slice of, nearest first.
 
@@ -341,7 +349,7 @@ def _origins(module: Module, computation: HloComputation, user: Instruction, num
     """
     left = [(computation, operand) for operand in computation.operands(user)[number : number + 1]]
     seen = set[tuple[str, str]]()
-    while left:
+    while left and len(seen) < _MOST_ORIGINS:
         inside, at = left.pop(0)
         if (inside.name, at.name) in seen:
             continue
@@ -352,27 +360,32 @@ def _origins(module: Module, computation: HloComputation, user: Instruction, num
             left.append((inside, inside.operands(at)[1]))
             continue
         is_input = at.opcode == "parameter" and holders(module, inside.name)
-        moves = at.opcode != "fusion" or _only_moves(module.computations[at.called[0]])
+        fused = module.computations[at.called[0]] if at.opcode == "fusion" else None
+        moves = fused is None or _only_moves(module, fused)
         if (at.opcode in _PASSED or is_input or _crops(at)) and moves:
             source = before(module, inside, at)
-            if at.opcode == "fusion" and _joins(module.computations[at.called[0]]):
+            if fused is not None and _joins(module, fused):
                 left += [(inside, operand) for operand in inside.operands(at)]
             else:
                 left += _carried(module, inside, at) or ([] if source is None else [source])
 
 
-def _only_moves(fused: HloComputation) -> bool:
+def _only_moves(module: Module, fused: HloComputation) -> bool:
     """True if a fusion only moves elements. A sum of as many numbers as it has terms leaves out dims of size 1."""
 
     def keeps(reduction: Instruction) -> bool:
         return reduction.shape[0].elements == fused.operands(reduction)[0].shape[0].elements
 
-    return all(inner.opcode in _MOVED or (inner.opcode == "reduce" and keeps(inner)) for inner in fused)
+    def moves() -> bool:
+        return all(inner.opcode in _MOVED or (inner.opcode == "reduce" and keeps(inner)) for inner in fused)
+
+    return module.remember("only moves", fused.name, moves)
 
 
-def _joins(fused: HloComputation) -> bool:
+def _joins(module: Module, fused: HloComputation) -> bool:
     """True if a fusion concatenates: XLA may do so as the maximum of padded arrays."""
-    return any(inner.opcode in ("maximum", "concatenate") for inner in fused)
+    joining = ("maximum", "concatenate")
+    return module.remember("joins", fused.name, lambda: any(inner.opcode in joining for inner in fused))
 
 
 def _carried(module: Module, computation: HloComputation, element: Instruction) -> list[Located]:
@@ -549,7 +562,7 @@ def _occurrence(module: Module, computation: HloComputation, instruction: Instru
         return None
     kind, sources = _KINDS[opcode], computation.operands(instruction)
     fused = bool(holders(module, computation.name))
-    scattered = fused and kind == "all_reduce" and _is_scatter(computation, instruction)
+    scattered = fused and kind == "all_reduce" and _is_scatter(module, computation, instruction)
     if scattered:
         kind, sources = "reduce_scatter", tuple(_through(computation, source, ("pad", *_MOVES)) for source in sources)
     return _Occurrence(
@@ -568,20 +581,28 @@ _MOVES = ("bitcast", "copy", "copy-start", "copy-done", "reshape", "get-tuple-el
 
 def _through(computation: HloComputation, source: Instruction, opcodes: tuple[str, ...]) -> Instruction:
     """The origin of ``source``, through instructions of those opcodes and through copies in parts."""
-    while source.opcode in opcodes or 'custom_call_target="ConcatBitcast"' in source.attributes:
-        source = computation.operands(source)[0]
-    return source
+    return computation.origin(source, _moves(opcodes))
 
 
-def _is_scatter(computation: HloComputation, instruction: Instruction) -> bool:
+@cache
+def _moves(opcodes: tuple[str, ...]) -> Callable[[Instruction], bool]:
+    """True of instructions of those opcodes, and of copies in parts."""
+    return lambda one: one.opcode in opcodes or 'custom_call_target="ConcatBitcast"' in one.attributes
+
+
+def _is_scatter(module: Module, computation: HloComputation, instruction: Instruction) -> bool:
     """True if a fused all-reduce keeps only this device's slice: XLA:TPU's form of a ReduceScatter."""
-    slices = (slice_ for slice_ in computation if slice_.opcode == "dynamic-slice")
-    return any(_through(computation, computation.operands(slice_)[0], _MOVES) is instruction for slice_ in slices)
+
+    def sliced() -> set[str]:
+        slices = (slice_ for slice_ in computation if slice_.opcode == "dynamic-slice" and slice_.operands)
+        return {_through(computation, computation.operands(slice_)[0], _MOVES).name for slice_ in slices}
+
+    return instruction.name in module.remember("sliced", computation.name, sliced)
 
 
 def _gathered(module: Module, computation: HloComputation, source: Instruction) -> Located | None:
     """The part of a device in an array of zeros, if an AllReduce of ``source`` is an AllGather; else None."""
-    flow = Flow(module, computation.name)
+    flow = module.remember("data flow", computation.name, lambda: Flow(module, computation.name))
     value = flow.source(Value((), computation.name, source.name))
     if flow.instruction(value).opcode != "dynamic-update-slice":
         return None
@@ -591,14 +612,7 @@ def _gathered(module: Module, computation: HloComputation, source: Instruction) 
 
 def _element(computation: HloComputation, instruction: Instruction, index: int) -> Instruction:
     """Result number ``index`` of a collective: the collective itself if it has a single result."""
-    elements = (
-        element
-        for element in computation
-        if element.opcode == "get-tuple-element"
-        and computation.operands(element)[0] is instruction
-        and int(element.attribute("index")) == index
-    )
-    return next(elements, instruction)
+    return next(iter(computation.elements.get((instruction.name, str(index)), ())), instruction)
 
 
 def _is_halo(module: Module, permute: _Occurrence) -> bool:
@@ -607,4 +621,4 @@ def _is_halo(module: Module, permute: _Occurrence) -> bool:
     if source.opcode != "fusion":
         return False
     inner = module.computations[source.called[0]]
-    return any(reduce.opcode == "all-reduce" and _is_scatter(inner, reduce) for reduce in inner)
+    return any(reduce.opcode == "all-reduce" and _is_scatter(module, inner, reduce) for reduce in inner)

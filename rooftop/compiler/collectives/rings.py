@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -26,6 +27,9 @@ import numpy.typing as npt
 from rooftop.compiler.hlo.dataflow import MOVES, PERMUTES, Flow, Value, is_unrolled
 from rooftop.compiler.hlo.groups import Groups, replica_groups, varying_axes
 from rooftop.compiler.hlo.text import Instruction, Module
+
+#: Terms of a sum that may be a ring's: a ring has one for each member and each part.
+_MOST_TERMS = 2**14
 
 #: Indices of members in the group of device 0; -1 where a permute brings no data.
 _Origins = npt.NDArray[np.int64]
@@ -267,7 +271,9 @@ class _Frame:
 
     def _has_all_terms(self, value: Value) -> bool:
         """The rule of ``_is_complete``, term by term."""
-        terms = list(self._terms(value))
+        terms = list(islice(self._terms(value), _MOST_TERMS + 1))
+        if len(terms) > _MOST_TERMS:
+            return False
         received = [term.origins for term in terms if term.origins is not None]
         if not received or len({term.axes for term in terms if term.axes}) > 1:
             return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,9 +18,13 @@ import numpy as np
 
 from rooftop.compiler.hlo.kernels import CUBLAS, CUDNN, Kernel, kernel, target
 from rooftop.compiler.hlo.text import HloComputation, HloTensor, Instruction, Module
+from rooftop.core.errors import RooftopError
 from rooftop.roofline.rates import Rates
 
 _MATMULS = ("dot", "convolution")
+
+#: Positions of a window in one dim, and pairs of them that are looked at.
+_MOST_POSITIONS, _MOST_PAIRS = 2**24, 2**32
 
 #: M, K and N, the dtype, and the batch: so many matmuls of [M / batch, K] x [K, N].
 Matmul: TypeAlias = tuple[float, float, float, str, int]
@@ -42,7 +47,7 @@ def matmul_flops(computation: HloComputation, instruction: Instruction) -> float
     out = instruction.shape[0]
     if instruction.opcode != "convolution":
         return 2.0 * out.elements * math.prod(left.dims[dim] for dim in _left_dims(instruction, "contracting"))
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    labels = re.search(r"dim_labels=(\w{1,99})_(\w{1,99})->(\w{1,99})", instruction.attributes)
     if labels is None:
         return 0.0
     left_labels, right_labels, out_labels = labels.groups()
@@ -74,7 +79,7 @@ def _left_dims(instruction: Instruction, role: str) -> list[int]:
 
 def _window(attributes: str, axes: int) -> list[tuple[int, int, int, int]]:
     """Stride, low padding and both dilations of each spatial axis."""
-    text = re.search(r"window=\{([^}]*)\}", attributes)
+    text = re.search(r"window=\{([^{}]*)\}", attributes)
     window = dict(part.split("=") for part in text.group(1).split()) if text else {}
 
     def numbers(name: str, default: int) -> list[int]:
@@ -89,11 +94,18 @@ def _valid_positions(
     *, size: int, kernel: int, out: int, stride: int, low: int, left_dilate: int, right_dilate: int
 ) -> int:
     """Pairs of an output position and a kernel position at which the window reads an element of the input."""
-    starts = np.arange(out, dtype=np.int64) * stride - low
     dilated = (size - 1) * left_dilate + 1
+    # Both positions are counted alike: go through the shorter range, and see all of the longer one at once.
+    if kernel <= out:
+        shorter, step, longer, stride = kernel, right_dilate, out, stride
+    else:
+        shorter, step, longer, stride = out, stride, kernel, right_dilate
+    if longer > _MOST_POSITIONS or shorter * longer > _MOST_PAIRS:
+        raise RooftopError("hlo window", f"{kernel} x {out} positions", f"up to {_MOST_POSITIONS:,} in each dim")
+    starts = np.arange(longer, dtype=np.int64) * stride - low
     total = 0
-    for position in range(kernel):
-        read = starts + position * right_dilate
+    for position in range(shorter):
+        read = starts + position * step
         total += int(np.count_nonzero((read >= 0) & (read < dilated) & (read % left_dilate == 0)))
     return total
 
@@ -101,7 +113,7 @@ def _valid_positions(
 def matmul_sizes(computation: HloComputation, instruction: Instruction) -> tuple[float, float, float]:
     """M, K and N of one matmul as [M, K] x [K, N]; batch dims and windows count into M and K."""
     out = instruction.shape[0]
-    labels = re.search(r"dim_labels=\w+->(\w+)", instruction.attributes)
+    labels = re.search(r"dim_labels=\w{1,199}->(\w{1,99})", instruction.attributes)
     n = out.dims[labels.group(1).index("f") if labels else -1] if out.dims else 1
     k = matmul_flops(computation, instruction) / (2.0 * max(1, out.elements))
     return out.elements / n, k, float(n)
@@ -115,7 +127,7 @@ def matmul_batch(computation: HloComputation, instruction: Instruction) -> int:
     left, right = (operand.shape[0] for operand in computation.operands(instruction)[:2])
     if instruction.opcode != "convolution":
         return math.prod(left.dims[dim] for dim in _left_dims(instruction, "batch"))
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    labels = re.search(r"dim_labels=(\w{1,99})_(\w{1,99})->(\w{1,99})", instruction.attributes)
     if labels is None:
         return 1
     sizes = (
@@ -268,12 +280,14 @@ def _matmuls(module: Module, computation: HloComputation, instruction: Instructi
     if instruction.opcode != "fusion":
         return []
     inner = module.computations[instruction.called[0]]
-    return [matmul for fused in inner for matmul in _matmuls(module, inner, fused)]
+    key = inner.name
+    return module.remember("matmuls", key, lambda: [one for fused in inner for one in _matmuls(module, inner, fused)])
 
 
 def _vector_ops(module: Module, instruction: Instruction) -> float:
     if instruction.opcode == "fusion":
-        return sum(_vector_ops(module, fused) for fused in module.computations[instruction.called[0]])
+        inner = module.computations[instruction.called[0]]
+        return module.remember("vector ops", inner.name, lambda: sum(_vector_ops(module, fused) for fused in inner))
     return 0.0 if instruction.opcode in _MOVES else float(sum(tensor.elements for tensor in instruction.shape))
 
 
@@ -283,7 +297,7 @@ def _traffic(
     """Bytes read and bytes written, each with its memory space."""
     if instruction.opcode in ("fusion", "fusion-start"):
         inner = module.computations[instruction.called[0]]
-        parameters = [fused for fused in inner if fused.opcode == "parameter" and fused.shape]
+        parameters = [fused for fused in inner.parameters if fused.shape]
         reads = [(_read(module, inner, parameter), parameter.shape[0].space) for parameter in parameters]
         root = inner.instructions[inner.root]
         results = inner.operands(root) if root.opcode == "tuple" else (root,)
@@ -317,30 +331,45 @@ def _has_workspace(instruction: Instruction) -> bool:
 def _read(module: Module, inner: HloComputation, source: Instruction) -> float:
     """Bytes of ``source`` that a fused computation reads."""
     whole = source.shape[0]
-    return min(whole.nbytes, _elements_read(module, inner, source) * _item_bytes(whole))
+    return min(whole.nbytes, _elements_read(module, inner)[source.name] * _item_bytes(whole))
 
 
-def _elements_read(module: Module, inner: HloComputation, source: Instruction) -> float:
-    total = 0.0
-    for user in inner:
-        if source.name not in user.operands:
-            continue
-        first = user.operands[0] == source.name
-        if user.opcode in ("slice", "dynamic-slice", "gather") and first:
-            total += user.shape[0].elements
-        elif _scatters_one(user) and first:
-            total += inner.operands(user)[2].shape[0].elements
-        elif user.opcode in _RENAMES or _only_renames(module, user):
-            total += _elements_read(module, inner, user) if user.name != inner.root else source.shape[0].elements
-        elif user.opcode == "fusion":
-            called = module.computations[user.called[0]]
-            parameters = {fused.literal: fused for fused in called if fused.opcode == "parameter"}
-            for number, name in enumerate(user.operands):
-                if name == source.name:
-                    total += _elements_read(module, called, parameters[str(number)])
-        elif not (_is_passed_through(user) or (user.opcode == "dynamic-update-slice" and first)):
-            total += source.shape[0].elements
+def _elements_read(module: Module, inner: HloComputation) -> Mapping[str, float]:
+    """Elements of each result that a fused computation reads, by its name."""
+    return module.remember("elements read", inner.name, lambda: _read_elements(module, inner))
+
+
+def _read_elements(module: Module, inner: HloComputation) -> Mapping[str, float]:
+    """Count from the last instruction to the first, so that the users of a result have their figures."""
+    total = dict.fromkeys(inner.instructions, 0.0)
+    for user in reversed(tuple(inner)):
+        for name in dict.fromkeys(user.operands):
+            total[name] += _read_by(module, inner, user, inner.instructions[name], total[user.name])
     return total
+
+
+def _read_by(module: Module, inner: HloComputation, user: Instruction, source: Instruction, passed: float) -> float:
+    """Elements of ``source`` that ``user`` reads, of whose own result ``passed`` elements are read."""
+    first = user.operands[0] == source.name
+    if user.opcode in ("slice", "dynamic-slice", "gather") and first:
+        return user.shape[0].elements
+    if _scatters_one(user) and first:
+        return inner.operands(user)[2].shape[0].elements
+    if user.opcode in _RENAMES or _only_renames(module, user):
+        return passed if user.name != inner.root else _first_elements(source)
+    if user.opcode == "fusion":
+        called = module.computations[user.called[0]]
+        read = _elements_read(module, called)
+        numbers = {str(number) for number, name in enumerate(user.operands) if name == source.name}
+        return sum(read[parameter.name] for parameter in called.parameters if parameter.literal in numbers)
+    if _is_passed_through(user) or (user.opcode == "dynamic-update-slice" and first):
+        return 0.0
+    return _first_elements(source)
+
+
+def _first_elements(source: Instruction) -> float:
+    """Elements of the first array of a result; a token has none."""
+    return source.shape[0].elements if source.shape else 0.0
 
 
 def _only_renames(module: Module, user: Instruction) -> bool:
@@ -348,10 +377,19 @@ def _only_renames(module: Module, user: Instruction) -> bool:
     if user.opcode != "fusion":
         return False
     called = module.computations[user.called[0]]
-    result = called.instructions[called.root]
-    while result.opcode in _RENAMES:
-        result = called.operands(result)[0]
-    return result.opcode == "parameter"
+    return called.origin(called.instructions[called.root], _renames).opcode == "parameter"
+
+
+def _renames(instruction: Instruction) -> bool:
+    return instruction.opcode in _RENAMES
+
+
+def _is_bitcast(instruction: Instruction) -> bool:
+    return instruction.opcode == "bitcast"
+
+
+def _converts(instruction: Instruction) -> bool:
+    return instruction.opcode in ("bitcast", "convert")
 
 
 def _is_passed_through(user: Instruction) -> bool:
@@ -362,17 +400,14 @@ def _is_passed_through(user: Instruction) -> bool:
 def _written(inner: HloComputation, result: Instruction) -> float:
     """Bytes that a fused computation writes for one of its results, in the dtype in which it leaves the fusion."""
     whole = result.shape[0]
-    while result.opcode in ("bitcast", "convert") and result.operands:
-        result = inner.operands(result)[0]
+    result = inner.origin(result, _converts)
     if result.opcode == "parameter" or _is_passed_through(result):
         return 0.0
     if result.opcode == "dynamic-update-slice":
         return inner.operands(result)[1].shape[0].elements * _item_bytes(whole)
     if _scatters_one(result):
         array, _, updates = inner.operands(result)
-        while array.opcode == "bitcast" and array.operands:
-            (array,) = inner.operands(array)
-        if array.opcode == "parameter":
+        if inner.origin(array, _is_bitcast).opcode == "parameter":
             return updates.shape[0].elements * _item_bytes(whole)
     return whole.nbytes
 

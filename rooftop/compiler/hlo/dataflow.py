@@ -7,12 +7,13 @@ permuted, and there are no more trips than the data has destinations.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from rooftop.compiler.hlo.groups import Groups, replica_groups
-from rooftop.compiler.hlo.text import Instruction, Module
+from rooftop.compiler.hlo.text import MOST_UNFOLDED, HloComputation, Instruction, Module
+from rooftop.core.errors import RooftopError
 
 PERMUTES: tuple[str, ...] = ("collective-permute", "collective-permute-start")
 #: Opcodes that do not change the elements of an array.
@@ -20,6 +21,9 @@ MOVES: tuple[str, ...] = (
     "bitcast", "copy", "copy-start", "copy-done", "convert", "reshape", "transpose", "optimization-barrier",
     "collective-permute-done",
 )  # fmt: skip
+
+#: Broadcasts of broadcasts that are followed to see whether they are zero.
+_MOST_BROADCASTS = 20
 
 #: The callers of a computation: (computation, caller, trip) of each enclosing fusion and loop.
 Path = tuple[tuple[str, str, int], ...]
@@ -41,12 +45,25 @@ class Flow:
 
     module: Module
     frame: str
+    _broadcasts: list[Value] = field(default_factory=list, init=False, repr=False, compare=False)
     _inputs: dict[Value, tuple[Value, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _sources: dict[tuple[str, ...], dict[Value, Value]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _trips: dict[tuple[str, str], int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def instructions(self) -> Iterator[tuple[Value, Instruction]]:
-        """Yield every instruction in order of execution, trip by trip, without fused ones and those of longer loops."""
-        yield from self._instructions(self.frame, ())
+        """Yield every instruction in order of execution, trip by trip, without fused ones and those of longer loops.
+
+        Raises RooftopError for more than ``MOST_UNFOLDED`` in all frames of a module.
+        """
+        count = self.module.memo.setdefault("flow", {"instructions": 0})
+        for entry in self._instructions(self.frame, ()):
+            count["instructions"] += 1
+            if count["instructions"] > MOST_UNFOLDED:
+                given = f"{self.frame}, whose loops unroll to more than {MOST_UNFOLDED:,} instructions"
+                raise RooftopError("hlo", given, "shorter rings of permutes")
+            yield entry
 
     def _instructions(self, name: str, path: Path) -> Iterator[tuple[Value, Instruction]]:
         for instruction in self.module.computations[name]:
@@ -88,8 +105,14 @@ class Flow:
 
     def source(self, value: Value, *also: str) -> Value:
         """The array that ``value`` is a copy of; ``also`` names opcodes that count as copies."""
-        while (before := self.inputs(value, *also)) is not None and len(before) == 1:
+        known, path = self._sources.setdefault(also, {}), list[Value]()
+        while value not in known and (before := self.inputs(value, *also)) is not None and len(before) == 1:
+            # What leads back to itself is its own source.
+            known[value] = value
+            path.append(value)
             value = before[0]
+        value = known.get(value, value)
+        known |= dict.fromkeys(path, value)
         return value
 
     def parts(self, value: Value) -> tuple[Value, ...]:
@@ -126,10 +149,18 @@ class Flow:
         """True for zeros, and for memory that has not been written."""
         instruction = self.instruction(value)
         if instruction.opcode == "broadcast":
-            return not self.parts(self.operands(value)[0])
+            return len(self._broadcasts) < _MOST_BROADCASTS and self._broadcasts_zero(value)
         if instruction.opcode == "constant":
             return instruction.literal.strip("-") in ("0", "0.0")
         return instruction.opcode == "custom-call" and '"AllocateBuffer"' in instruction.attributes
+
+    def _broadcasts_zero(self, value: Value) -> bool:
+        """True for a broadcast of a zero. Broadcasts of broadcasts are followed to a depth, and are no zeros below."""
+        self._broadcasts.append(value)
+        try:
+            return not self.parts(self.operands(value)[0])
+        finally:
+            self._broadcasts.pop()
 
     def addends(self, value: Value) -> tuple[Value, ...] | None:
         """The ``inputs`` of a value that is a part of a sum: padding adds nothing."""
@@ -217,6 +248,19 @@ def rendezvous(instruction: Instruction) -> str:
     """The name that both ends of a transfer share ('' if the instruction is no end of one)."""
     match = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attributes)
     return match.group(1) if match and "_xla_megascale_transfer_type" in instruction.attributes else ""
+
+
+def ends(module: Module, computation: HloComputation, opcode: str) -> Mapping[str, Sequence[Instruction]]:
+    """The instructions of a computation that are this end of a transfer ("send" or "recv"), by their rendezvous."""
+
+    def read() -> dict[str, list[Instruction]]:
+        by_meeting: dict[str, list[Instruction]] = {}
+        for instruction in computation:
+            if instruction.opcode == opcode:
+                by_meeting.setdefault(rendezvous(instruction), []).append(instruction)
+        return by_meeting
+
+    return module.remember("ends", (computation.name, opcode), read)
 
 
 def is_unrolled(module: Module, name: str) -> bool:

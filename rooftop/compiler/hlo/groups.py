@@ -15,9 +15,12 @@ from rooftop.core.errors import RooftopError
 
 Groups = tuple[tuple[int, ...], ...]
 
+#: Devices of one program. No slice has a quarter as many.
+MOST_DEVICES = 2**17
+
 _LISTS = re.compile(r"\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"mesh\[([^\]]*)\](?:, ?device_ids=\((?:\[([\d,]+)\]T\(([\d,]+)\)|([\d,]+))\))? ?\{([^}]*)\}")
+_MESH = re.compile(r"mesh\[([^\[\]]*)\](?:, ?device_ids=\((?:\[([\d,]+)\]T\(([\d,]+)\)|([\d,]+))\))? ?\{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?")
 
 
@@ -90,7 +93,7 @@ def _mesh_groups(mesh: str, reshape: str | None, permutation: str | None, ids: s
     elif reshape is not None:
         order = _transposed(_integers(reshape), _integers(permutation))
     else:
-        order = np.arange(math.prod(pieces))
+        order = _ids(math.prod(pieces))
     grid = order.reshape(pieces)
     width = math.prod(pieces[index] for index in picked)
     rest = [index for index in range(len(pieces)) if index not in picked]
@@ -98,8 +101,15 @@ def _mesh_groups(mesh: str, reshape: str | None, permutation: str | None, ids: s
 
 
 def _transposed(reshape: tuple[int, ...], permutation: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    ids = np.arange(math.prod(reshape), dtype=np.int64).reshape(reshape)
+    ids = _ids(math.prod(reshape)).reshape(reshape)
     return ids.transpose(permutation).reshape(-1) if permutation else ids.reshape(-1)
+
+
+def _ids(devices: int) -> npt.NDArray[np.int64]:
+    """The ids of so many devices, in order. Raises RooftopError for more than ``MOST_DEVICES``."""
+    if devices > MOST_DEVICES:
+        raise RooftopError("replica_groups", f"{devices:,} devices", f"up to {MOST_DEVICES:,} devices")
+    return np.arange(devices, dtype=np.int64)
 
 
 def _integers(text: str | None) -> tuple[int, ...]:

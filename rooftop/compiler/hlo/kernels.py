@@ -94,10 +94,7 @@ def kernel(module: Module, computation: HloComputation, instruction: Instruction
     if target(instruction) != _MOSAIC:
         return Kernel()
     key = computation.name, instruction.name
-    if key not in module.kernels:
-        module.kernels[key] = _counted(module, computation, instruction)
-    counted: Kernel = module.kernels[key]
-    return counted
+    return module.remember("kernel", key, lambda: _counted(module, computation, instruction))
 
 
 def target(instruction: Instruction) -> str:
@@ -128,7 +125,7 @@ def _words(instruction: Instruction) -> set[str]:
 
 def kernel_name(instruction: Instruction) -> str:
     """The name of a Pallas kernel, or of the custom call that calls it."""
-    called = re.search(r"(?:jit\()?([^/()]+)\)?/pallas_call", instruction.op_name)
+    called = re.search(r"(?<![^/()])([^/()]+)\)?/pallas_call", instruction.op_name)
     return called.group(1) if called else instruction.name.split(".")[0]
 
 

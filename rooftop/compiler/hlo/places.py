@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rooftop.compiler.hlo.costs import is_matmul
-from rooftop.compiler.hlo.dataflow import rendezvous
+from rooftop.compiler.hlo.dataflow import ends, rendezvous
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
 from rooftop.core.scopes import UNSCOPED
 
 
 def first_place(module: Module, instructions: Iterable[Instruction]) -> tuple[str, str]:
     """Scope and phase of the first instruction that has a scope."""
-    places = [module.place(instruction) for instruction in instructions if instruction.op_name]
-    return next((place for place in places if place[0] != UNSCOPED), places[0] if places else (UNSCOPED, "forward"))
+    return _first(_own_place(module, instruction) for instruction in instructions) or (UNSCOPED, "forward")
+
+
+#: Scope and phase.
+Place = tuple[str, str]
+
+
+def _first(places: Iterable[Place | None]) -> Place | None:
+    """The first place with a scope, else the first one; None if there is none."""
+    first: Place | None = None
+    for place in places:
+        if place is not None and place[0] != UNSCOPED:
+            return place
+        first = first or place
+    return first
+
+
+def _own_place(module: Module, instruction: Instruction) -> Place | None:
+    """The place that an instruction's own name says; None without a name."""
+    return module.place(instruction) if instruction.op_name else None
 
 
 def place_of(module: Module, computation: HloComputation, instruction: Instruction) -> tuple[str, str]:
@@ -21,58 +39,78 @@ def place_of(module: Module, computation: HloComputation, instruction: Instructi
 
     An instruction without a scope gets the phase of the loop around it.
     """
-    named = [*_fused_matmuls(module, instruction), instruction, *_callers(module, computation.name)]
-    scope, phase = first_place(module, named)
-    if scope == UNSCOPED and not any(item.op_name for item in named):
+    key = computation.name, instruction.name
+    return module.remember("place", key, lambda: _place_of(module, computation, instruction))
+
+
+def _place_of(module: Module, computation: HloComputation, instruction: Instruction) -> Place:
+    inside = _fused_place(module, instruction.called[0]) if instruction.opcode == "fusion" else None
+    place = _first((inside, _own_place(module, instruction), _place_around(module, computation.name)))
+    if place is None:
         around = [(outer, loop) for outer, loop in module.callers.get(computation.name, ()) if loop.opcode == "while"]
-        return place_of(module, *around[0]) if around else (scope, phase)
-    return scope, phase
+        return place_of(module, *around[0]) if around else (UNSCOPED, "forward")
+    return place
 
 
-def _fused_matmuls(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    """The matmuls in a fusion."""
-    for fused in module.computations[instruction.called[0]] if instruction.opcode == "fusion" else ():
-        if is_matmul(fused):
-            yield fused
-        yield from _fused_matmuls(module, fused)
+def _fused_place(module: Module, name: str) -> Place | None:
+    """The place of the matmuls in a fused computation, and in fusions within it."""
+
+    def places() -> Iterator[Place | None]:
+        for fused in module.computations[name]:
+            if is_matmul(fused):
+                yield _own_place(module, fused)
+            if fused.opcode == "fusion":
+                yield _fused_place(module, fused.called[0])
+
+    return module.remember("fused place", name, lambda: _first(places()))
 
 
-def _callers(module: Module, name: str) -> Iterator[Instruction]:
-    """Yield the instructions around a computation, innermost first."""
-    for computation, instruction in holders(module, name):
-        yield instruction
-        yield from _callers(module, computation.name)
+def _place_around(module: Module, name: str) -> Place | None:
+    """The place of the instructions around a computation, innermost first."""
+
+    def places() -> Iterator[Place | None]:
+        for outer, holder in holders(module, name):
+            yield _own_place(module, holder)
+            yield _place_around(module, outer.name)
+
+    return module.remember("place around", name, lambda: _first(places()))
 
 
-def holders(module: Module, name: str) -> list[tuple[HloComputation, Instruction]]:
+def holders(module: Module, name: str) -> Sequence[tuple[HloComputation, Instruction]]:
     """The fusions and asynchronous calls that contain a computation: TPU7x offloads collectives to its SparseCores."""
-    callers = module.callers.get(name, ())
-    return [caller for caller in callers if caller[1].opcode == "fusion" or caller[1].opcode.endswith("-start")]
+
+    def around() -> list[tuple[HloComputation, Instruction]]:
+        callers = module.callers.get(name, ())
+        return [caller for caller in callers if caller[1].opcode == "fusion" or caller[1].opcode.endswith("-start")]
+
+    return module.remember("holders", name, around)
 
 
-def outermost(module: Module, computation: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the scheduled instructions that contain one, as (computation, instruction): it, or the fusions around."""
-    outer_callers = holders(module, computation)
-    if not outer_callers:
-        yield computation, name
-    for outer, holder in outer_callers:
-        yield from outermost(module, outer.name, holder.name)
+def outermost(module: Module, computation: str, name: str) -> Sequence[tuple[str, str]]:
+    """The scheduled instructions that contain one, as (computation, instruction): it, or the fusions around it."""
+    return _around(module, computation) or ((computation, name),)
+
+
+def _around(module: Module, computation: str) -> tuple[tuple[str, str], ...]:
+    """The scheduled instructions that contain a computation; none if its own are scheduled."""
+
+    def places() -> tuple[tuple[str, str], ...]:
+        around = (outermost(module, outer.name, holder.name) for outer, holder in holders(module, computation))
+        return tuple(place for places in around for place in places)
+
+    return module.remember("around", computation, places)
 
 
 #: Limit on the instructions that a search among users of a result visits.
 _FAR = 60
 
 
-def users(computation: HloComputation) -> dict[str, list[Instruction]]:
+def users(computation: HloComputation) -> Mapping[str, list[Instruction]]:
     """The instructions that use each result of a computation, by its name."""
-    by_name: dict[str, list[Instruction]] = {}
-    for instruction in computation:
-        for name in instruction.operands:
-            by_name.setdefault(name, []).append(instruction)
-    return by_name
+    return computation.users
 
 
-def followers(instruction: Instruction, used_by: Mapping[str, list[Instruction]]) -> Iterator[Instruction]:
+def followers(instruction: Instruction, used_by: Mapping[str, Sequence[Instruction]]) -> Iterator[Instruction]:
     """Yield direct and indirect users of an instruction's result, nearest first, up to a limit."""
     left, seen = [instruction], {instruction.name}
     while left and len(seen) < _FAR:
@@ -121,19 +159,35 @@ _MOVES = ("bitcast", "while")
 
 def producer(module: Module, computation: HloComputation, source: Instruction) -> Located | None:
     """The work that computed ``source``, or an instruction that only moves it if no other has a scope."""
+    # The work and the first move of each instruction on the way: a result is followed once, whoever asks for it.
+    known: dict[tuple[str, str], tuple[Located | None, Located | None]] = module.memo.setdefault("producer", {})
+    path = list[tuple[tuple[str, str], Located | None]]()
     at: Located | None = (computation, source)
+    work: Located | None = None
     moved: Located | None = None
     while at is not None:
+        key = at[0].name, at[1].name
+        if key in known:
+            work, moved = known[key]
+            break
+        # Without an answer yet: what leads back to itself ends there.
+        known[key] = None, None
         # A parameter of a fusion has the fusion's own name, which is that of one of its results.
         is_fused_input = at[1].opcode == "parameter" and holders(module, at[0].name)
+        is_move = False
         if not is_fused_input and place_of(module, *at)[0] != UNSCOPED:
             if at[1].opcode not in _MOVES:
-                return at
-            moved = moved or at
+                known[key] = work, moved = at, None
+                break
+            is_move = True
         elif not is_fused_input and _is_outside(module, at[1]):
-            return moved
+            break
+        path.append((key, at if is_move else None))
         at = before(module, *at)
-    return moved
+    for key, move in reversed(path):
+        moved = move or moved
+        known[key] = work, moved
+    return work or moved
 
 
 def before(module: Module, computation: HloComputation, source: Instruction) -> Located | None:
@@ -178,30 +232,42 @@ def _is_outside(module: Module, instruction: Instruction) -> bool:
 
 def _is_stacked(module: Module, computation: HloComputation, source: Instruction) -> bool:
     """True if ``source`` is one layer's part of an array of all layers."""
+    known: dict[tuple[str, str], bool] = module.memo.setdefault("stacked", {})
+    path, result = list[tuple[str, str]](), False
     at: Located | None = (computation, source)
-    while at is not None:
-        opcode, called = at[1].opcode, at[1].called
-        inside = module.computations[called[0]] if opcode == "fusion" else ()
-        if opcode == "dynamic-slice" or any(fused.opcode == "dynamic-slice" for fused in inside):
-            return True
+    while at is not None and not result:
+        key = at[0].name, at[1].name
+        if key in known:
+            result = known[key]
+            break
+        known[key] = False
+        path.append(key)
+        result = at[1].opcode == "dynamic-slice" or (at[1].opcode == "fusion" and _slices(module, at[1].called[0]))
         at = before(module, *at)
-    return False
+    known |= dict.fromkeys(path, result)
+    return result
+
+
+def _slices(module: Module, fused: str) -> bool:
+    """True if a fused computation has a slice at an index that depends on data, as that of a layer."""
+    return module.remember(
+        "slices", fused, lambda: any(x.opcode == "dynamic-slice" for x in module.computations[fused])
+    )
 
 
 def consumer(module: Module, computation: HloComputation, result: Instruction) -> Located | None:
     """The nearest work in a scope that uses ``result``: directly, through copies and other slices, or in a loop."""
     left, seen = [(computation, result)], set[tuple[str, str]]()
-    used_by: dict[str, dict[str, list[Instruction]]] = {}
     while left and len(seen) < _FAR:
         inside, source = left.pop(0)
-        uses = used_by.setdefault(inside.name, users(inside))
+        uses = inside.users
         for user in uses.get(source.name, ()):
             if (inside.name, user.name) in seen:
                 continue
             seen.add((inside.name, user.name))
             loops = [loop for loop in uses.get(user.name, ()) if user.opcode == "tuple" and loop.opcode == "while"]
             if user.opcode == "send" and (meeting := rendezvous(user)):
-                left += [(inside, recv) for recv in inside if recv.opcode == "recv" and rendezvous(recv) == meeting]
+                left += [(inside, recv) for recv in ends(module, inside, "recv").get(meeting, ())]
             elif loops:
                 element = user.operands.index(source.name)
                 left += [reader for loop in loops for reader in _carried(module, element, loop)]
@@ -215,5 +281,4 @@ def consumer(module: Module, computation: HloComputation, result: Instruction) -
 def _carried(module: Module, element: int, loop: Instruction) -> list[Located]:
     """Instructions of a loop's body that read an element of its carry."""
     body = module.computations[loop.called_as("body")]
-    reads = (read for read in body if read.opcode == "get-tuple-element" and read.attribute("index") == str(element))
-    return [(body, read) for read in reads if body.operands(read)[0].opcode == "parameter"]
+    return [(body, read) for carry in body.parameters for read in body.elements.get((carry.name, str(element)), ())]

@@ -97,14 +97,14 @@ class ProgramScopes:
 
     def place(self, op_name: str, stack: Stack) -> tuple[str, str]:
         """Scope and phase of an operation."""
-        if self.own:
-            return scope_and_phase(op_name)
-        key = op_name, tuple(stack)
+        key = (op_name, ()) if self.own else (op_name, tuple(stack))
         if key not in self._places:
             self._places[key] = self._place(op_name, stack)
         return self._places[key]
 
     def _place(self, op_name: str, stack: Stack) -> tuple[str, str]:
+        if self.own:
+            return scope_and_phase(op_name)
         scope, phase = open_place(op_name)
         if scope != UNSCOPED:
             return self.tree.names.get(scope, scope), phase

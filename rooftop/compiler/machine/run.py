@@ -16,10 +16,11 @@ import numpy.typing as npt
 from rooftop.arrays import Mesh
 from rooftop.compiler.collectives.logical import LogicalCollective, logical_collectives
 from rooftop.compiler.hlo.costs import is_host_copy, moved_bytes, work
-from rooftop.compiler.hlo.dataflow import rendezvous
+from rooftop.compiler.hlo.dataflow import ends, rendezvous
 from rooftop.compiler.hlo.groups import replica_groups
 from rooftop.compiler.hlo.places import outermost
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
+from rooftop.core.errors import RooftopError
 from rooftop.hardware import PhysicalAxis
 from rooftop.roofline.collectives import price
 from rooftop.roofline.rates import Rates
@@ -28,6 +29,10 @@ from rooftop.roofline.routing import Route, route
 COMPUTE = "compute"
 #: Trips of a loop whose events are recorded; the remaining trips are one event.
 DETAILED_TRIPS = 3
+#: Trips of a loop that are executed if none is like the one before: the others take as long as these in the mean.
+_MOST_TRIPS = 1000
+#: Instructions that are executed, in all calls and trips. Real programs have some hundred thousand.
+MOST_STEPS = 5_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +87,22 @@ class Machine:
         self.kernels: dict[str, None] = {}
         self.seconds: dict[Place, float] = {}
         self.events: list[Event] = []
-        self.detailed, self.started = True, 0
+        self.detailed, self.started, self.steps = True, 0, 0
 
     @property
     def now(self) -> float:
         """The clock."""
         return float(self.sums[0])
 
+    def _work(self, steps: int) -> None:
+        """Count the work of the machine. Raises RooftopError if it is too much."""
+        self.steps += steps
+        if self.steps > MOST_STEPS:
+            raise RooftopError("hlo", f"more than {MOST_STEPS:,} instructions to execute", "shorter loops and calls")
+
     def run(self, computation: HloComputation) -> None:
         """Execute every instruction of a computation, in order."""
+        self._work(len(computation.instructions))
         for instruction in computation:
             place = computation.name, instruction.name
             if instruction.opcode == "while":
@@ -104,7 +116,7 @@ class Machine:
             elif instruction.opcode.endswith("-start"):
                 self._prefetch(computation, instruction, place)
             elif instruction.opcode.endswith("-done") and instruction.opcode != "send-done":
-                self._wait(_started(computation, instruction), place)
+                self._wait(_started(self.module, computation, instruction), place)
             else:
                 self._compute(computation, instruction)
 
@@ -112,6 +124,7 @@ class Machine:
         """Execute the longest branch of a conditional, for the share of its time that the mean execution lasts."""
         branch = _longest(self.module, conditional)
         executed, share = map(float, self.module.taken(conditional, branch))
+        self._work(self.sums.size // 256)
         start, events, free = self.sums.copy(), len(self.events), dict(self.free)
         self.run(branch)
         if executed == share == 1:
@@ -153,14 +166,20 @@ class Machine:
                 more = max(1, round(declared - 1))
                 self._record(Event(track=COMPUTE, place=whole, start_s=end, end_s=self.now, trips=more))
             return
-        trips = counted or 1
+        trips, first = counted or 1, self.sums.copy()
         detailed, before, left = self.detailed, None, (0.0, 0)
         for trip in range(trips):
+            # The sums are as many as the program's instructions.
+            self._work(self.sums.size // 256)
             start = self.sums.copy()
             if trip == DETAILED_TRIPS:
                 left, self.detailed = (self.now, trips - trip), False
             self.run(body)
             spent = self.sums - start
+            if trip == _MOST_TRIPS:
+                # These trips take turns: the rest goes on like all of them.
+                spent = (self.sums - first) / (trip + 1)
+                before = spent
             if before is not None and np.allclose(spent, before, rtol=1e-9, atol=0.0):
                 rest = (trips - trip - 1) * spent
                 left = left if left[1] else (self.now, trips - trip - 1)
@@ -191,7 +210,7 @@ class Machine:
         """Execute an instruction of a collective: a synchronous one, or a start, step or end."""
         place = computation.name, instruction.name
         if instruction.opcode.endswith("-done"):
-            self._wait(_started(computation, instruction), place)
+            self._wait(_started(self.module, computation, instruction), place)
             return
         if instruction.opcode == "fusion" and not self.collectives[self.network.places[place][0]].synchronous:
             # A step of an asynchronous collective: the first starts it, the one with AsyncCollectiveDone ends it.
@@ -299,7 +318,7 @@ def _only(shares: Mapping[int, float]) -> int | None:
     return next(iter(shares), None)
 
 
-def _started(computation: HloComputation, done: Instruction) -> tuple[str, str]:
+def _started(module: Module, computation: HloComputation, done: Instruction) -> tuple[str, str]:
     """The instruction that started the operation of ``done``."""
     source = computation.operands(done)[0]
     while source.opcode == "get-tuple-element":
@@ -307,7 +326,7 @@ def _started(computation: HloComputation, done: Instruction) -> tuple[str, str]:
     if source.opcode == "recv":
         # It waits for the data that the other slices send at the rendezvous, as this one does.
         meeting = rendezvous(source)
-        source = next((send for send in computation if send.opcode == "send" and rendezvous(send) == meeting), source)
+        source = next(iter(ends(module, computation, "send").get(meeting, ())), source)
     return computation.name, source.name
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import write_text
+from rooftop.core.files import parse_json, read_text, write_text
 from rooftop.core.rounding import next_multiple
 from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.embed.host.statistics import StackStatistics, Statistics
@@ -165,7 +165,7 @@ def read_limits(path: Path, stacking: Stacking, *, batch: int, sample_passes: in
     """Limits that ``write_limits`` wrote for the same stacks, SparseCores, batch and passes. Raises RooftopError."""
     accepted = "a limits file that rooftop wrote"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(read_text(path))
     except OSError as error:
         raise RooftopError("limits", str(path), f"a file that can be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:

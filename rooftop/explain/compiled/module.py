@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from rooftop.arrays import Mesh
 from rooftop.compiler.compiling import Compiled
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.memory import PeakMemory, read_memory
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import UNFORESEEN, RooftopError
+from rooftop.core.files import read_text
 from rooftop.explain.axes import devices_of, infer_mesh
 from rooftop.explain.compiled.report import CompiledReport
 from rooftop.explain.measured.modules import read_module
@@ -64,8 +66,18 @@ def _at_peak(path: Path, text: str) -> PeakMemory | None:
     reports = [path.with_name(f"{path.stem}-{name}.txt") for name in ("buffer-assignment", "live-range")]
     if not all(report.exists() for report in reports):
         return None
-    assignment, live_ranges = (report.read_text(encoding="utf-8") for report in reports)
+    assignment, live_ranges = (read_text(report, errors="replace") for report in reports)
     return read_memory(assignment, live_ranges, hlo.parse(text))
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what no reader of a module foresees, in a text that XLA did not write, into a RooftopError."""
+    try:
+        yield
+    except UNFORESEEN as error:
+        says = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise RooftopError("module", f"{path} ({says})", _ACCEPTED) from error
 
 
 def explain_module(path: Path, *, on: Slice | Chip, mesh: Mapping[str, int] | None = None) -> CompiledReport:
@@ -75,6 +87,14 @@ def explain_module(path: Path, *, on: Slice | Chip, mesh: Mapping[str, int] | No
     module was laid out in another way than ``Mesh.lay`` does, times of its collectives are those of this layout.
     Raises RooftopError for other files, and for a slice with another number of devices.
     """
+    with reading(path):
+        report = _explain(path, on, mesh)
+        # All of it is read here, where a text that makes no sense has a name.
+        report.record()
+        return report
+
+
+def _explain(path: Path, on: Slice | Chip, mesh: Mapping[str, int] | None) -> CompiledReport:
     dumped = read_dump(path)
     module, devices = hlo.parse(dumped.text), devices_of(dumped.text)
     if "is_scheduled=true" not in dumped.text.partition("\n")[0]:

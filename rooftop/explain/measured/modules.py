@@ -11,12 +11,13 @@ from pathlib import Path
 
 from rooftop.compiler.collectives.logical import LogicalCollective, logical_collectives
 from rooftop.compiler.hlo.costs import is_matmul, matmul_dtype, work
-from rooftop.compiler.hlo.places import first_place, holders, purpose, users
+from rooftop.compiler.hlo.places import first_place, holders, outermost, purpose, users
 from rooftop.compiler.hlo.printing import hlo_proto_of, module_text
 from rooftop.compiler.hlo.scopes import source_of
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module, parse
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import UNFORESEEN, RooftopError
 from rooftop.core.extras import is_installed
+from rooftop.core.files import read_bytes
 from rooftop.core.timelines.xprof import message
 from rooftop.explain.axes import devices_of, infer_mesh
 from rooftop.profile.facts import (
@@ -124,8 +125,7 @@ class TracedProgram:
         }
 
     def _outermost(self, inside: str, name: str) -> list[str]:
-        around = holders(self.module, inside)
-        return [outer for place, item in around for outer in self._outermost(place.name, item.name)] or [name]
+        return [outer for _, outer in outermost(self.module, inside, name)]
 
     def _facts(
         self,
@@ -251,11 +251,11 @@ def programs_of(
         if not text:
             missing[name] = "the trace has no HLO of it (a CPU's has none of programs out of a cache); --hlo gives one"
             continue
-        program = program_of(text, mesh)
         try:
             # Any program may be in a trace: if it cannot be read, the facts are those of the trace alone.
+            program = program_of(text, mesh)
             result |= {number: program} if program.facts else {}
-        except (RooftopError, LookupError, ValueError) as error:
+        except (RooftopError, *UNFORESEEN) as error:
             missing[name] = f"its HLO cannot be read ({type(error).__name__}: {error})"
     return result, missing
 
@@ -289,6 +289,10 @@ def _merged(op: Op, program: TracedProgram | None) -> Facts:
     return own if result is None else result
 
 
+#: Bytes of a module. The text of a step of Llama 3 405B has 30 MB.
+_MOST_BYTES = 2**29
+
+
 def read_module(path: Path) -> str:
     """The text of a module in a file: HLO text, or a serialized HloProto or HloModuleProto.
 
@@ -296,7 +300,7 @@ def read_module(path: Path) -> str:
     """
     accepted = "the text of a compiled HLO module (compiled.as_text()), or its *.hlo.pb"
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, most=_MOST_BYTES)
     except OSError as error:
         raise RooftopError("hlo", str(path), f"{accepted} ({error.strerror})") from None
     if data.lstrip().startswith(b"HloModule"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,7 @@ from msgspec import Meta
 from rooftop import __version__
 from rooftop.core.amounts import Amount, Positive, Share
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import read_json_object
+from rooftop.core.files import open_file, parse_json, read_json_object, read_text
 from rooftop.core.records import Record, field_values
 from rooftop.explain.join import SPELLED_AS
 from rooftop.explain.measured.advice import Advice, advise, origin_of
@@ -450,7 +449,7 @@ def _dtypes(plan: TrainingPlan, ran: str, rows: Sequence[ExplainedRow]) -> list[
 def _refuse_others(path: Path) -> None:
     """Raises RooftopError for files that belong elsewhere, and says where."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             begins = file.read(64).lstrip()
     except OSError:
         return  # a folder, or an error that the reader of traces reports
@@ -463,7 +462,7 @@ def _refuse_others(path: Path) -> None:
 def _run(path: Path) -> dict[str, Any] | None:
     """Description of a run; None if the path is no run's folder."""
     try:
-        result: dict[str, Any] = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+        result: dict[str, Any] = parse_json(read_text(path / RUN_FILE))
     except (OSError, ValueError, RecursionError):
         return None
     return result if isinstance(result, dict) else None

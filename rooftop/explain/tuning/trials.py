@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rooftop.core.amounts import Amount
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import make_folder, sync, write_text
+from rooftop.core.files import make_folder, read_text, sync, write_text
 from rooftop.core.records import Record, read_record
 from rooftop.explain.tuning.factors import Factor
 from rooftop.explain.tuning.subjects import change_of, options_of
@@ -142,7 +142,7 @@ class TrialFile:
 
     def _read(self) -> None:
         try:
-            text = self.path.read_text(encoding="utf-8", errors="replace")
+            text = read_text(self.path, errors="replace")
         except FileNotFoundError:
             return
         except OSError as error:

@@ -107,6 +107,7 @@ def check(
     """
     from rooftop.explain.advisor.gates import GateLimits
     from rooftop.explain.advisor.report import CheckReport, SavedCheck
+    from rooftop.explain.compiled.module import reading
     from rooftop.explain.compiled.report import CompiledReport
 
     for field, value in (("max-time", max_time), ("max-memory", max_memory)):
@@ -146,6 +147,9 @@ def check(
         result.raise_if_infeasible()
         assert isinstance(result.report, CompiledReport)
         report = CheckReport(program=name or "program", report=result.report, **common)
+        if isinstance(program, (str, Path)):
+            with reading(Path(program)):
+                report.to_json()
     return CheckResult(report=report, failure=failure)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.files import read_text
 from rooftop.models.embedding_tables.tables import (
     EmbeddingTable,
     Feature,
@@ -38,7 +39,7 @@ _SECTIONS = ("config", "tables", "features")
 def load_tables(path: Path) -> Tables:
     """The tables, features and config of a TOML file. Raises RooftopError, naming the field, on anything wrong."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, encoding="utf-8-sig")
     except OSError as error:
         raise RooftopError("tables", str(path), f"a TOML file that can be read ({error.strerror})") from None
     except UnicodeDecodeError:

@@ -580,4 +580,4 @@ class EmbedPlan:
     @classmethod
     def from_json(cls, data: object) -> EmbedPlan:
         """The inverse of ``to_json``: the problem is read, the answer is computed again. Raises RooftopError."""
-        return read_record(EmbedPlanDocument, data, "plan").plan
+        return read_record(EmbedPlanDocument, data, "plan", amounts=True).plan

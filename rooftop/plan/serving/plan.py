@@ -596,7 +596,7 @@ class ServingPlan:
     @classmethod
     def from_json(cls, data: object) -> ServingPlan:
         """The plan that a plan.json of kind 'serve' describes, priced anew. Raises RooftopError on any other file."""
-        return read_record(ServingPlanDocument, data, "plan").plan
+        return read_record(ServingPlanDocument, data, "plan", amounts=True).plan
 
 
 def _busy(ledger: Ledger) -> dict[Resource, float]:

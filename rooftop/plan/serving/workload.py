@@ -22,6 +22,8 @@ _GROUP_SCALE_BYTES = 2.0
 ROUTER_DTYPE = "bf16"
 #: Tokens of the longest sequence that is planned: a longer one is a slip of the keyboard.
 LONGEST = 10**12
+#: Sequences that are generated together at most, on all devices.
+MOST_SEQS = 10**9
 #: Most tokens that a draft guesses a round: engines guess fewer than twenty.
 MOST_GUESSES = 1024
 #: Largest target of a latency, a day: longer ones are slips too.
@@ -53,6 +55,8 @@ class ServingWorkload(Record):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RooftopError(name, value, "a positive whole number")
+        if self.batch_seqs is not None and self.batch_seqs > MOST_SEQS:
+            raise RooftopError("batch_seqs", self.batch_seqs, f"at most {MOST_SEQS:,} sequences")
         for name in ("context", "prompt", "generate"):
             value = getattr(self, name)
             if value is not None and value > LONGEST:

@@ -461,7 +461,7 @@ class TrainingPlan:
     @classmethod
     def from_json(cls, data: object) -> TrainingPlan:
         """The plan that a plan.json describes, priced anew. Raises RooftopError on a file that is not one."""
-        return read_record(TrainingPlanDocument, data, "plan").plan
+        return read_record(TrainingPlanDocument, data, "plan", amounts=True).plan
 
 
 def _shown_row(row: Row, mesh: Mesh) -> Row:

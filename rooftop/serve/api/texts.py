@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rooftop.checkpoints.tokenizer import Tokenizer
 from rooftop.core.errors import RooftopError
+from rooftop.core.files import read_text
 from rooftop.serve.api.choices import Vocabulary
 from rooftop.serve.api.grammars import Grammars, Matcher
 from rooftop.serve.api.schemas import JsonObjectFormat, ResponseFormat, TextFormat
@@ -364,7 +365,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, ValueError) as error:
         raise RooftopError("chat template", str(path), f"a file in UTF-8 that can be read ({error})") from None
 

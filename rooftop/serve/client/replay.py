@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.files import read_text
 from rooftop.serve.client.metrics import ReplayMetrics, RequestCounts, TokenCounts
 from rooftop.simulate.serving.metrics import Goodput, Targets, spread
 from rooftop.simulate.serving.traces import RequestTrace
@@ -166,7 +167,7 @@ def read_texts(path: Path) -> list[str]:
     Raises RooftopError that names the entry.
     """
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_text(path, most=2**30)
         rows = [json.loads(line) for line in content.split("\n") if line.strip()] if path.suffix == ".jsonl" else (
             json.loads(content)
         )  # fmt: skip

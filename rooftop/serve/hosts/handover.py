@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 import rooftop
+from rooftop.core.files import open_file, read_bytes
 from rooftop.core.records import Record, field_values
 from rooftop.core.rounding import ceil_div
 from rooftop.scheduling.serving.cache import CachedSequence as Held
@@ -166,10 +167,10 @@ def ended(stats: EngineStats) -> EngineStats:
 def fingerprint(checkpoint: Path) -> str:
     """Digest of a checkpoint: of config.json, and of the size and the end of each file of weights."""
     digest = blake2b(digest_size=16)
-    digest.update((checkpoint / "config.json").read_bytes())
+    digest.update(read_bytes(checkpoint / "config.json"))
     for path in sorted(checkpoint.glob("*.safetensors")):
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(max(0, size - _SAMPLED))
             digest.update(f"{path.name} {size} ".encode() + file.read())
     return digest.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.files import read_bytes, read_text
 from rooftop.core.quantities import parse_count
 
 Floats = npt.NDArray[np.float64]
@@ -151,6 +153,10 @@ class Lengths:
         return random.integers(self.low, self.high, count, endpoint=True)
 
 
+#: Bytes of a trace. BurstGPT's 1.4 million requests are 60 MB.
+_MOST_BYTES = 2**30
+
+
 def read_trace(path: Path, *, hash_tokens: int = 512) -> RequestTrace:
     """The trace in a file: CSV with a header line, or JSONL (one object a line), by its suffix.
 
@@ -189,25 +195,24 @@ def read_trace(path: Path, *, hash_tokens: int = 512) -> RequestTrace:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    row = None
-                if not isinstance(row, dict):
-                    raise RooftopError(f"{path.name} line {number}", line.strip()[:40], "a JSON object")
-                yield number, row
+    for number, line in enumerate(io.StringIO(read_text(path, most=_MOST_BYTES)), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise RooftopError(f"{path.name} line {number}", line.strip()[:40], "a JSON object")
+            yield number, row
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        for number, row in enumerate(csv.DictReader(file), start=2):
-            # Cells beyond the header have no name.
-            if None in row:
-                raise RooftopError(f"{path.name} line {number}", ",".join(row[None]), "no more cells than the header")
-            yield number, row
+    text = read_bytes(path, most=_MOST_BYTES).decode("utf-8-sig")
+    for number, row in enumerate(csv.DictReader(io.StringIO(text, newline="")), start=2):
+        # Cells beyond the header have no name.
+        if None in row:
+            raise RooftopError(f"{path.name} line {number}", ",".join(row[None]), "no more cells than the header")
+        yield number, row
 
 
 def _column(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> str:

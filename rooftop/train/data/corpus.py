@@ -13,6 +13,7 @@ from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.extras import require
+from rooftop.core.files import open_file, read_bytes
 
 #: What to call with how many bytes are done, how many there are, and what comes next.
 Progress = Callable[[int, int, str], None]
@@ -112,7 +113,7 @@ def documents(corpus: Corpus, *, field: str = "text") -> Iterator[CorpusDocument
         elif source.kind == "parquet":
             texts = _parquet(source, field)
         elif source.kind == "text":
-            texts = ((_text(path.read_bytes()), source.bytes) for path in [source.path])
+            texts = ((_text(read_bytes(path, most=source.bytes)), source.bytes) for path in [source.path])
         else:
             raise RooftopError("data", str(source.path), "text, JSONL or Parquet where text is needed")
         try:
@@ -153,10 +154,10 @@ def find_files(name: str) -> list[tuple[Path, bool]]:
 
 def _digest(path: Path, kind: str) -> str:
     if kind == "text":
-        content = path.read_bytes()
+        content = read_bytes(path, most=path.stat().st_size)
         _text(content)
         return hashlib.sha256(content).hexdigest()
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -169,7 +170,7 @@ def _text(content: bytes) -> str:
 
 def _jsonl(path: Path, field: str) -> Iterator[tuple[str, int]]:
     done = 0
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for number, line in enumerate(file, start=1):
             done += len(line)
             if not line.strip():

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rooftop.checkpoints.tokenizer import Ids, Tokenizer
 from rooftop.core.errors import RooftopError
-from rooftop.core.files import load_array, make_folder, publish, write_text
+from rooftop.core.files import load_array, make_folder, publish, read_text, write_text
 from rooftop.train.data.corpus import Corpus, CorpusDocument, Progress, documents, sidecar
 
 #: The dtypes of a .bin of token ids.
@@ -212,7 +212,7 @@ def _array(path: Path) -> tuple[npt.NDArray[Any], int | None]:
     beside = sidecar(path)
     example = '{"dtype": "uint16", "eos": 2}'
     try:
-        about = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+        about = json.loads(read_text(beside)) if beside.exists() else {}
         eos, dtype = about.get("eos"), about.get("dtype")
     except (OSError, ValueError, AttributeError, RecursionError):
         raise RooftopError("data", str(beside), f"a JSON object such as {example}") from None
