@@ -147,7 +147,9 @@ def _parse(text: str | float | int, field: str, *, zero: bool = False) -> Decima
     match = _QUANTITY.fullmatch(str(text))
     number, suffix = match.groups() if match else ("-1", "")
     value = Decimal(number) * _SUFFIX.get(suffix.lower(), -1)
-    if not 0 <= float(value) < math.inf or (value == 0 and not zero):
+    # A number too small for a float is no zero either.
+    size = float(value)
+    if not 0 <= size < math.inf or (size == 0 and not (zero and value == 0)):
         number = "0, or a positive number" if zero else "a positive number"
         raise RooftopError(field, text, f"{number}, with a suffix if wanted: 4M (4e6), 4Mi (4194304), 15T")
     return value
