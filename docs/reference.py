@@ -34,7 +34,7 @@ def library_page() -> str:
     """The page of the library's functions and results."""
     names = [name for name in rooftop.__all__ if not name.startswith("__")]
     functions = {name: getattr(rooftop, name) for name in names}
-    modules = sorted({function.__module__ for function in functions.values()})
+    modules = sorted({inspect.unwrap(function).__module__ for function in functions.values()})
     text = """# The library
 
 Every verb of the command line is a function of `rooftop`. Functions take objects or the strings of the command line.
