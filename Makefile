@@ -29,7 +29,7 @@ help:
 	@echo 'make test-all        all tests'
 	@echo 'make test-gpu        the tests of programs for GPUs, with the compiler for GPUs; no GPU is needed'
 	@echo 'make test-guests     programs of other libraries, compiled as they are, each in an environment of its own'
-	@echo 'make test-newest     make test, on the newest Python found here, with the newest JAX'
+	@echo 'make test-newest     make test, and every kind of program on every chip, with the newest Python and JAX'
 	@echo 'make soak            serving and training under faults for an hour; MINUTES=1440: for a day'
 	@echo 'make lint            ruff, mypy, import-linter'
 	@echo 'make bench           how long a plan, and an hour of serving simulated, take on this machine'
@@ -87,7 +87,9 @@ test-newest:
 	@for version in $(NEWER_PYTHONS); do \
 	    for python in "python$$version" "$${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version".*/bin/python; do \
 	        if "$$python" -c 'import venv' 2>/dev/null; then \
-	            exec $(MAKE) --no-print-directory test VENV=.venv-newest PYTHON="$$python"; \
+	            $(MAKE) --no-print-directory test VENV=.venv-newest PYTHON="$$python" && \
+                exec .venv-newest/bin/python -m pytest -n 2 -m slow tests/compiler/test_releases.py; \
+            exit 1; \
 	        fi; \
 	    done; \
 	done; \

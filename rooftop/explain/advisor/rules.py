@@ -185,7 +185,7 @@ def _collectives(report: CompiledReport, module: Module) -> Iterator[ProgramFind
 
 #: Those that rooftop's own programs set where XLA:TPU gathers synchronously (``compiler.options``).
 _OPTIONS = (
-    "; XLA:TPU gathers asynchronously with all of xla_tpu_prefer_async_allgather_to_allreduce, "
+    "; before libtpu 0.0.49 XLA:TPU gathers asynchronously with all of xla_tpu_prefer_async_allgather_to_allreduce, "
     "xla_enable_async_all_gather and xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 )
 #: The advice of each rule on collectives.
