@@ -22,8 +22,8 @@ from tests.support.training_runs import CONFIG
 
 ROOT = Path(__file__).parents[2]
 
-#: Functions that open files that rooftop itself has written, or that only the system has: caches, package data, answers
-#: of child processes, /proc. A header of safetensors is read after ``require_file``. All others use ``core.files``.
+#: Functions that open what rooftop itself has written, or what the system has: caches, data of the package, answers of
+#: child processes, /proc. A header of safetensors is read after ``require_file``. All others use ``core.files``.
 OWN = {
     "rooftop/checkpoints/huggingface_files.py": {"_header"},
     "rooftop/compiler/cache.py": {"digest", "find"},
