@@ -111,7 +111,9 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: Grammar) -> llgu
     # Most grammars that exceed the limits do so at their first token. They are refused before anything is sent.
     probe = matcher.deep_copy()
     allowed = int.from_bytes(probe.compute_bitmask(), "little")
-    if allowed and not probe.is_error():
+    if not allowed and not probe.is_error():
+        raise Unkeepable("a constraint that no text of this tokenizer keeps", "one that a text can keep")
+    if not probe.is_error():
         probe.consume_token(allowed.bit_length() - 1)
     if probe.is_error():
         reason = one_sentence(probe.get_error())

@@ -63,6 +63,10 @@ class Matcher(Constraint):
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self.failed is None and self._matcher.is_error():
             self.failed = one_sentence(self._matcher.get_error())
+        if not self._mask.any():
+            # An engine has to choose some token; the answer is broken off at it.
+            self.failed = self.failed or "no token of the model continues the answer"
+            self._mask[:] = 2**32 - 1
         return self._mask
 
     def accept(self, token: int) -> None:
