@@ -12,22 +12,25 @@ import errno
 import logging
 import socket
 import ssl
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.openai import error
 from rooftop.serve.api.schemas import ErrorAnswer
+from rooftop.serve.logs import Seldom
 
 #: Bytes of a request's head.
 HEAD_BYTES = 64 * 1024
@@ -39,14 +42,19 @@ _HANDSHAKE_S = 10.0
 _BACKLOG = 4096
 #: Connections that are accepted in a row, and descriptors that are kept for everything else.
 _ACCEPTS, _RESERVED = 64, 64
-#: Seconds to wait for a descriptor, and between two lines of the log about it.
-_PAUSE_S, _LOG_EVERY_S = 0.1, 60.0
+#: Seconds to wait for a descriptor.
+_PAUSE_S = 0.1
 #: Connections that are closed when there is no descriptor.
 _EVICTED = 16
 _SCARCE = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 #: Most descriptors to ask for: tables of the system grow with them.
 _MOST_DESCRIPTORS = 2**20
-_REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+_REASONS = {status: HTTPStatus(status).phrase for status in (400, 408, 431, 503)}
+_TOO_LARGE = f"a head of more than {HEAD_BYTES:,} bytes"
+#: Bytes that are parsed at a time: of heads, where each may be a request, and of bodies.
+_HEAD_PIECE, _BODY_PIECE = 1024, 16 * 1024
+#: Seconds between two looks if a client that has sent all it will is still there.
+_PROBE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +97,14 @@ def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
     for name, path in (("tls-cert", cert), ("tls-key", key)):
         if not path.is_file():
             raise RooftopError(name, str(path), "a file in PEM")
+
+    def passphrase() -> str:
+        # Otherwise OpenSSL asks the terminal, and a service waits.
+        accepted = "a key without a passphrase: openssl pkey -in KEY -out PLAIN"
+        raise RooftopError("tls-key", str(key), accepted)
+
     try:
-        context.load_cert_chain(cert, key)
+        context.load_cert_chain(cert, key, passphrase)
     except (ssl.SSLError, OSError) as wrong:
         raise RooftopError("tls-cert", str(cert), f"a certificate in PEM, and its key in tls-key ({wrong})") from None
     return context
@@ -146,20 +160,48 @@ class Connections:
                 del self._of[connection.address]
 
 
-class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP within limits. A request is read in the phases head and body; then it is answered."""
+class _Flow(FlowControl):
+    """Flow control of a connection that reads more only if it ``wants`` more."""
 
-    def __init__(self, table: Connections, limits: HttpLimits, **options: Any) -> None:
+    def __init__(self, transport: asyncio.Transport, wants: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._wants = wants
+
+    def resume_reading(self) -> None:
+        """See uvicorn."""
+        if self._wants():
+            super().resume_reading()
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP within limits. A request is read in the phases head and body; then it is answered.
+
+    Heads are read in small pieces, and no more of them while a read one waits for the answer to another. A request to
+    upgrade to another protocol is answered as any other: the parser would take its body for that protocol, so that it
+    gets the head again without that wish.
+    """
+
+    def __init__(self, table: Connections, limits: HttpLimits, seldom: Seldom, **options: Any) -> None:
         super().__init__(**options)
         self.address = ""
-        self._table, self._limits = table, limits
+        self._table, self._limits, self._seldom = table, limits, seldom
         self._timer: asyncio.TimerHandle | None = None
-        self._phase, self._head_bytes = "head", 0
-        self._refused = self._too_large = False
+        self._phase = "head"
+        #: Bytes of a head, as they came and as they were read; bytes that were received as a body, and those of it.
+        self._head_bytes = self._size = self._received = self._body_bytes = 0
+        self._unparsed = bytearray()
+        #: The head of a request to upgrade, without that.
+        self._plain = b""
+        #: Status and message of what is wrong with a head; and those that are sent after the answers under way.
+        self._wrong: tuple[int, str] | None = None
+        self._refusal: tuple[int, str] | None = None
+        #: True if nothing more is read.
+        self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See ``asyncio.Protocol``."""
         super().connection_made(transport)
+        self.flow = _Flow(transport, lambda: not self.pipeline and not self._unparsed)
         self.address = self.client[0] if self.client else ""
         if self._table.admit(self):
             self._within(self._limits.request_s)
@@ -169,8 +211,36 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See ``asyncio.Protocol``."""
         self._within(None)
+        self._refused = True
         self._table.forget(self)
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """See ``asyncio.Protocol``: a client that has sent all it will still gets its answers."""
+        answers = self.cycle is not None and not self.cycle.response_complete and self._phase != "body"
+        if not answers or self.scheme == "https":
+            return False
+        self._refused = True
+        self.cycle.keep_alive = False
+        self.loop.call_later(_PROBE_S, self._probe)
+        return True
+
+    def _probe(self) -> None:
+        """Send a word to a client that has sent all it will: the system says if it has left altogether."""
+        if self.transport.is_closing() or self.cycle.response_complete:
+            return
+        if not self._waits_for_answer():
+            self.loop.call_later(_PROBE_S, self._probe)
+        elif self.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+            self.loop.call_later(_PROBE_S, self._probe)
+        else:
+            # Older clients know no such words.
+            self.abort()
+
+    def _waits_for_answer(self) -> bool:
+        """True if the last answer is the only one under way, and has not begun."""
+        return not self.pipeline and not self.cycle.response_started
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -179,21 +249,54 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See ``asyncio.Protocol``."""
+        self._unset_keepalive_if_required()
         if self._refused:
             return
         if self._phase == "idle":
             self._phase, self._head_bytes = "head", 0
             self._within(self._limits.request_s)
-        if self._phase == "head":
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._phase == "head" and self._head_bytes > HEAD_BYTES:
-            self._refuse(431, f"a head of more than {HEAD_BYTES:,} bytes")
+        self._unparsed += data
+        self._parse()
+
+    def _parse(self) -> None:
+        """Parse what has come, until a request waits for the answer to another."""
+        while self._unparsed and not self.pipeline and not self._refused:
+            size = _BODY_PIECE if self._phase == "body" else _HEAD_PIECE
+            piece = bytes(self._unparsed[:size])
+            del self._unparsed[:size]
+            if self._phase == "body":
+                self._received += len(piece)
+            else:
+                self._head_bytes += len(piece)
+            try:
+                self._feed(piece)
+            except httptools.HttpParserError as error:
+                self._seldom.warn("malformed HTTP", address=self.address)
+                self._refuse(*(self._wrong or (400, f"the request is not HTTP/1.1: {_reason(error)}")))
+                return
+            if self._phase == "head" and self._head_bytes > HEAD_BYTES:
+                self._refuse(431, _TOO_LARGE)
+            elif self._phase == "body" and self._received > 2 * self._body_bytes + HEAD_BYTES + _BODY_PIECE:
+                self._refuse(400, "the sizes and extensions of chunks take more bytes than the body")
+        if self._unparsed and not self._refused:
+            self.flow.pause_reading()
+
+    def _feed(self, piece: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(piece)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                piece = self._plain + piece[upgrade.args[0] :]
+                self._plain = b""
 
     def on_message_begin(self) -> None:
         """See ``httptools``."""
         super().on_message_begin()
-        self._phase, self._size = "head", 0
+        # The piece in which it begins is not counted: it may have the end of another one.
+        self._phase, self._size, self._head_bytes = "head", 0, 0
 
     def on_url(self, url: bytes) -> None:
         """See ``httptools``."""
@@ -203,16 +306,47 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """See ``httptools``."""
         self._count(len(name) + len(value))
-        super().on_header(name, value)
+        # Fields after a body are no part of the head.
+        if self._phase == "head":
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """See ``httptools``."""
-        self._phase = "body"
+        version, method = self.parser.get_http_version(), self.parser.get_method()
+        self._check(version, method)
+        if self.parser.should_upgrade():
+            lines = [b"%s %s HTTP/%s" % (method, self.url, version.encode())]
+            lines += [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+            self._plain = b"\r\n".join(lines) + b"\r\n\r\n"
+            return
+        self._phase, self._received, self._body_bytes = "body", 0, 0
         self._within(self._limits.request_s)
         super().on_headers_complete()
 
+    def _check(self, version: str, method: bytes) -> None:
+        """Raise ValueError for a head whose meaning others may take for another one."""
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if version not in ("1.0", "1.1"):
+            self._wrong = 400, f"HTTP/{version}: HTTP/1.1 is served"
+        elif hosts > 1 or (not hosts and version == "1.1"):
+            self._wrong = 400, f"host: got {hosts} of it; accepted: one"
+        elif codings and (codings != [b"chunked"] or version == "1.0"):
+            self._wrong = 400, "transfer-encoding: accepted: chunked, of HTTP/1.1"
+        elif method == b"CONNECT":
+            self._wrong = 400, "CONNECT: this is no proxy"
+        if self._wrong is not None:
+            raise ValueError(self._wrong[1])
+
+    def on_body(self, body: bytes) -> None:
+        """See ``httptools``."""
+        self._body_bytes += len(body)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """See ``httptools``."""
+        if self._plain:
+            return
         self._within(None)
         self._phase = "answer"
         self._table.answering(self)
@@ -222,9 +356,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """See uvicorn."""
+        last = not self.pipeline
         super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._refused:
+            if last and self._refusal is not None:
+                self._answer_error(*self._refusal)
+            return
+        self._parse()
+        self.flow.resume_reading()
         if self._phase == "answer":
-            if not self.pipeline:
+            if self.cycle.response_complete:
                 self._rest()
         elif not self.transport.is_closing():
             # The rest of a body, or the head of a next request, is yet to come.
@@ -243,14 +386,6 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._phase == "answer":
             self._within(None)
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer a request that cannot be read."""
-        if self._too_large:
-            self._refuse(431, f"a head of more than {HEAD_BYTES:,} bytes")
-        else:
-            self._refused = True
-            super().send_400_response(msg)
-
     def _rest(self) -> None:
         self._phase = "idle"
         self._table.waits(self)
@@ -258,8 +393,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         self._size += size
         if self._size > HEAD_BYTES:
-            self._too_large = True
-            raise ValueError("the head is too large")
+            self._wrong = 431, _TOO_LARGE
+            raise ValueError(_TOO_LARGE)
 
     def _within(self, seconds: float | None) -> None:
         """Close the connection after so many seconds, instead of what was set before."""
@@ -269,7 +404,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _expire(self) -> None:
         self._timer = None
-        if self._phase == "head":
+        if self.flow.read_paused and self._phase in ("head", "body") and not self.flow.write_paused:
+            # It is not read yet, because others are answered first.
+            self._within(self._limits.request_s)
+        elif self._phase == "head":
             self._refuse(408, "the head of the request has not come in time")
         elif self._phase == "body" and (self.cycle is None or not self.cycle.response_started):
             self._refuse(408, "the body of the request has not come in time")
@@ -277,12 +415,30 @@ class LimitedProtocol(HttpToolsProtocol):
             self.abort()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer with an error in OpenAI's form, and close."""
+        """Answer with an error in OpenAI's form, after the answers under way, and close."""
+        if self._refused:
+            return
         self._refused = True
         self._within(None)
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            # This is a next request, and the answer to one before it is under way.
-            self.transport.abort()
+        cycle = self.cycle
+        if self._phase == "body" and cycle is not None:
+            if cycle.response_started:
+                # Its answer is there, or will not be whole.
+                self.transport.close() if cycle.response_complete else self.transport.abort()
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if self.pipeline:
+                # It is the last of those that wait; the one that is answered is none of them.
+                self.pipeline.popleft()
+                self._refusal = status, message
+                return
+        elif cycle is not None and not cycle.response_complete:
+            self._refusal = status, message
+            return
+        self._answer_error(status, message)
+
+    def _answer_error(self, status: int, message: str) -> None:
         if self.transport.is_closing():
             return
         content = _encoded(error(message, "server_error" if status >= 500 else "invalid_request_error"))
@@ -292,6 +448,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
         # A client that does not read its refusal is not waited for.
         self.loop.call_later(1.0, self.transport.abort)
+
+
+def _reason(error: Exception) -> str:
+    """A parser's reason, without the place in its own code."""
+    return " ".join(str(error).split())[:100]
 
 
 def _encoded(answer: ErrorAnswer) -> bytes:
@@ -315,8 +476,8 @@ class LimitedServer(uvicorn.Server):
         self.table = Connections(most, min(most, limits.per_address or max(1, most // 2)))
         self._listening = list[socket.socket]()
         self._greeting = dict[asyncio.Task[None], None]()
-        self._logged_s = -_LOG_EVERY_S
-        self._unsaid = self._closed = 0
+        self._malformed, self._scarce = Seldom(log), Seldom(log)
+        self._closed = 0
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -376,21 +537,16 @@ class LimitedServer(uvicorn.Server):
 
     def _protocol(self) -> asyncio.Protocol:
         return LimitedProtocol(
-            self.table, self._limits, config=self.config, server_state=self.server_state,
+            self.table, self._limits, self._malformed, config=self.config, server_state=self.server_state,
             app_state=self.lifespan.state, _loop=self._loop,
         )  # fmt: skip
 
     def _wait_for_descriptors(self, listening: socket.socket, failure: OSError) -> None:
         """Close connections that wait, and accept again when they are closed."""
         self._closed += sum(self.table.evict() for _ in range(_EVICTED))
-        self._unsaid += 1
         # Connections that have just been accepted wait from the next turn of the loop on.
-        says_more = self._closed or self._unsaid > 1
-        if says_more and time.monotonic() - self._logged_s >= _LOG_EVERY_S:
-            self._logged_s = time.monotonic()
-            fields = {"times": self._unsaid, "closed": self._closed}
-            self._log.warning(f"no descriptor for a connection: {failure.strerror}", extra={"fields": fields})
-            self._unsaid = self._closed = 0
+        if self._closed:
+            self._scarce.warn(f"no descriptor for a connection: {failure.strerror}", closed=self._closed)
         self._loop.remove_reader(listening)
         self._loop.call_later(_PAUSE_S, self._listen_again, listening)
 

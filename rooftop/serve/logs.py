@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import traceback
 from datetime import UTC, datetime
 from typing import TextIO
@@ -12,6 +13,24 @@ from rooftop.core.printable import printable_json
 
 #: Loggers of the server: ours and uvicorn's.
 _LOGGERS = ("rooftop.serve", "uvicorn.error")
+
+
+#: Seconds between two lines about the same.
+_EVERY_S = 60.0
+
+
+class Seldom:
+    """Warnings that strangers can cause, at most one a minute: the line says how often that was."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log, self._times, self._logged_s = log, 0, -_EVERY_S
+
+    def warn(self, event: str, **fields: object) -> None:
+        """Log a line, or only count."""
+        self._times += 1
+        if time.monotonic() - self._logged_s >= _EVERY_S:
+            self._log.warning(event, extra={"fields": {"times": self._times, **fields}})
+            self._logged_s, self._times = time.monotonic(), 0
 
 
 class _Lines(logging.Formatter):

@@ -23,6 +23,7 @@ from rooftop.serve.hosts.keeper import Keeper
 from rooftop.serve.hosts.parts import EnginePart, Lead, choose_part, follow, replicas_of
 from rooftop.serve.logs import start_logging
 from rooftop.serve.request import ServeRequest, named_as_options, shrunk
+from rooftop.serve.signals import stopping_signals
 from rooftop.serve.sockets import address_of, bind
 from rooftop.serve.source import (
     ServeSource,
@@ -120,7 +121,7 @@ ReadyProcess: TypeAlias = ReadyServer | ReadyGenerator | ReadyFollower
 def run(
     request: ServeRequest, *, on_ready: Callable[[ReadyProcess], None], on_progress: Progress | None = None
 ) -> None:
-    """Serve until SIGTERM or SIGINT. ``on_ready`` is called when requests are answered.
+    """Serve until SIGTERM, SIGINT or SIGHUP. ``on_ready`` is called when requests are answered.
 
     ``on_progress`` (done, total, label) hears how many programs are compiled; without it, the log says so now and then.
     Options and the port are checked before JAX is imported. Raises RooftopError for wrong input and Infeasible if the
@@ -356,7 +357,7 @@ def _generate(
     log: logging.Logger,
     on_ready: Callable[[ReadyProcess], None],
 ) -> None:
-    """Generate for another process until SIGTERM or SIGINT. Raises RooftopError and Infeasible."""
+    """Generate for another process until SIGTERM, SIGINT or SIGHUP. Raises RooftopError and Infeasible."""
     from rooftop.serve.hosts.generating import load_generator
 
     generator: Generator | None = None
@@ -372,7 +373,7 @@ def _generate(
         sys.stderr.flush()
         os._exit(0)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stopping_signals():
         signal.signal(number, stop)
     loaded = load_generator(checkpoint, configuration, replica=replicas_of(lead, checkpoint, configuration))
     loaded.start()

@@ -19,6 +19,7 @@ from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.requests import ServingEngine
 from rooftop.serve.http import HostGuard, HttpLimits, LimitedServer, serving_config
 from rooftop.serve.request import Settings
+from rooftop.serve.signals import stopping_signals
 
 #: Seconds for HTTP after the last token.
 _MARGIN_S = 5
@@ -31,9 +32,9 @@ class Serving:
     """A server from its first request to its last.
 
     It listens on ``bound`` while ``load`` makes and starts the engine; ``on_ready`` is called with it. Then it serves
-    until SIGTERM or SIGINT, and finishes what is running, for ``drain_s`` seconds at most; a second signal waits no
-    longer. A signal that comes before the engine is there ends the process, with status 0. ``on_hang`` is called when a
-    step takes too long.
+    until SIGTERM, SIGINT or SIGHUP, and finishes what is running, for ``drain_s`` seconds at most; a second signal
+    waits no longer. A signal that comes before the engine is there ends the process, with status 0. ``on_hang`` is
+    called when a step takes too long.
     """
 
     bound: socket.socket
@@ -71,7 +72,7 @@ class Serving:
         config = serving_config(app, int(self.drain_s) + _MARGIN_S)
         self._server = LimitedServer(config, self.limits, self.log, self.tls)
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stopping_signals():
             self._loop.add_signal_handler(number, self._stop, number)
         serving = asyncio.create_task(self._server.serve(sockets=[self.bound]))
         try:

@@ -16,6 +16,8 @@ from typing import Any
 
 import openai
 
+from tests.faults import generated
+
 #: Seconds for an answer, and for which an attack holds what it has.
 _PATIENCE_S, _HOLD_S = 60.0, 3.0
 _TOOLS: Any = [
@@ -58,6 +60,19 @@ class Target:
         connection.close()
         self.got[name, status] += 1
         return status
+
+    def ask(self, name: str, path: str, body: bytes) -> None:
+        """Send a request with this body, and count its status, or what is wrong with the answer."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=_PATIENCE_S)
+        try:
+            connection.request("POST", path, body, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            content = answer.read()
+            result = generated.problem_of_answer(answer.status, content) or answer.status
+        except (OSError, http.client.HTTPException) as error:
+            result = f"no answer: {error!r}"
+        connection.close()
+        self.got[name, result] += 1
 
     def head(self, body: bytes) -> bytes:
         """The head of a completion with this body."""
@@ -208,6 +223,41 @@ def foreign_hosts(target: Target, draw: random.Random) -> None:
     connection.close()
 
 
+def generated_schemas(target: Target, draw: random.Random) -> None:
+    """Grammars that are drawn."""
+    for _ in range(5):
+        fields = generated.constrained(
+            draw.choice(generated.PLACES), generated.schema(draw), draw.choice(generated.REGEXES)
+        )
+        chat = "messages" in fields
+        sent = {"max_tokens": 4, **({} if chat else {"prompt": "a"}), **fields}
+        target.ask(
+            "generated_schemas", "/v1/chat/completions" if chat else "/v1/completions", json.dumps(sent).encode()
+        )
+
+
+def generated_bodies(target: Target, draw: random.Random) -> None:
+    """Bodies that are drawn."""
+    for _ in range(10):
+        path, body = generated.body(draw)
+        target.ask("generated_bodies", path, body)
+
+
+def generated_requests(target: Target, draw: random.Random) -> None:
+    """Heads and framing that are drawn."""
+    for _ in range(10):
+        sent = generated.conversation(draw)
+        received = generated.exchange(target.host, target.port, sent)
+        target.got["generated_requests", generated.problem(sent, received) or 200] += 1
+
+
+def long_answers(target: Target, draw: random.Random) -> None:
+    """Answers of megabytes, and of more than the server makes."""
+    for choices in draw.sample((8, 32, 128), 2):
+        target.post("long_answers", prompt="a", n=choices, max_tokens=200, logprobs=20, ignore_eos=True)
+    target.post("long_answers", prompt="a", n=128, max_tokens=2**20, logprobs=20)
+
+
 Attack = Callable[[Target, random.Random], None]
 #: All attacks, and the statuses that the server may answer them with; None: it closed the connection, and "left": the
 #: client did.
@@ -224,4 +274,8 @@ ATTACKS: dict[Attack, frozenset[object]] = {
     flood: frozenset((200, 429)),
     malformed: frozenset((400,)),
     foreign_hosts: frozenset((421,)),
+    generated_schemas: frozenset((200, 400, 413, 429)),
+    generated_bodies: frozenset((200, 400, 404, 413, 415, 429)),
+    generated_requests: frozenset((200,)),
+    long_answers: frozenset((200, 400, 429)),
 }

@@ -1,8 +1,9 @@
 """A client that nobody should disturb: it reads streams and asks for /health, and prints how long each wait was.
 
 ``python -m tests.faults.neighbour HOST PORT MODEL`` prints ``KIND ENDED SECONDS`` a line, ENDED on ``time.monotonic``:
-``token`` between two parts of a stream, ``first`` until the first one, ``health`` for an answer of /health and
-``failed`` for a stream that ended early. Raw sockets, so that no client library adds waits of its own.
+``token`` between two parts of a stream, ``first`` until the first one (of long streams, and of requests of one token),
+``health`` for an answer of /health and ``failed`` for a stream that ended early. Raw sockets, so that no client library
+adds waits of its own.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import sys
 import threading
 import time
 
-#: Seconds between two questions for /health.
-_EVERY_S = 0.1
+#: Seconds between two questions for /health, and between two requests of one token.
+_EVERY_S, _SHORT_EVERY_S = 0.1, 0.3
 #: Two threads print.
 _LOCK = threading.Lock()
 #: Seconds after which an answer counts as missing.
@@ -76,11 +77,7 @@ def _watch_health(host: str, port: int) -> None:
         time.sleep(_EVERY_S)
 
 
-def main() -> None:
-    """Watch until the process is ended."""
-    host, port, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    tokens = int(sys.argv[4])
-    threading.Thread(target=_watch_health, args=(host, port), daemon=True).start()
+def _ask_for_streams(host: str, port: int, model: str, tokens: int, every_s: float) -> None:
     while True:
         begun_s = time.monotonic()
         try:
@@ -89,6 +86,17 @@ def main() -> None:
             say("failed", time.monotonic() - begun_s)
             print(error, file=sys.stderr, flush=True)
             time.sleep(0.2)
+        time.sleep(every_s)
+
+
+def main() -> None:
+    """Watch until the process is ended."""
+    host, port, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    tokens = int(sys.argv[4])
+    threading.Thread(target=_watch_health, args=(host, port), daemon=True).start()
+    short = threading.Thread(target=_ask_for_streams, args=(host, port, model, 1, _SHORT_EVERY_S), daemon=True)
+    short.start()
+    _ask_for_streams(host, port, model, tokens, 0.0)
 
 
 if __name__ == "__main__":

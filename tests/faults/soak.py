@@ -141,7 +141,8 @@ def soak(seed: int, minutes: float, output: Path, *, engine: str = "llama:2M", b
             file.flush()
             print(
                 f"{sample.minute:6.1f} min: {sample.requests} requests, {sample.faults} + {training.faults} faults; "
-                f"gaps p99.9 {1e3 * sample.gap_p999_s:.0f} ms, longest {1e3 * sample.gap_s:.0f} ms; memory "
+                f"gaps p99.9 {1e3 * sample.gap_p999_s:.0f} ms, longest {1e3 * sample.gap_s:.0f} ms; first token "
+                f"{1e3 * sample.first_p50_s:.0f} ms, longest {1e3 * sample.first_s:.0f} ms; memory "
                 f"{sample.memory_mib:.0f} + {sample.engine_memory_mib:.0f} MiB, {sample.descriptors} descriptors, "
                 f"{sample.pages} pages; load {sample.load:.1f}",
                 flush=True,

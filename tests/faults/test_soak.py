@@ -16,8 +16,9 @@ from tests.faults.soak import gaps_chart, memory_chart, soak
 from tests.faults.test_serving import BUSY
 
 SAMPLE = Sample(
-    minute=0.5, requests=10, faults=0, tokens=100, gap_p50_s=0.002, gap_p999_s=0.02, gap_s=0.05, health_s=0.01,
-    memory_mib=150.0, engine_memory_mib=500.0, descriptors=20, engine_descriptors=10, pages=3, running=1, load=1.0,
+    minute=0.5, requests=10, faults=0, tokens=100, gap_p50_s=0.002, gap_p999_s=0.02, gap_s=0.05, first_p50_s=0.1,
+    first_s=0.2, health_s=0.01, memory_mib=150.0, engine_memory_mib=500.0, descriptors=20, engine_descriptors=10,
+    pages=3, running=1, load=1.0,
 )  # fmt: skip
 
 

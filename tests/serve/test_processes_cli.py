@@ -100,7 +100,15 @@ def test_a_process_elsewhere_gives_the_same_answers(tiny: Path, split: list[str]
         (["--role", "prefill"], "role: got 'prefill'; accepted: one of generate"),
         (["--role", "generate"], "link-key: got nothing"),
         (["--generate-at", "there:80"], "link-key: got nothing"),
-        (["--generate-at", "there", "--link-key", "k"], "generate-at: got 'there'; accepted: HOST:PORT"),
+        (
+            ["--role", "generate", "--link-key", "a-long-word"],
+            "link-key: got '11 characters'; accepted: a secret of both",
+        ),
+        (["--role", "generate", "--link-key", "a" * 64], "openssl rand -hex 32 writes one"),
+        (
+            ["--generate-at", "there", "--link-key", "0123456789abcdef" * 2],
+            "generate-at: got 'there'; accepted: HOST:PORT",
+        ),
         (["--generate-at", "local", "--role", "generate"], "generate-at: got 'local'; accepted: none with --role"),
         (["--generate-at", "local", "--draft", "small"], "draft: got 'small'"),
         (["--generate-at", "local", "--prefill-devices", "1"], "prefill-devices: got '1'"),

@@ -16,7 +16,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.choices import AnswerChoice, Detokeniser, StopStrings, Vocabulary
-from rooftop.serve.api.grammars import Grammars
+from rooftop.serve.api.compiling import Unkeepable
+from rooftop.serve.api.grammars import Grammars, json_grammar, regex_grammar
 from rooftop.serve.api.openai import prepare, read_request
 from rooftop.serve.api.openapi import document, read_body
 from rooftop.serve.api.schemas import ChatRequest, CompletionRequest, JsonSchemaFormat, NamedSchema
@@ -250,26 +251,23 @@ def test_constrained_texts_are_of_their_schema(texts: Texts, seed: int) -> None:
         "additionalProperties": False,
     }
     random = np.random.default_rng(seed)
-    matcher = texts.matcher(JsonSchemaFormat(json_schema=NamedSchema(schema=schema)), None)
-    assert matcher is not None
+    grammar = texts.grammar(JsonSchemaFormat(json_schema=NamedSchema(schema=schema)), None)
+    assert grammar is not None
+    matcher = texts.grammars.compiled(grammar)
     other = matcher.copy()
     jsonschema.validate(json.loads(_generate(texts, matcher, random)), schema)
     jsonschema.validate(json.loads(_generate(texts, other, random)), schema)
-    matcher = texts.matcher(None, "(foo|bar)-[0-9]{3}")
-    text = _generate(texts, matcher, random)
+    text = _generate(texts, texts.grammars.compiled(regex_grammar("(foo|bar)-[0-9]{3}")), random)
     assert text[:4] in ("foo-", "bar-") and len(text) == 7
 
 
 def test_constraints_that_cannot_be_kept_are_refused(texts: Texts) -> None:
-    schema = JsonSchemaFormat(json_schema=NamedSchema(schema={"type": "strange"}))
-    with pytest.raises(RooftopError, match=r"response_format\.json_schema\.schema"):
-        texts.matcher(schema, None)
-    with pytest.raises(RooftopError, match="guided_regex"):
-        texts.matcher(None, "(a", "guided_regex")
+    for grammar in (json_grammar({"type": "strange"}), regex_grammar("(a")):
+        with pytest.raises(Unkeepable):
+            texts.grammars.compiled(grammar)
     with pytest.raises(RooftopError, match="end its text"):
         Grammars(definition=texts.tokenizer.definition, vocab=texts.vocab, ends=())
-    matcher = texts.matcher(None, "ab")
-    assert matcher is not None
+    matcher = texts.grammars.compiled(regex_grammar("ab"))
     matcher.accept(int(texts.tokenizer.encode("z")[0]))
     assert matcher.failed is not None
     assert [token for token in range(texts.vocab) if matcher.mask()[token // 32] >> token % 32 & 1] == list(texts.ends)

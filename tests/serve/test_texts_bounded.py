@@ -10,7 +10,8 @@ import pytest
 
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.budget import ByteBudget
-from rooftop.serve.api.grammars import MOST_CHARACTERS, Grammars
+from rooftop.serve.api.compiling import MOST_CHARACTERS, Unkeepable
+from rooftop.serve.api.grammars import json_grammar, regex_grammar
 from rooftop.serve.api.texts import ChatTemplate, Texts, TooLong
 from tests.support import serving_echo
 
@@ -93,11 +94,10 @@ def test_a_client_may_leave_out_the_generation_prompt(texts: Texts) -> None:
 
 @pytest.mark.parametrize("regex", ["a{1000000}", "a" * (MOST_CHARACTERS + 1)])
 def test_a_grammar_that_overflows_is_refused_at_once(texts: Texts, regex: str) -> None:
-    grammars = Grammars(definition=texts.tokenizer.definition, vocab=texts.vocab, ends=texts.ends)
-    with pytest.raises(RooftopError, match="guided_regex"):
-        grammars.regex(regex)
-    with pytest.raises(RooftopError, match="at most"):
-        grammars.json({"enum": ["x" * MOST_CHARACTERS]})
+    with pytest.raises((RooftopError, Unkeepable)):
+        texts.grammars.compiled(regex_grammar(regex))
+    with pytest.raises(RooftopError, match=r"^schema: got '[0-9,]+ characters'; accepted: at most 262,144"):
+        json_grammar({"enum": ["x" * MOST_CHARACTERS]}, "schema")
 
 
 def test_a_budget_is_shared_in_order() -> None:

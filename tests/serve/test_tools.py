@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.choices import AnswerChoice, Vocabulary
-from rooftop.serve.api.grammars import Grammars
+from rooftop.serve.api.grammars import Grammars, json_grammar
 from rooftop.serve.api.schemas import ChatRequest
 from rooftop.serve.api.texts import ChatTemplate, for_template
 from rooftop.serve.api.tools import Calling, CallReader, calling
@@ -191,7 +191,7 @@ def test_constraints_make_calls(several: bool) -> None:
     grammars = Grammars(definition=tokenizer.definition, vocab=tokenizer.vocab, ends=(tokenizer.eos,))
     how = calling(chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=several), None)
     assert how is not None and how.schema is not None
-    matcher, ids = grammars.json(how.schema, "tools"), list[int]()
+    matcher, ids = grammars.compiled(json_grammar(how.schema, "tools")), list[int]()
     while (mask := matcher.mask()) is not None and len(ids) < 200:
         allowed = [token for token in range(tokenizer.vocab) if mask[token // 32] >> (token % 32) & 1]
         token = tokenizer.eos if tokenizer.eos in allowed else max(allowed)

@@ -32,7 +32,7 @@ ENGINE = ["--batch-seqs", "4", "--max-model-len", "64", "--pages", "20"]
 ENVIRONMENT = os.environ | {
     "XLA_FLAGS": QUICK_FLAGS,
     "JAX_PLATFORMS": "cpu",
-    "ROOFTOP_LINK_KEY": "between us",
+    "ROOFTOP_LINK_KEY": "3f0d9c61b27a48e5" * 2,
 }
 PROMPTS = ["the quick", "brown fox", "jumps over the lazy dog", "a"] * 4
 

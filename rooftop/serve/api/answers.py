@@ -17,10 +17,15 @@ from rooftop.core.errors import RooftopError
 from rooftop.serve.api.choices import AnswerChoice, AnswerPiece
 from rooftop.serve.api.grammars import Matcher
 from rooftop.serve.api.metrics import PrometheusMetrics
-from rooftop.serve.api.openai import AnyRequest, Form, PreparedRequest, error, event
-from rooftop.serve.api.schemas import ChatCompletion, Completion, Usage
+from rooftop.serve.api.openai import MOST_ANSWER_BYTES, AnyRequest, Form, PreparedRequest, WholeChoice, error, event
+from rooftop.serve.api.schemas import Usage
 from rooftop.serve.api.texts import Texts
 from rooftop.serve.engine.requests import GenerationRequest, Overloaded, Sampling, ServingEngine, Token
+
+#: Tokens and alternatives that wait for readers, some 200 bytes each: of all streams, and tokens of one.
+_MOST_WAITING, _MANY_WAITING = 2**21, 2**12
+#: Tokens of a stream that are read before others have their turn.
+_AT_A_TIME = 32
 
 
 class BrokenOff(Exception):
@@ -99,15 +104,18 @@ class PendingAnswer:
             self._stream.cancel()
             self._count()
 
-    async def whole(self) -> Completion | ChatCompletion:
-        """The answer in one piece. Raises BrokenOff."""
-        parts = [list[AnswerPiece]() for _ in self._choices]
+    async def whole(self) -> list[bytes | bytearray]:
+        """The answer as JSON, in parts. Raises BrokenOff."""
+        choices, size = [WholeChoice(chat=self.form.chat) for _ in self._choices], 0
         async with aclosing(self.pieces()) as reading:
             async for come in reading:
                 for index, piece in come:
-                    parts[index].append(piece)
-        joined = [_join(part) for part in parts]
-        return self.form.whole(joined, self.usage())
+                    size += choices[index].add(piece)
+                if size > 2 * MOST_ANSWER_BYTES:
+                    # Its tokens are longer than any estimate.
+                    message = f"the answer has more than {2 * MOST_ANSWER_BYTES // 2**20} MiB"
+                    raise BrokenOff("error", message, field=self.request.token_limit[0])
+        return self.form.whole(choices, self.usage())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer as server-sent events. If it breaks off, it ends with an error and without [DONE]."""
@@ -167,25 +175,19 @@ def _why(choice: AnswerChoice) -> str:
     return "error" if choice.failed is not None and choice.failed.finish == "error" else "cancelled"
 
 
-def _join(pieces: list[AnswerPiece]) -> AnswerPiece:
-    entries = [entry for piece in pieces for entry in piece.logprobs or ()]
-    asked = any(piece.logprobs is not None for piece in pieces)
-    return AnswerPiece(
-        text="".join(piece.text for piece in pieces),
-        calls=tuple(part for piece in pieces for part in piece.calls),
-        logprobs=tuple(entries) if asked else None,
-        finish=next((piece.finish for piece in pieces if piece.finish is not None), None),
-    )
-
-
 class Inbox:
-    """Takes tokens from the engine's thread and hands them out in the event loop that created it."""
+    """Takes tokens from the engine's thread and hands them out in the event loop that created it.
+
+    Where too many wait for readers, streams of which many wait are broken off.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
         self._come = deque[tuple[TokenStream, int, Token, float]]()
         self._woken = False
+        #: Tokens and alternatives of them that were handed out and not read.
+        self.waiting = 0
 
     def put(self, stream: TokenStream, index: int, token: Token) -> None:
         """Add a token. From any thread; returns at once."""
@@ -203,8 +205,13 @@ class Inbox:
         self._woken = False
         while self._come:
             stream, index, token, when = self._come.popleft()
+            if stream.closed:
+                continue
+            self.waiting += 1 + len(token.top)
             stream.tokens.append((index, token, when))
             stream.ready.set()
+            if self.waiting > _MOST_WAITING and len(stream.tokens) > _MANY_WAITING:
+                stream.drop(when)
 
 
 class TokenStream:
@@ -215,6 +222,8 @@ class TokenStream:
         self.ready = asyncio.Event()
         self._inbox, self._engine = inbox, engine
         self._running = dict[int, int]()
+        #: True once no more tokens are taken.
+        self.closed = False
 
     def submit(self, prompts: Sequence[tuple[int, ...]], samplings: Sequence[Sampling], arrival_s: float) -> None:
         """Queue all sequences, or none. Raises RooftopError or Overloaded, as the engine does."""
@@ -229,19 +238,41 @@ class TokenStream:
                 raise
 
     async def read(self) -> AsyncGenerator[list[tuple[int, Token, float]], None]:
-        """Yield the tokens since the last call, until all sequences have ended."""
+        """Yield the tokens since the last call, a few at a time, until all sequences have ended."""
         while self._running:
             await self.ready.wait()
-            self.ready.clear()
-            come = list(self.tokens)
-            self.tokens.clear()
+            come = self._take(_AT_A_TIME)
+            if self.tokens:
+                # Others have their turn first.
+                await asyncio.sleep(0)
+            else:
+                self.ready.clear()
             for index, token, _ in come:
                 if token.finish is not None:
                     self._running.pop(index, None)
             yield come
 
+    def drop(self, when: float) -> None:
+        """Break off: the client does not read what comes."""
+        index = self._take()[0][0]
+        for number in self._running.values():
+            self._engine.cancel(number)
+        self._running, self.closed = {index: 0}, True
+        message = "the client reads more slowly than the server can keep what it sends"
+        self.tokens.append((index, Token(id=0, token=None, finish="error", message=message), when))
+        self._inbox.waiting += 1
+
+    def _take(self, most: int | None = None) -> list[tuple[int, Token, float]]:
+        come = [self.tokens.popleft() for _ in range(min(len(self.tokens), most or len(self.tokens)))]
+        self._inbox.waiting -= sum(1 + len(token.top) for _, token, _ in come)
+        return come
+
     def cancel(self, index: int | None = None) -> None:
         """End sequence ``index``, or all of them."""
+        if index is None:
+            # Nobody reads what is yet to come.
+            self.closed = True
+            self._take()
         for item in [*self._running] if index is None else [index]:
             number = self._running.pop(item, None)
             if number is not None:

@@ -7,12 +7,11 @@ import hmac
 import logging
 import math
 import os
-import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,11 +28,12 @@ from starlette.types import Receive, Scope, Send
 
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.answers import BrokenOff, Inbox, PendingAnswer, TokenStream
-from rooftop.serve.api.budget import ByteBudget
+from rooftop.serve.api.budget import ByteBudget, be_nice
+from rooftop.serve.api.grammars import GrammarQueue, TooManyGrammars
 from rooftop.serve.api.metrics import PrometheusMetrics
 from rooftop.serve.api.openai import AnyRequest, Form, PreparedRequest, error, prepare, read_request
 from rooftop.serve.api.openapi import ENDPOINTS, document
-from rooftop.serve.api.schemas import ChatCompletion, Completion, ModelCard, Models, ServerStatus
+from rooftop.serve.api.schemas import ModelCard, Models, ServerStatus
 from rooftop.serve.api.texts import Texts, TooLong
 from rooftop.serve.engine.requests import Beat, Overloaded, ServingEngine
 from rooftop.serve.request import Settings
@@ -45,10 +45,11 @@ _RETRY_S = 5
 _BODY_BYTES, _MOST_BODY_BYTES, _SPELLED = 2**20, 32 * 2**20, 6
 #: Bytes of all requests that are being read and have not been tokenised.
 _READING_BYTES = 256 * 2**20
+#: Bytes of all long whole answers in progress, by their estimates, of an answer that is not long, and of a piece of one
+#: that is sent.
+_ANSWERS_BYTES, _SMALL_ANSWER_BYTES, _PIECE_BYTES = 512 * 2**20, 2**20, 64 * 1024
 #: Least bytes of all requests that are being tokenised.
 _TOKENISING_BYTES = 2**20
-#: Nice value of the threads that read requests: where cores are scarce, answers in progress go first.
-_NICE = 5
 
 
 class Refused(Exception):
@@ -90,9 +91,11 @@ class Api:
         self.draining = False
         self.metrics = PrometheusMetrics(lambda: self.engine)
         self._inbox = Inbox()
-        self._reading = 0
+        self._reading = self._answer_bytes = 0
         self._tokenising: ByteBudget | None = None
-        self._readers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), "rooftop texts", _be_nice)
+        self._readers = ThreadPoolExecutor(max(2, os.cpu_count() or 1), "rooftop texts", be_nice)
+        # Apart from the readers: a request without a grammar never waits for one.
+        self._grammars = GrammarQueue(lambda: texts.grammars)
         self._created = int(time.time())
         self._document = document(settings.model, keys=bool(settings.keys))
 
@@ -189,11 +192,17 @@ class Api:
         if self._tokenising is None:
             self._tokenising = ByteBudget(max(_TOKENISING_BYTES, self.texts.most_bytes(engine.max_model_len)))
         body = await self._body(request, engine)
+        held = ExitStack()
         try:
             async with self._tokenising.take(len(body)):
                 requested, prepared = await asyncio.get_running_loop().run_in_executor(
                     self._readers, self._prepare, body, chat, engine.max_model_len
                 )
+            if prepared.grammar is not None:
+                matcher = await self._grammars.matcher(prepared.grammar, self._client(request))
+                prepared = await asyncio.to_thread(prepared.constrained, matcher)
+            if not requested.stream:
+                self._hold(prepared.answer_bytes, held)
             form = Form(
                 id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
                 created=int(time.time()),
@@ -204,6 +213,7 @@ class Api:
             body = body if self.settings.log_texts else b""
             answer = PendingAnswer(requested, prepared, self.texts, form, self.metrics)
             answer.start(TokenStream(self._inbox, engine), arrival_s)
+            ending = held.pop_all()
         except RooftopError as wrong:
             # Clients shorten their prompt when they see this code.
             code = "context_length_exceeded" if isinstance(wrong, TooLong) else None
@@ -211,21 +221,39 @@ class Api:
         except Overloaded as full:
             self._require_ready()
             raise Refused(429, str(full), code="rate_limit_exceeded", retry_s=full.retry_after_s) from None
+        except TooManyGrammars:
+            message = "too many different grammars at a time"
+            raise Refused(429, message, code="rate_limit_exceeded", retry_s=_RETRY_S) from None
+        finally:
+            held.close()
         headers = {"x-request-id": form.id}
         if requested.stream:
             return _EventStream(answer.events(), headers, lambda: self._note(request, answer, body))
-        try:
-            whole = await _unless_left(request.receive, answer.whole())
-        except BrokenOff as broken:
-            self._note(request, answer, body)
-            status = 503 if broken.stopping else 500 if broken.field is None else 400
-            retry_s = _RETRY_S if broken.stopping else None
-            raise Refused(status, str(broken), param=broken.field, retry_s=retry_s) from None
-        if whole is None:
-            self._note(request, answer, body)
-            return Response(status_code=499)
-        self._note(request, answer, body, whole)
-        return _Json(whole, headers=headers)
+        with ending:
+            try:
+                whole = await _unless_left(request.receive, answer.whole())
+            except BrokenOff as broken:
+                self._note(request, answer, body)
+                status = 503 if broken.stopping else 500 if broken.field is None else 400
+                retry_s = _RETRY_S if broken.stopping else None
+                raise Refused(status, str(broken), param=broken.field, retry_s=retry_s) from None
+            if whole is None:
+                self._note(request, answer, body)
+                return Response(status_code=499)
+            self._note(request, answer, body, whole)
+            return _Parts(whole, headers, ending.pop_all().close)
+
+    def _hold(self, size: int, held: ExitStack) -> None:
+        """Count the bytes of an answer until ``held`` is closed. Raises Refused if there are too many."""
+        if size <= _SMALL_ANSWER_BYTES:
+            return
+        if self._answer_bytes + size > _ANSWERS_BYTES:
+            raise Refused(429, "too many long answers at a time", code="rate_limit_exceeded", retry_s=_RETRY_S)
+        self._answer_bytes += size
+        held.callback(self._release, size)
+
+    def _release(self, size: int) -> None:
+        self._answer_bytes -= size
 
     def _require_ready(self) -> ServingEngine:
         if self.draining:
@@ -233,6 +261,12 @@ class Api:
         if self.engine is None:
             raise Refused(503, "the server is loading its model", retry_s=_RETRY_S)
         return self.engine
+
+    def _client(self, request: Request) -> str:
+        """Who asks: the one with this key, or at this address."""
+        if self.settings.keys:
+            return request.headers["authorization"]
+        return "" if request.client is None else request.client.host
 
     def _prepare(self, body: bytes, chat: bool, max_model_len: int) -> tuple[AnyRequest, PreparedRequest]:
         requested = read_request(body, chat=chat)
@@ -263,11 +297,12 @@ class Api:
         return bytes(body)
 
     def _note(
-        self, request: Request, answer: PendingAnswer, body: bytes, whole: Completion | ChatCompletion | None = None
+        self, request: Request, answer: PendingAnswer, body: bytes, whole: Sequence[bytes | bytearray] = ()
     ) -> None:
         fields = {"path": request.url.path, **answer.record()}
         if self.settings.log_texts:
-            fields |= {"request": body.decode(errors="replace"), "answer": msgspec.to_builtins(whole)}
+            whole_answer = msgspec.json.decode(b"".join(whole)) if whole else None
+            fields |= {"request": body.decode(errors="replace"), "answer": whole_answer}
         self.log.info("answered" if answer.broken_off is None else "broken off", extra={"fields": fields})
 
     async def _health(self, request: Request) -> Response:
@@ -301,14 +336,6 @@ class Api:
         return _Json(self._document)
 
 
-def _be_nice() -> None:
-    if hasattr(os, "setpriority"):
-        # Of this thread (Linux); elsewhere there may be no such thread to the system, or no right.
-        with suppress(OSError):
-            thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
-
-
 async def _http_error(request: Request, exception: Exception) -> Response:
     """Answer errors of the router: an unknown path or method."""
     assert isinstance(exception, HTTPException)
@@ -322,6 +349,36 @@ class _Json(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
+
+
+class _Parts(Response):
+    """JSON in parts, which are sent a piece at a time. ``on_end`` is called after the last one."""
+
+    def __init__(self, parts: Sequence[bytes | bytearray], headers: dict[str, str], on_end: Callable[[], None]) -> None:
+        super().__init__(headers=headers, media_type="application/json")
+        self.headers["content-length"] = str(sum(map(len, parts)))
+        self._parts, self._on_end = parts, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for piece in self._pieces():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                # Others have their turn between two pieces, even if the client reads at once.
+                await asyncio.sleep(0)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._on_end()
+
+    def _pieces(self) -> Iterator[bytes]:
+        short = bytearray()
+        for part in self._parts:
+            for start in range(0, len(part), _PIECE_BYTES):
+                short += part[start : start + _PIECE_BYTES]
+                if len(short) >= _PIECE_BYTES:
+                    yield bytes(short)
+                    short.clear()
+        yield bytes(short)
 
 
 class _EventStream(Response):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import tokenizers
+from msgspec import Struct
 
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.schemas import FinishReason
@@ -33,6 +34,7 @@ class Vocabulary:
         added = self._backend.get_added_tokens_decoder()
         self._added = {id_: token.content for id_, token in added.items()}
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
+        self._spellings = dict[int, tuple[str, list[int]]]()
         kinds = _kinds(json.loads(definition).get("decoder"))
         self._byte_level = "ByteLevel" in kinds
         self.byte_fallback = "ByteFallback" in kinds
@@ -66,6 +68,14 @@ class Vocabulary:
         if byte is not None:
             return bytes([int(byte[1], 16)])
         return spelled.replace("\u2581", " ").encode()
+
+    def spelling(self, token: int) -> tuple[str, list[int]]:
+        """The text and the bytes of a token; log-probabilities ask for many."""
+        known = self._spellings.get(token)
+        if known is None:
+            spelled = self.bytes_of(token)
+            known = self._spellings[token] = spelled.decode(errors="replace"), list(spelled)
+        return known
 
     @cached_property
     def longest_bytes(self) -> int:
@@ -159,12 +169,14 @@ def _kinds(decoder: object) -> set[str]:
     return {str(decoder.get("type"))}.union(*(_kinds(part) for part in parts))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Logprob:
-    """A token: its text and bytes, its log-probability, the ``offset`` of its text in the answer, and alternatives."""
+class Logprob(Struct):
+    """A token: its text and bytes, its log-probability, the ``offset`` of its text in the answer, and alternatives.
+
+    A struct and no dataclass: there may be twenty-one for each token, and these are made in a tenth of the time.
+    """
 
     text: str
-    bytes: bytes
+    bytes: list[int]
     logprob: float
     offset: int = 0
     top: tuple[Logprob, ...] = ()
@@ -268,12 +280,9 @@ class AnswerChoice:
     def _remember(self, token: Token) -> None:
         if self._waiting is None or token.token is None or token.logprob is None:
             return
-        top = tuple(self._logprob(id_, value, 0, ()) for id_, value in token.top)
-        self._waiting.append(self._logprob(token.token, token.logprob, self._decoded, top))
-
-    def _logprob(self, token: int, value: float, offset: int, top: tuple[Logprob, ...]) -> Logprob:
-        spelled = self._vocabulary.bytes_of(token)
-        return Logprob(text=spelled.decode(errors="replace"), bytes=spelled, logprob=value, offset=offset, top=top)
+        spelling = self._vocabulary.spelling
+        top = tuple([Logprob(*spelling(id_), value) for id_, value in token.top])
+        self._waiting.append(Logprob(*spelling(token.token), token.logprob, self._decoded, top))
 
     def _take(self) -> tuple[Logprob, ...] | None:
         """Log-probabilities of tokens whose text is shown; at the end all of them, unless a stop string ended it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
@@ -11,6 +11,8 @@ from msgspec import UNSET, UnsetType
 
 from rooftop.core.errors import RooftopError
 from rooftop.serve.api.choices import AnswerPiece, Logprob
+from rooftop.serve.api.compiling import Grammar
+from rooftop.serve.api.grammars import Matcher
 from rooftop.serve.api.openapi import read_body
 from rooftop.serve.api.schemas import (
     MOST_SEQUENCES,
@@ -30,6 +32,7 @@ from rooftop.serve.api.schemas import (
     Delta,
     ErrorAnswer,
     ErrorDetail,
+    FinishReason,
     FunctionCall,
     FunctionPart,
     JsonSchemaFormat,
@@ -47,6 +50,8 @@ from rooftop.serve.api.texts import Texts, TooLong
 from rooftop.serve.api.tools import Calling, CallPart, calling
 from rooftop.serve.engine.requests import Sampling
 
+#: Bytes of the longest answer, and of one for a token and for each of its log-probabilities.
+MOST_ANSWER_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 128 * 2**20, 64, 96
 AnyRequest: TypeAlias = CompletionRequest | ChatRequest
 #: Fields of requests that have the same name in ``Sampling``.
 _SAMPLING = (
@@ -59,13 +64,21 @@ _SAMPLING = (
 class PreparedRequest:
     """Token ids and sampling of each sequence, the choices of a prompt in a row. ``echo``: texts that begin answers.
 
-    ``calling``: how answers call tools, if they may.
+    ``calling``: how answers call tools, if they may. ``grammar``: what answers have to match, until ``constrained``.
+    ``answer_bytes``: an estimate of the longest answer.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     samplings: tuple[Sampling, ...]
     echo: tuple[str, ...]
     calling: Calling | None = None
+    grammar: Grammar | None = None
+    answer_bytes: int = 0
+
+    def constrained(self, matcher: Matcher) -> PreparedRequest:
+        """The same with a copy of ``matcher``, which is at the beginning of the grammar, for each sequence."""
+        samplings = tuple(replace(sampling, constraint=matcher.copy()) for sampling in self.samplings)
+        return replace(self, samplings=samplings, grammar=None)
 
 
 def read_request(body: bytes, *, chat: bool) -> AnyRequest:
@@ -109,9 +122,9 @@ def _form(request: AnyRequest) -> tuple[ResponseFormat | None, str | None, str]:
 
 
 def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) -> PreparedRequest:
-    """Tokens, sampling and constraint of each sequence of the request in ``body``. Takes milliseconds for long texts.
+    """Tokens and sampling of each sequence of the request in ``body``. Takes milliseconds for long texts.
 
-    Raises RooftopError if the model has no room for the request or cannot satisfy its constraint.
+    Raises RooftopError if the model has no room for the request, or if its grammar is too long or too deep.
     """
     if isinstance(request, ChatRequest):
         where, echoes = "messages", False
@@ -133,7 +146,7 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) 
             raise TooLong(where, f"{len(ids)} tokens", f"1 to {max_model_len - 1} tokens")
         if max(ids) >= texts.vocab:
             raise RooftopError(where, max(ids), f"token ids below {texts.vocab}")
-    matcher = texts.matcher(*_form(request), calls=None if how is None else how.schema)
+    grammar = texts.grammar(*_form(request), calls=None if how is None else how.schema)
     base = Sampling(
         **{name: value for name in _SAMPLING if (value := getattr(request, name)) is not None},
         stop_tokens=frozenset(request.stop_token_ids or ()).union(() if request.ignore_eos else texts.ends),
@@ -141,6 +154,13 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) 
         logit_bias={int(token): bias for token, bias in (request.logit_bias or {}).items()},
     )
     field, limit = request.token_limit
+    most = max(limit or max_model_len - len(ids) for ids in prompts)
+    size = len(prompts) * request.choices * most * _token_bytes(request)
+    if size > MOST_ANSWER_BYTES:
+        each = "" if request.alternatives is None else f", each with {1 + request.alternatives} log-probabilities"
+        fits = MOST_ANSWER_BYTES // _token_bytes(request)
+        accepted = f"at most {fits:,} tokens in all choices (n): an answer has at most {MOST_ANSWER_BYTES // 2**20} MiB"
+        raise RooftopError(field, f"{len(prompts) * request.choices} x {most:,} tokens{each}", accepted)
     samplings = []
     for ids in prompts:
         room = max_model_len - len(ids)
@@ -155,7 +175,6 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) 
                     max_tokens=limit or room,
                     # Choices differ, and each is reproducible.
                     seed=None if base.seed is None else base.seed + choice,
-                    constraint=None if matcher is None else matcher.copy(),
                 )
             )
     echo = [texts.vocabulary.decode(ids) if echoes else "" for ids in prompts]
@@ -164,7 +183,14 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) 
         samplings=tuple(samplings),
         echo=tuple(text for text in echo for _ in range(request.choices)),
         calling=how,
+        grammar=grammar,
+        answer_bytes=size,
     )
+
+
+def _token_bytes(request: AnyRequest) -> int:
+    """Bytes of the answer for a token: most tokens and log-probabilities take fewer."""
+    return _TOKEN_BYTES + (0 if request.alternatives is None else _LOGPROB_BYTES * (1 + request.alternatives))
 
 
 def _prompts(request: CompletionRequest, texts: Texts, longest: int) -> list[tuple[int, ...]]:
@@ -189,20 +215,18 @@ class Form:
     model: str
     chat: bool
 
-    def whole(self, pieces: Sequence[AnswerPiece], usage: Usage) -> Completion | ChatCompletion:
-        """The answer in one piece: a piece for each choice."""
-        if not self.chat:
-            return self._completion([_completion_choice(index, piece) for index, piece in enumerate(pieces)], usage)
-        choices = [
-            ChatChoice(
-                index=index,
-                message=_message(piece),
-                logprobs=_chat_logprobs(piece.logprobs),
-                finish_reason=piece.finish,
-            )
-            for index, piece in enumerate(pieces)
-        ]
-        return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+    def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> list[bytes | bytearray]:
+        """The answer as JSON, in parts."""
+        empty = (
+            ChatCompletion(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
+            if self.chat
+            else self._completion([], usage)
+        )
+        head, key, tail = msgspec.json.encode(empty).partition(b'"choices":[')
+        parts: list[bytes | bytearray] = [head + key]
+        for index, choice in enumerate(choices):
+            parts += [b"," if index else b"", *choice.parts(index)]
+        return [*parts, tail]
 
     def part(self, index: int, piece: AnswerPiece, *, usage: bool) -> Completion | ChatCompletionChunk:
         """An event with a piece of choice ``index``; with ``usage``, the stream ends with it and says null before."""
@@ -223,6 +247,58 @@ class Form:
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatCompletionChunk:
         return ChatCompletionChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+
+
+class WholeChoice:
+    """One choice of a whole answer, as its pieces come. What may be long is JSON already."""
+
+    def __init__(self, *, chat: bool) -> None:
+        self._chat = chat
+        self._text = bytearray()
+        self._calls = list[CallPart]()
+        #: Log-probabilities by the name of their list; None: not requested.
+        self._columns: dict[str, bytearray] | None = None
+        self._finish: FinishReason | None = None
+
+    def add(self, piece: AnswerPiece) -> int:
+        """Add the next piece; return the bytes that it takes."""
+        text = piece.text.encode()
+        self._text += text
+        self._calls += piece.calls
+        self._finish = piece.finish or self._finish
+        logprobs = _chat_logprobs(piece.logprobs) if self._chat else _logprobs(piece.logprobs)
+        if logprobs is None:
+            return len(text)
+        if self._columns is None:
+            self._columns = {name: bytearray() for name in logprobs.__struct_fields__}
+        size = len(text)
+        for name, column in self._columns.items():
+            items = msgspec.json.encode(getattr(logprobs, name))[1:-1]
+            column += b"," + items if column and items else items
+            size += len(items)
+        return size
+
+    def parts(self, index: int) -> Iterator[bytes | bytearray]:
+        """The choice as JSON, in parts."""
+        piece = AnswerPiece(
+            text=self._text.decode(),
+            calls=tuple(self._calls),
+            logprobs=None if self._columns is None else (),
+            finish=self._finish,
+        )
+        rest = msgspec.json.encode(_chat_choice(index, piece) if self._chat else _completion_choice(index, piece))
+        for name, column in (self._columns or {}).items():
+            # No string has these bytes: its quotes are escaped.
+            before, key, rest = rest.partition(f'"{name}":['.encode())
+            yield before + key
+            yield column
+        yield rest
+
+
+def _chat_choice(index: int, piece: AnswerPiece) -> ChatChoice:
+    return ChatChoice(
+        index=index, message=_message(piece), logprobs=_chat_logprobs(piece.logprobs), finish_reason=piece.finish
+    )
 
 
 def _completion_choice(index: int, piece: AnswerPiece) -> CompletionChoice:
@@ -264,10 +340,8 @@ def _chat_logprobs(entries: Sequence[Logprob] | None) -> ChatLogprobs | None:
         TokenLogprob(
             token=entry.text,
             logprob=entry.logprob,
-            bytes=list(entry.bytes),
-            top_logprobs=[
-                TopLogprob(token=item.text, logprob=item.logprob, bytes=list(item.bytes)) for item in entry.top
-            ],
+            bytes=entry.bytes,
+            top_logprobs=[TopLogprob(token=item.text, logprob=item.logprob, bytes=item.bytes) for item in entry.top],
         )
         for entry in entries
     ]

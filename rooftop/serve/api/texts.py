@@ -23,7 +23,8 @@ from rooftop.checkpoints.tokenizer import Tokenizer
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import read_text
 from rooftop.serve.api.choices import Vocabulary
-from rooftop.serve.api.grammars import Grammars, Matcher
+from rooftop.serve.api.compiling import Grammar
+from rooftop.serve.api.grammars import Grammars, json_grammar, regex_grammar
 from rooftop.serve.api.schemas import JsonObjectFormat, ResponseFormat, TextFormat
 
 #: Characters of a piece of a long text, for each token that a prompt may have.
@@ -121,25 +122,25 @@ class Texts:
         """The chat template of a conversation with tools or without; None if there is none."""
         return None if self.template is None else self.template.text(with_tools=with_tools)
 
-    def matcher(
+    def grammar(
         self,
         response_format: ResponseFormat | None,
         regex: str | None,
         field: str = "response_format.json_schema.schema",
         *,
         calls: Mapping[str, Any] | None = None,
-    ) -> Matcher | None:
-        """Return the matcher of a constrained answer, or None; ``calls``: the schema of a call.
+    ) -> Grammar | None:
+        """Return the grammar of a constrained answer, or None; ``calls``: the schema of a call.
 
         Raises RooftopError, which names the ``field`` that the schema or the expression is from.
         """
         if calls is not None:
-            return self._grammars.json(calls, "tools")
+            return json_grammar(calls, "tools")
         if isinstance(response_format, TextFormat | None):
-            return None if regex is None else self._grammars.regex(regex, field)
+            return None if regex is None else regex_grammar(regex, field)
         if isinstance(response_format, JsonObjectFormat):
-            return self._grammars.json({"type": "object"})
-        return self._grammars.json(response_format.json_schema.schema, field)
+            return json_grammar({"type": "object"}, "response_format")
+        return json_grammar(response_format.json_schema.schema, field)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -147,7 +148,8 @@ class Texts:
         return Vocabulary(self.tokenizer.definition)
 
     @cached_property
-    def _grammars(self) -> Grammars:
+    def grammars(self) -> Grammars:
+        """Matchers of grammars. Raises RooftopError if the tokenizer has none."""
         return Grammars(definition=self.tokenizer.definition, vocab=self.vocab, ends=self.ends)
 
     @cached_property

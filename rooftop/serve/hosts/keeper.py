@@ -25,6 +25,7 @@ from rooftop.runs.beats import ProcessBeat, start_beating
 from rooftop.runs.supervise import is_stopped
 from rooftop.serve.hosts.processes import AWAY_S, LOADING_S, SILENT_S, STARVED_S, ended_by
 from rooftop.serve.request import ServeRequest
+from rooftop.serve.signals import stopping_signals
 
 #: Arguments that run a process of an engine.
 COMMAND = ("-m", "rooftop.serve.member")
@@ -60,11 +61,11 @@ class Keeper:
         self._heard_s = 0.0
 
     def run(self) -> None:
-        """Keep the process until the engine ends. SIGTERM and SIGINT are passed on.
+        """Keep the process until the engine ends. Signals that stop it are passed on.
 
         Raises the RooftopError or Infeasible that ended it, and Infeasible if the engine does not come back.
         """
-        before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._pass_on) for number in stopping_signals()}
         lost_s: float | None = None
         losses = 0
         try:

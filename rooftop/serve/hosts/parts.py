@@ -24,6 +24,7 @@ from rooftop.runs.supervise import LOST_STATUS
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.hosts.processes import Child, Other, Remote
 from rooftop.serve.request import ServeRequest
+from rooftop.serve.signals import stopping_signals
 from rooftop.serve.sockets import parse_address
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from rooftop.serve.server import Serving
 
 _LOCAL = "local"
+#: Least characters of a key, and different ones of them: 32 of base 16 are 128 bits.
+_KEY_CHARACTERS, _KEY_KINDS = 32, 8
 #: Seconds for clients to receive errors after a process is lost; a hanging collective ends by then.
 _GRACE_S = 10.0
 #: Seconds from a failed collective to the news that a process of it is lost: its link ends at the same time.
@@ -120,14 +123,21 @@ def choose_part(request: ServeRequest) -> EnginePart:
         raise RooftopError("generate-at", at, "none with --role generate: the other process has this option")
     if at == _LOCAL:
         return EnginePart(role="prefill", environment=_share_devices(), step_s=request.step_timeout_s)
-    if not request.link_key:
-        accepted = "a word that both processes are given (or ROOFTOP_LINK_KEY): no one else may send or read KV"
-        raise RooftopError("link-key", request.link_key, accepted)
+    check_link_key(request.link_key)
+    assert request.link_key is not None
     if role is not None:
         return EnginePart(role="generate", key=request.link_key)
     assert at is not None
     where = parse_address(at, "generate-at")
     return EnginePart(role="prefill", at=where, key=request.link_key, step_s=request.step_timeout_s)
+
+
+def check_link_key(key: str | None) -> None:
+    """Raise RooftopError for a key that can be guessed. Whoever answers in place of the other process may try words."""
+    if key is None or len(key) < _KEY_CHARACTERS or len(set(key)) < _KEY_KINDS:
+        given = None if not key else f"{len(key)} characters"
+        accepted = f"a secret of both processes (or ROOFTOP_LINK_KEY), {_KEY_CHARACTERS} random characters or more"
+        raise RooftopError("link-key", given, f"{accepted}: openssl rand -hex 32 writes one")
 
 
 def replicas_of(lead: Lead | None, checkpoint: Path, configuration: Configuration) -> Callable[..., Replica]:
@@ -248,7 +258,7 @@ def follow(checkpoint: Path, configuration: Configuration, draft: Path | None, o
         # Running requests are finished first, and that needs all processes.
         follower.stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stopping_signals():
         signal.signal(number, stop)
     follower.run(on_ready)
 
