@@ -21,8 +21,6 @@ from rooftop.present.document import Chart, ChartAxis, ChartSeries, Document, Li
 from rooftop.present.documents import KINDS, document
 
 _ACCEPTED = "a plan, a compilation, a simulation or an explained run: what rooftop wrote with -o or --json"
-#: Rows of the tables of an explained run.
-_TOP = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +43,11 @@ def opened(path: Path) -> Opened:
         # Traces are read with JAX's own reader, which takes seconds to start.
         try:
             from rooftop.explain.measured.report import explain
+            from rooftop.present.traced import measured_document
         except ImportError as absent:
             raise RooftopError("file", path.name, f"JAX to read it with (no {absent.name} here)") from None
-        return opened_json(path.name, explain(path).to_json(top=_TOP))
+        # The timelines are those of the trace and its plan, which the JSON of a report does not have.
+        return Opened(name=path.name, what=KINDS["explained"][0], answer=measured_document(explain(path)))
     try:
         body = path.read_bytes()
     except OSError as error:
@@ -181,7 +181,9 @@ def _answer(about: Mapping[str, Any], records: list[Mapping[str, Any]]) -> Docum
     last = steps[-1]
     figures = (
         ShownFigure("step", "Steps done", float(last["step"]), level="measured"),
-        ShownFigure("loss", "Loss", f"{last['loss']:.4f}", level="measured", formula="nats a token"),
+        ShownFigure(
+            "loss", "Loss", last["loss"], level="measured", formula="nats a token", shown=f"{last['loss']:.4f}"
+        ),
         ShownFigure("step_s", "Step", last["seconds"], "s", "measured", formula="the last one"),
         ShownFigure("tokens_per_s", "Throughput", last["tokens_per_s"], "tok/s", "measured"),
         ShownFigure(
