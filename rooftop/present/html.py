@@ -172,7 +172,7 @@ def _rows(
     for row in rows:
         body.append(tag("tr", [tag("td", row[at], class_=classes[at] or _long(row[at])) for at in beside]))
         if more := "; ".join(f"{columns[at]}: {row[at]}" if columns[at] else row[at] for at in below if row[at]):
-            body.append(tag("tr", tag("td", more, colspan=len(beside), class_="below")))
+            body.append(tag("tr", tag("td", tag("div", more), colspan=len(beside), class_="below")))
     named = tag("caption", caption) if caption and captioned else None
     whole = tag("table", named, tag("thead", head) if any(columns) else None, tag("tbody", body))
     return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)

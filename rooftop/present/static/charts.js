@@ -144,7 +144,7 @@ globalThis.rooftopCharts = (() => {
       mark.setAttribute("aria-label", title.textContent.replaceAll("\n", "; "));
       title.remove();
     }
-    for (const place of root.querySelectorAll(".scroll")) cuts.observe(place);
+    for (const place of root.querySelectorAll(".scroll, .stage")) cuts.observe(place);
     root.querySelectorAll("svg.plot").forEach(keys);
     root.querySelectorAll("svg.timeline").forEach(zoom);
   };

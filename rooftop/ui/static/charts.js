@@ -49,5 +49,5 @@ function table({ columns, rows, numeric, below = [] }) {
     columns.some(Boolean) ? h("thead", {}, h("tr", {}, beside.map((column) => columns[column] ? h("th", { scope: "col", class: kind(column) }, columns[column]) : h("td", {})))) : null,
     h("tbody", {}, rows.slice(0, 2000).map((row) => [
       h("tr", {}, beside.map((column) => h("td", { class: kind(column, row[column]) }, row[column]))),
-      more(row) ? h("tr", {}, h("td", { class: "below", colspan: beside.length }, more(row))) : null])));
+      more(row) ? h("tr", {}, h("td", { class: "below", colspan: beside.length }, h("div", {}, more(row)))) : null])));
 }
