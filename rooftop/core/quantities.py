@@ -174,6 +174,12 @@ def format_count(value: float, unit: str = "") -> str:
     return _format(value, unit, ["", "k", "M", "G", "T", "P", "E", "Z", "Y"])
 
 
+def counted(count: float, noun: str) -> str:
+    """A number of things: '1 chip', '1,024 chips', '0.25 chips'."""
+    number = f"{count:,.4g}" if count % 1 else f"{count:,.0f}"
+    return f"{number} {noun}" if count == 1 else f"{number} {noun}s"
+
+
 def format_bytes(value: float) -> str:
     """Bytes in decimal units, as data sheets and the book write them: 2.4 GB."""
     return _format(value, "B", ["", "k", "M", "G", "T", "P", "E"])

@@ -72,9 +72,9 @@ class ShownVerdict:
 
 @dataclass(frozen=True)
 class ShownFigure(Record):
-    """One figure: ``value`` in SI ``unit`` (or a word), with its evidence, formula and source.
+    """One figure: ``value`` in SI ``unit`` (or words, or None), with its evidence, formula and source.
 
-    ``note`` is the rest of its line. ``shown`` replaces the usual text of the value.
+    ``note`` is the rest of its line. ``shown`` replaces the usual text of the value: only a number has evidence.
     """
 
     name: str
@@ -92,6 +92,11 @@ class ShownFigure(Record):
     def text(self) -> str:
         """The value as people read it."""
         return self.shown or format_value(self.value, self.unit)
+
+    @derived
+    def mark(self) -> str:
+        """The evidence that pages name; empty for exact counts, for words, and where there is no value."""
+        return "" if self.level == "exact" or self.value is None or isinstance(self.value, str) else self.level
 
 
 @dataclass(frozen=True)
@@ -270,12 +275,20 @@ class TableColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Chart):
-    """Rows of text under ``columns``; an empty row separates groups. ``top`` rows are printed (0: all)."""
+    """Rows of text under ``columns``; an empty row separates groups. ``top`` rows are printed (0: all).
+
+    Columns of a ``detail`` that ``wrap`` stand below their row.
+    """
 
     kind: str = "table"
     columns: tuple[TableColumn, ...]
     rows: tuple[tuple[str, ...], ...]
     top: int = 0
+
+    @property
+    def below(self) -> tuple[int, ...]:
+        """Columns whose texts stand below their row on a page: next to many figures they would be out of sight."""
+        return tuple(at for at, column in enumerate(self.columns) if self.detail and column.wrap)
 
 
 @dataclass(frozen=True)

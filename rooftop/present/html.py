@@ -32,11 +32,11 @@ def page(document: Document) -> str:
         tag(
             "main",
             [
-                tag("section", tag("h2", title), [_chart(chart, names) for chart in charts], id=name)
+                tag("section", tag("h2", title), [_chart(chart, names, title) for chart in charts], id=name)
                 for name, title, charts in parts
             ],
         ),
-        tag("footer", *(f"{source} " for source in document.sources), f"rooftop {__version__}. SI units."),
+        tag("footer", " ".join((*document.sources, *_shown_by(document), "SI units."))),
         tag("div", id="tip", class_="tip", role="tooltip", hidden=True, data_page="file"),
         tag("script", Html(asset("charts.js"))),
     )
@@ -89,6 +89,12 @@ def _sections(charts: Sequence[Chart]) -> Iterator[tuple[str, list[Chart]]]:
         yield title or members[0].title, members
 
 
+def _shown_by(document: Document) -> tuple[str, ...]:
+    """The version that made the page, if the sources do not name it."""
+    own = f"rooftop {__version__}"
+    return () if any(own in source for source in document.sources) else (f"Shown by {own}.",)
+
+
 def _head(document: Document) -> Html:
     verdict = document.verdict
     lines: list[Content] = []
@@ -103,22 +109,24 @@ def _head(document: Document) -> Html:
 
 
 def _figure(figure: ShownFigure) -> Html:
-    level = None if figure.level == "exact" else tag("span", figure.level, class_="level")
+    level = tag("span", figure.mark, class_="level") if figure.mark else None
     more = " \N{MIDDLE DOT} ".join(text for text in (figure.note, figure.formula, figure.source) if text)
     note = tag("dd", more, class_="formula") if more else None
     return tag("div", tag("dt", figure.label, " ", level), tag("dd", figure.text), note)
 
 
-def _chart(chart: Chart, names: _Identifiers) -> Html:
+def _chart(chart: Chart, names: _Identifiers, heading: str = "") -> Html:
+    """A part under a ``heading``, which it does not repeat."""
     name = names.of(chart.title)
     if isinstance(chart, (Table, Items)):
         about = tag("p", chart.about, class_="quiet") if chart.about else None
-        return tag("div", table(chart) if isinstance(chart, Table) or chart.items else None, about, id=name)
+        shown = table(chart, heading) if isinstance(chart, Table) or chart.items else None
+        return tag("div", shown, about, id=name)
     columns, rows = chart_table(chart)
     under = _rows(columns, rows, f"Figures: {chart.title}", text=1)
     return tag(
         "figure",
-        tag("h3", chart.title, id=f"{name}-heading"),
+        tag("h3", chart.title, id=f"{name}-heading") if chart.title != heading else None,
         tag(
             "div",
             picture(chart, _WIDTH, name),
@@ -133,33 +141,40 @@ def _chart(chart: Chart, names: _Identifiers) -> Html:
     )
 
 
-def table(chart: Table | Items) -> Html:
-    """A table, or a list as one, that scrolls on a narrow screen."""
+def table(chart: Table | Items, heading: str = "") -> Html:
+    """A table, or a list as one, that scrolls on a narrow screen; without a caption where ``heading`` says the same."""
     columns, rows = chart_table(chart)
+    captioned = chart.title != heading
     if isinstance(chart, Items):
-        return _rows(columns, rows, chart.title, text=len(columns))
+        return _rows(columns, rows, chart.title, text=len(columns), captioned=captioned)
     text = [column.kind == "text" for column in chart.columns]
-    return _rows(columns, rows, chart.title, text=text)
+    return _rows(columns, rows, chart.title, text=text, captioned=captioned, below=chart.below)
 
 
 def _rows(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str, *, text: int | Sequence[bool] = 1
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    caption: str,
+    *,
+    text: int | Sequence[bool] = 1,
+    captioned: bool = True,
+    below: Sequence[int] = (),
 ) -> Html:
     kinds = [at < text if isinstance(text, int) else text[at] for at in range(len(columns))]
     classes = [None if kind else "number" for kind in kinds]
+    beside = [at for at in range(len(columns)) if at not in below]
+    # A column without a name has no header: its cells say what it is.
     head = tag(
         "tr",
-        [
-            # A column without a name has no header: its cells say what it is.
-            tag("th", name, scope="col", class_=class_) if name else tag("td")
-            for name, class_ in zip(columns, classes, strict=True)
-        ],
+        [tag("th", columns[at], scope="col", class_=classes[at]) if columns[at] else tag("td") for at in beside],
     )
-    body = [
-        tag("tr", [tag("td", cell, class_=class_ or _long(cell)) for cell, class_ in zip(row, classes, strict=True)])
-        for row in rows
-    ]
-    whole = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", body))
+    body = []
+    for row in rows:
+        body.append(tag("tr", [tag("td", row[at], class_=classes[at] or _long(row[at])) for at in beside]))
+        if more := "; ".join(f"{columns[at]}: {row[at]}" if columns[at] else row[at] for at in below if row[at]):
+            body.append(tag("tr", tag("td", tag("div", more), colspan=len(beside), class_="below")))
+    named = tag("caption", caption) if caption and captioned else None
+    whole = tag("table", named, tag("thead", head) if any(columns) else None, tag("tbody", body))
     return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
 
 

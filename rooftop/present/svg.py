@@ -610,9 +610,12 @@ def chart_table(chart: Chart) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     if isinstance(chart, Table):
         return tuple(column.name for column in chart.columns), [row for row in chart.rows if row]
     if isinstance(chart, Items):
-        items = [(item.mark, " ".join(item.text.split()), item.note) for item in chart.items]
+        # A line that is no sentence ends where the next one begins.
+        texts = [" ".join(re.sub(r"(?<![.:;,])\n", "; ", item.text).split()) for item in chart.items]
+        items = [(item.mark, text, item.note) for item, text in zip(chart.items, texts, strict=True)]
         used = [at for at in range(3) if any(item[at] for item in items)]
-        headings = ("", chart.title, "source")
+        # Its title stands above it.
+        headings = ("", "", "source")
         return tuple(headings[at] for at in used), [tuple(item[at] for at in used) for item in items]
     return (), []
 

@@ -51,7 +51,10 @@ class Control(Record):
         if self.kind == "slider" and not self.stops[0] <= parse_count(text, self.name) <= self.stops[-1]:
             raise RooftopError(self.name, text, f"{self.stops[0]} to {self.stops[-1]}")
         if self.kind == "select" and text not in self.options and not (self.models and is_small(text)):
-            raise unknown(self.name, text, self.options, listed_by="rooftop model" if self.models else None)
+            if not self.models:
+                raise unknown(self.name, text, self.options)
+            error = unknown(self.name, text, set(self.options) - set(_SMALL), listed_by="rooftop model")
+            raise RooftopError(self.name, text, f"{error.accepted}; or a small one such as {_SMALL[0]}")
         return text
 
 

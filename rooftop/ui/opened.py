@@ -23,8 +23,6 @@ from rooftop.present.document import Chart, ChartAxis, ChartSeries, Document, Li
 from rooftop.present.documents import KINDS, document
 
 _ACCEPTED = "a plan, a compilation, a simulation or an explained run: what rooftop wrote with -o or --json"
-#: Rows of the tables of an explained run.
-_TOP = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +43,13 @@ def opened(path: Path) -> Opened:
     """Document of a file; of a folder or trace, the one of ``rooftop explain``. Raises RooftopError."""
     if path.is_dir() or path.name.endswith(".xplane.pb"):
         from rooftop.explain.measured.report import explain
+        from rooftop.present.traced import measured_document
 
-        # A trace that has the only copy of its program needs jaxlib to read it.
+        # A trace that has the only copy of its program needs jaxlib to read it. The timelines are those of the trace and
+        # its plan, which the JSON of a report does not have.
         with naming_extras():
-            explained = explain(path)
-        return opened_json(path.name, explained.to_json(top=_TOP))
+            answer = measured_document(explain(path))
+        return Opened(name=path.name, what=KINDS["explained"][0], answer=answer)
     try:
         body = read_bytes(path)
     except OSError as error:
@@ -183,7 +183,9 @@ def _answer(about: Mapping[str, Any], records: list[Mapping[str, Any]]) -> Docum
     last = steps[-1]
     figures = (
         ShownFigure("step", "Steps done", float(last["step"]), level="measured"),
-        ShownFigure("loss", "Loss", f"{last['loss']:.4f}", level="measured", formula="nats a token"),
+        ShownFigure(
+            "loss", "Loss", last["loss"], level="measured", formula="nats a token", shown=f"{last['loss']:.4f}"
+        ),
         ShownFigure("step_s", "Step", last["seconds"], "s", "measured", formula="the last one"),
         ShownFigure("tokens_per_s", "Throughput", last["tokens_per_s"], "tok/s", "measured"),
         ShownFigure(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rooftop.ui.opened import opened_text
 from tests.conftest import Answer
 from tests.support import faces
 
@@ -26,6 +27,10 @@ ANSWERS = {
     "fleet": (
         ("plan", "serve", "llama3-8b", "--on", "v5e", "--requests-per-second", "10", "--ttft", "1s", "--tpot", "50ms"),
         ("Recommended:", "an hour at list prices", "Runner-up"),
+    ),
+    "one chip": (
+        ("plan", "serve", "qwen3-0.6b", "--on", "v5p", "--requests-per-second", "1", "--ttft", "1s", "--tpot", "50ms"),
+        ("Recommended: 1 x v5p:1x1x1", "1 chip, $", "none", "a bound: nothing measured"),
     ),
     "simulation": (
         ("simulate", "{plan}", "--concurrency", "4"),
@@ -47,8 +52,16 @@ def test_page_and_browser_show_what_the_terminal_shows(
     answer = rooftop(*(word.format(plan=plan) for word in command), "--report", str(page), "-o", str(file))
     assert all(text in answer.out for text in special)
     assert sum(1 for _ in faces.cells(answer.out)) > 30
-    assert faces.missing(answer.out, faces.of_page(page.read_text(encoding="utf-8"))) == []
-    assert faces.missing(answer.out, faces.of_browser(file)) == []
+    text, browser = faces.of_page(page.read_text(encoding="utf-8")), faces.of_browser(file)
+    assert faces.missing(answer.out, text) == []
+    assert faces.missing(answer.out, browser) == []
+    # Each says what is true, and says it once.
+    assert [faces.nothing(shown) for shown in (answer.out, text, browser)] == [[], [], []]
+    assert faces.twice(page.read_text(encoding="utf-8")) == []
+    shown = opened_text(file.name, file.read_bytes()).to_json()
+    assert all(chart["title"] not in chart["columns"] for chart in shown["charts"])
+    marks = {figure["text"]: figure.get("mark", figure["level"]) for figure in shown["figures"]}
+    assert marks.get("none", "") == "", "what is not there has no evidence"
 
 
 def test_a_cell_that_is_not_shown_is_noticed() -> None:

@@ -17,6 +17,7 @@ from rooftop.explain.measured.report import explain
 from rooftop.present.html import page as whole_page
 from rooftop.present.traced import measured_document
 from rooftop.ui.explorers import EXPLORERS
+from tests.support import looks
 from tests.support.chromium import needs_browser
 from tests.ui.test_browser import DESKTOP, PHONE, browser, serving
 from tests.ui.test_reading import write_run
@@ -35,15 +36,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     where = tmp_path_factory.mktemp("files")
     run = write_run(where / "run")
-    (where / "report.html").write_text(whole_page(measured_document(explain(run))), encoding="utf-8")
+    (where / "run.html").write_text(whole_page(measured_document(explain(run))), encoding="utf-8")
     commands = {
         "train": "train llama3-8b --on v5e:4x4 --batch-seqs 16 --seq 2048 --mesh fsdp=4,tensor=4 --remat block",
         "serve": "serve llama3-8b --on v5e:2x2 --weights-dtype int8 --kv-dtype int8 --batch-seqs 8",
         "embed": "embed docs/tables.toml --on v5p:2x2x1",
+        "fleet": "serve llama3-8b --on v5e,v5p --requests-per-second 10 --ttft 1s --tpot 50ms",
     }
     for name, command in commands.items():
         with pytest.raises(SystemExit):
-            main(["plan", *command.split(), "-o", str(where / f"{name}.json"), "--json"])
+            written = ["-o", str(where / f"{name}.json"), "--report", str(where / f"{name}.html")]
+            main(["plan", *command.split(), *written, "--json"])
     return where
 
 
@@ -53,14 +56,16 @@ def site(folder: Path) -> Any:
         yield address
 
 
-LOOKS = {"desk-light": (DESKTOP, "light"), "phone-dark": (PHONE, "dark")}
-both_looks = pytest.mark.parametrize("page", LOOKS.values(), ids=LOOKS, indirect=True)
+LOOKS = {
+    "desk-light": (DESKTOP, "light"), "phone-dark": (PHONE, "dark"),
+    "desk-dark": (DESKTOP, "dark"), "phone-light": (PHONE, "light"),
+}  # fmt: skip
 
 
 def in_turn(argument: str, values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Each value in both looks; in the quick tests every other one at a desk, the rest on a phone."""
+    """Each value in every look; in the quick tests every other one light at a desk, the rest dark on a phone."""
     cases = [
-        pytest.param(value, look, id=f"{name}-{value}", marks=() if (index + at) % 2 == 0 else pytest.mark.slow)
+        pytest.param(value, look, id=f"{name}-{value}", marks=() if at == index % 2 else pytest.mark.slow)
         for index, value in enumerate(values)
         for at, (name, look) in enumerate(LOOKS.items())
     ]
@@ -77,7 +82,7 @@ def page(browser: Any, request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def violations(page: Any) -> Callable[[], list[str]]:
-    """Violations of the page as it stands, all of its tables open."""
+    """Violations and faults of the page as it stands, all of its tables open."""
 
     def run_axe() -> list[str]:
         page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
@@ -86,7 +91,7 @@ def violations(page: Any) -> Callable[[], list[str]]:
         )
         result = axe.Axe().run(page, options={"resultTypes": ["violations"]}).response
         assert result["passes"], "it has looked"
-        return [
+        return looks.faults(page) + [
             f"{violation['id']}: {[node['target'] for node in violation['nodes']]}"
             for violation in result["violations"]
         ]
@@ -114,7 +119,7 @@ def test_a_mistake_leaves_a_page_that_can_be_read(
     assert violations() == []
 
 
-@in_turn("index", range(4))
+@in_turn("index", range(5))
 def test_files_that_are_opened_have_no_violation(
     index: int, site: str, page: Any, violations: Callable[[], list[str]]
 ) -> None:
@@ -124,13 +129,13 @@ def test_files_that_are_opened_have_no_violation(
     assert violations() == []
 
 
-@both_looks
-def test_a_report_has_no_violation(folder: Path, page: Any, violations: Callable[[], list[str]]) -> None:
-    page.goto((folder / "report.html").as_uri())
+@in_turn("report", ["run", "train", "serve", "embed", "fleet"])
+def test_a_report_has_no_violation(report: str, folder: Path, page: Any, violations: Callable[[], list[str]]) -> None:
+    page.goto((folder / f"{report}.html").as_uri())
     assert violations() == []
 
 
-@both_looks
+@pytest.mark.parametrize("page", [LOOKS["desk-light"]], indirect=True)
 def test_axe_sees_what_is_wrong(site: str, page: Any, violations: Callable[[], list[str]]) -> None:
     page.goto(site)
     page.wait_for_selector("body[data-ready]")

@@ -21,13 +21,13 @@ from rooftop.present.document import Document, ShownVerdict, Table, TableColumn,
 from rooftop.ui.explorers import EXPLORERS, explorer
 from rooftop.ui.server import address, application, bind
 from tests.conftest import Answer
-from tests.support import faces
+from tests.support import faces, looks
 from tests.support.chromium import CHROMIUM, needs_browser
-from tests.support.ui_figures import FIGURES, figure_of
+from tests.support.ui_figures import FIGURES, PRINTED
 
 pytestmark = needs_browser
 Call = Callable[..., Answer]
-DESKTOP = {"width": 1280, "height": 900}
+DESKTOP = {"width": 1440, "height": 900}
 PHONE = {"width": 390, "height": 844}
 
 
@@ -148,8 +148,9 @@ def _by_command_line(
     if name == "embedding":
         monkeypatch.chdir(folder)
         (folder / "tables.toml").write_text(page.input_value("#c-tables"), encoding="utf-8")
-    value = figure_of(name, state, rooftop(*command[1:], "--json").json)
-    return format_value(value, page_unit(name, state))
+    find = PRINTED[name][FIGURES[name].figure]
+    assert not isinstance(find, str)
+    return format_value(find(rooftop(*command[1:], "--json").json, state), page_unit(name, state))
 
 
 def page_unit(name: str, state: dict[str, str]) -> str:
@@ -167,6 +168,7 @@ def test_a_slider_moved_by_keyboard_changes_what_the_command_line_says_too(
 ) -> None:
     shown = FIGURES[name]
     _open(page, f"{site}{name}")
+    assert looks.faults(page) == []
     before = _text(page, shown.figure)
     at_first = page.get_attribute(f"#c-{shown.slider}", "aria-valuetext")
     page.focus(f"#c-{shown.slider}")
@@ -196,8 +198,7 @@ def test_it_works_at_phone_width_in_both_themes(name: str, site: str, page: Page
     _open(page, f"{site}{name}")
     if name.startswith("open"):
         page.wait_for_selector(".figures .value")
-    wide, room = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
-    assert wide <= room == 390
+    assert looks.faults(page) == []
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.click("#theme")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark

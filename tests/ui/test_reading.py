@@ -73,6 +73,8 @@ def test_a_run_says_at_once_what_it_knows_and_the_rest_when_its_trace_is_read(
         titles = [chart["title"] for chart in whole["charts"]]
         assert titles[0] == "Where a step goes"
         assert titles[-1] == "Loss"
+        assert any(chart["kind"] == "timeline" and "measured" in chart["title"] for chart in whole["charts"])
+        assert whole["verdict"].startswith("run: "), "a heading has no room for a path"
         assert client.get("/api/files/0?now").json() == whole
 
 

@@ -42,7 +42,8 @@ from rooftop.ui.explorers import EXPLORERS, explorer
 from rooftop.ui.opened import opened_json
 from rooftop.ui.server import LARGEST, application
 from tests.conftest import Answer
-from tests.support.ui_figures import FIGURES, figure_of
+from tests.support import faces
+from tests.support.ui_figures import ALWAYS, PRINTED, random_state, repeated
 
 Call = Callable[..., Answer]
 ROOT = Path(__file__).parents[2]
@@ -90,25 +91,54 @@ STATES: list[tuple[str, dict[str, str]]] = [
 @pytest.mark.parametrize(
     ("name", "state"), STATES, ids=[f"{name} {'&'.join(state.values())}" for name, state in STATES]
 )
-def test_the_command_that_is_shown_gives_the_same_figure(
+def test_the_command_that_is_shown_gives_the_same_figures(
     name: str, state: dict[str, str], rooftop: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _check_figures(name, state, rooftop, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", EXPLORERS)
+def test_so_it_does_for_any_state_of_the_controls(
+    name: str, seed: int, rooftop: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _check_figures(name, random_state(name, seed), rooftop, tmp_path, monkeypatch)
+
+
+def _check_figures(
+    name: str, state: dict[str, str], rooftop: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each figure is what the command prints, and what the charts of the page show."""
     one = explorer(name)
     values = read_state(one.form.controls, state.items())
     answer = one.answer(values)
     if name == "embedding":
         monkeypatch.chdir(tmp_path)
         (tmp_path / "tables.toml").write_text(values["tables"], encoding="utf-8")
-    shown = _figures(to_data(answer))[FIGURES[name].figure]
     ran = rooftop(*answer.command[1:], "--json")
-    assert shown == pytest.approx(figure_of(name, state, ran.json), rel=1e-12)
     assert ran.status in (0, 1)
     assert bool(answer.verdict.no) == (ran.status == 1)
+    shown = {figure.name: figure.value for figure in answer.figures}
+    printed = {
+        figure: find(ran.json, state)
+        for figure, find in PRINTED[name].items()
+        if not isinstance(find, str) and (figure in shown or figure in ALWAYS.get(name, ()))
+    }
+    assert set(shown) <= set(PRINTED[name]), "tests/support/ui_figures.py says where the command has each"
+    assert {figure: value for figure, value in printed.items() if value or figure in shown} == {
+        figure: value if isinstance(value, (str, type(None))) else pytest.approx(value, rel=1e-9)
+        for figure, value in shown.items()
+        if figure in printed
+    }
+    for figure, where, value in repeated(name, answer, state):
+        assert value == pytest.approx(shown[figure], rel=1e-9), f"{figure} in {where}"
 
 
 @pytest.mark.parametrize("name", EXPLORERS)
 def test_every_answer_has_units_sources_and_data(name: str, client: TestClient) -> None:
     data = client.get(f"/api/{name}").json()
+    assert faces.nothing("\n".join(faces.texts(data))) == []
     assert data["verdict"].endswith(".")
     assert data["sources"]
     for figure in data["figures"]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rooftop.arrays.rules import COLUMN_AXES, GATHER_AXES, SEQUENCE_AXES
 from rooftop.capabilities import engine_heads
 from rooftop.core.ledger import Ledger
-from rooftop.core.quantities import format_bytes, format_count
+from rooftop.core.quantities import counted, format_bytes, format_count
 from rooftop.models.attention import attention_kind
 from rooftop.models.widths import MOST_PADDING
 from rooftop.plan.documents import Reason
@@ -36,7 +36,8 @@ def _matmuls(problem: ServingProblem, batch: int) -> Iterator[Reason]:
         formula="B >= C x bytes of a weight / (2 W_hbm)",
         value=float(batch),
         limit=need,
-        text=f"{batch} sequences share each reading of the weights; {need:.0f} would make the matmuls outlast it.",
+        text=f"{counted(batch, 'sequence')} share{'s' if batch == 1 else ''} each reading of the weights; {need:.0f} "
+        "would make the matmuls outlast it.",
     )
     moe = problem.model.moe
     if moe is not None:
@@ -99,7 +100,8 @@ def _cache(problem: ServingProblem, placement: Placement, batch: int, step: Ledg
         return
     heads, ways = attention_kind(problem.model).cached_heads, placement.mesh.size(*COLUMN_AXES)
     split = placement.mesh.size(*SEQUENCE_AXES)
-    text = f"a latent that all heads share, over {ways} ways" if heads is None else f"{heads} KV heads over {ways} ways"
+    kept = "a latent that all heads share," if heads is None else counted(heads, "KV head")
+    text = f"{kept} over {counted(ways, 'way')}"
     limit = heads or 1
     yield Reason(
         rule="the cache is not copied",
@@ -130,7 +132,8 @@ def _network(problem: ServingProblem, placement: Placement, batch: int) -> Itera
         formula="Y <= F / (B beta), beta = W_hbm / W_ici",
         value=limit,
         limit=float(ways),
-        text=f"{ways} ways against {limit:.0f}, at which the collectives of {batch} sequences outlast the weights.",
+        text=f"{counted(ways, 'way')} against {limit:.0f}, at which the collectives of "
+        f"{counted(batch, 'sequence')} outlast the weights.",
     )
     axes = sum(1 for axis in problem.slice.physical_axes if axis.kind == "torus" and axis.size > 1)
     busy = rules.tensor_limit(hidden, rules.network_intensity(chip, problem.numerics.flops), axes)
@@ -140,7 +143,7 @@ def _network(problem: ServingProblem, placement: Placement, batch: int) -> Itera
         formula="Y <= M F / alpha",
         value=busy,
         limit=float(ways),
-        text=f"{ways} ways against {busy:.1f} for batches so large that FLOPs bind.",
+        text=f"{counted(ways, 'way')} against {busy:.1f} for batches so large that FLOPs bind.",
     )
     two_d = rules.weight_stationary_2d_chips(hidden / model.d_model, axes)
     used = placement.mesh.size(*GATHER_AXES) > 1

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import gcd
 
 import numpy as np
 
 from rooftop.arrays.mesh import Floats, Ints, Mesh
-from rooftop.arrays.rules import AXES, TOKEN_AXES
+from rooftop.arrays.rules import AXES
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
 from rooftop.models.activations import parse_policy
@@ -53,15 +52,14 @@ class BatchCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class _ManyBatches(TrainingStep):
-    """A step in which each layout has a batch of its own, ``batch_tokens`` [C, 1]."""
+    """A step in which each layout has a batch of its own, ``own_seqs`` [C, 1]."""
 
-    batch_tokens: Floats
+    own_seqs: Floats
 
-    @cached_property
-    def tokens(self) -> Floats:
-        """Tokens per microbatch in each tensor group, [C, K]."""
-        spread = self.strategies.devices(*TOKEN_AXES)
-        return self.batch_tokens / spread / self.strategies.microbatches
+    @property
+    def batch_seqs(self) -> Number:
+        """Sequences of a step, [C, 1]."""
+        return self.own_seqs
 
 
 def batch_curves(problem: Problem, batches: Sequence[int], meshes: Sequence[Mapping[str, int]]) -> list[BatchCurve]:
@@ -117,7 +115,7 @@ def _priced(problem: Problem, layouts: Layouts, options: Sequence[Choice], batch
         numerics=problem.numerics,
         assumptions=problem.assumptions,
         strategies=Strategies(layouts[np.repeat(np.arange(shape[0]), shape[1])], tuple(options)),
-        batch_tokens=np.tile(np.array(batches, np.float64), shape[0])[:, None],
+        own_seqs=np.tile(np.array(batches, np.float64) / problem.workload.seq_len, shape[0])[:, None],
     )
 
     def every(values: Number) -> Floats:

@@ -24,7 +24,7 @@ from typing import Literal
 from rooftop.arrays.mesh import Floats, Ints
 from rooftop.arrays.rules import AXES
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.core.quantities import format_seconds
+from rooftop.core.quantities import counted, format_seconds
 from rooftop.core.records import Record, field_values
 from rooftop.hardware import Slice
 from rooftop.models import flops_per_token
@@ -443,7 +443,7 @@ def _missed(offer: Offer, limits: Limits) -> Iterator[str]:
         elif offer.cost_usd > limits.budget_usd:
             yield f"${offer.cost_usd:,.0f}, not ${limits.budget_usd:,.0f}"
     if limits.chips is not None and offer.slice.chips > limits.chips:
-        yield f"{offer.slice.chips:,} chips, not {limits.chips:,}"
+        yield f"{counted(offer.slice.chips, 'chip')}, not {limits.chips:,}"
 
 
 def _limit_texts(limits: Limits) -> Iterator[str]:
@@ -452,7 +452,7 @@ def _limit_texts(limits: Limits) -> Iterator[str]:
     if limits.budget_usd is not None:
         yield f"${limits.budget_usd:,.0f}"
     if limits.chips is not None:
-        yield f"{limits.chips:,} chips"
+        yield counted(limits.chips, "chip")
 
 
 def _nearest(problem: Problem, on_progress: OnProgress | None) -> str | None:
@@ -460,8 +460,8 @@ def _nearest(problem: Problem, on_progress: OnProgress | None) -> str | None:
     searched = sweep(problem)
     if (plan := nearest_executable(searched.plan(searched.best), on_progress)) is None:
         return None
-    sequences = plan.problem.workload.batch_seqs
-    return f"{sequences:,} sequences a step on {plan.problem.slice.name}: {format_seconds(plan.expected_s)} a step"
+    sequences = counted(plan.problem.workload.batch_seqs, "sequence")
+    return f"{sequences} a step on {plan.problem.slice.name}: {format_seconds(plan.expected_s)} a step"
 
 
 def _nothing(problem: Problem, sizes: Sequence[Slice], limits: Limits) -> str:

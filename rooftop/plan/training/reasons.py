@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_AXES, STAGE_AXES
-from rooftop.core.quantities import format_bytes, format_count
+from rooftop.core.quantities import counted, format_bytes, format_count
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params, flops_per_token
 from rooftop.models.attention import parameters
@@ -232,8 +232,8 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         formula="sequences >= devices / (tensor x stage)",
         value=float(workload.batch_seqs),
         limit=float(devices / float((step.strategies.devices(*COLUMN_AXES, *STAGE_AXES))[0, 0])),
-        text=f"{workload.batch_seqs} sequences for {devices} devices: without tensor, context or stage axes at most "
-        f"{workload.batch_seqs} devices could each take a whole one.",
+        text=f"{counted(workload.batch_seqs, 'sequence')} for {counted(devices, 'device')}: without tensor, context or "
+        f"stage axes at most {counted(workload.batch_seqs, 'device')} could each take a whole one.",
     )
     long = 8 * model.d_model
     yield Reason(

@@ -119,6 +119,11 @@ class TrainingStep:
         ).astype(np.float64)
         return positions
 
+    @property
+    def batch_seqs(self) -> Number:
+        """Sequences of a step."""
+        return self.workload.batch_seqs
+
     @cached_property
     def tokens(self) -> Floats:
         """Tokens per microbatch in each tensor group, [C, K]: split over data, fsdp, expert and context.
@@ -126,7 +131,7 @@ class TrainingStep:
         Those of the busiest device: devices with fewer sequences, or the end of one, get padding.
         """
         parts = self.strategies.devices(*BATCH_AXES) * self.strategies.microbatches
-        sequences = next_multiple(self.workload.batch_seqs, parts) / parts
+        sequences = next_multiple(self.batch_seqs, parts) / parts
         tokens: Floats = sequences * (self.positions / self.strategies.devices(*SEQUENCE_AXES))
         return tokens
 
@@ -140,8 +145,8 @@ class TrainingStep:
     def padding(self) -> Floats:
         """Share of a step's positions that hold no token, [C, K]."""
         parts = self.strategies.devices(*BATCH_AXES) * self.strategies.microbatches
-        padded: Floats = next_multiple(self.workload.batch_seqs, parts) * self.positions
-        return 1 - self.workload.batch_tokens / padded
+        padded: Floats = next_multiple(self.batch_seqs, parts) * self.positions
+        return 1 - self.batch_seqs * self.workload.seq_len / padded
 
     @property
     def attention_block(self) -> int:

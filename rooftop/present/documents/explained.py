@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
-from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
 from rooftop.present.document import (
     Bar,
     Bars,
@@ -48,7 +49,7 @@ def explained(data: Mapping[str, Any], *, plan: Mapping[str, Any] | None = None,
     lines = of_explained(data)
     sides = [side for side in ("measured", "compiled", "planned") if any(side in line.sides for line in lines)]
     return Document(
-        title=f"{data['trace']}: {', '.join(data['programs']) or 'a trace'}",
+        title=f"{_name(data)}: {', '.join(data['programs']) or 'a trace'}",
         verdict=ShownVerdict(
             subject=_subject(data),
             says=sentence(data["verdict"]),
@@ -117,12 +118,17 @@ def _move(moved: Mapping[str, Any]) -> str:
 
 def _subject(data: Mapping[str, Any]) -> str:
     devices = data["devices"]
-    kind = f"{devices['count']} {'emulated ' if devices['emulated'] else ''}{devices['kind']} devices"
+    kind = counted(devices["count"], f"{'emulated ' if devices['emulated'] else ''}{devices['kind']} device")
     kind += f" of {devices['hosts']} hosts" if devices["hosts"] > 1 else ""
     mesh = mesh_text(data["mesh"])
     programs = ", ".join(data["programs"])
     mesh = "" if mesh == "one device" else f", {mesh}"
-    return f"{data['trace']}: {kind}{mesh}" + (f"; {programs}" if programs else "")
+    return f"{_name(data)}: {kind}{mesh}" + (f"; {programs}" if programs else "")
+
+
+def _name(data: Mapping[str, Any]) -> str:
+    """The last part of the path of a trace: a heading has no room for the rest."""
+    return PurePath(data["trace"]).name or data["trace"]
 
 
 def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:

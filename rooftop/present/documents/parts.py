@@ -8,7 +8,7 @@ from typing import Any
 
 from rooftop.arrays import Mesh
 from rooftop.core.ledger import Ledger, Row
-from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
 from rooftop.hardware import Slice
 from rooftop.present.document import (
     Bar,
@@ -279,7 +279,8 @@ def rooflines(
     computes = [entry for entry in timed if entry[2].intensity]
     copies = [entry for entry in timed if entry[2].hbm_bytes and not entry[2].flops]
     rest = len(timed) - len(computes) - len(copies)
-    missing = f" {rest} rows have no HBM traffic that is known, and no place here." if rest else ""
+    has = "row has" if rest == 1 else "rows have"
+    missing = f" {rest} {has} no HBM traffic that is known, and no place here." if rest else ""
     charts: list[Chart] = []
     if computes:
         knees = [roof.flops_per_s / roof.hbm_bytes_per_s for roof in roofs]
@@ -486,5 +487,5 @@ def interval_text(evidence: Mapping[str, Any], interval_s: Sequence[float] | Non
 def evidence_figure(evidence: Mapping[str, Any], name: str = "evidence") -> ShownFigure:
     """The runs that speak for a planned time, or that none does."""
     runs = evidence["runs"]
-    return ShownFigure(name, "evidence", runs, "runs", "measured", note=evidence["text"],
-        shown="none" if not runs else "1 run" if runs == 1 else f"{runs} runs")  # fmt: skip
+    return ShownFigure(name, "evidence", runs or None, "runs", "measured", note=evidence["text"],
+        shown=counted(runs, "run") if runs else "")  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 from rooftop.arrays.rules import SEQUENCE_AXES, ways
 from rooftop.core.ledger import Ledger
-from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
 from rooftop.present.document import (
     Bar,
     Bars,
@@ -178,8 +178,8 @@ def _fleet(data: Mapping[str, Any]) -> Iterator[str]:
     money = "" if best["usd_per_hour"] is None else f", ${best['usd_per_hour']:,.2f} an hour at list prices"
     per_request = " for each request a second" if data["workload"]["requests_per_second"] is None else ""
     yield (
-        f"  {best['chips']:,.4g} chips{money}{per_request}; TTFT {format_seconds(best['ttft_s'])} with its queue, TPOT "
-        f"{format_seconds(best['tpot_s'])}"
+        f"  {counted(best['chips'], 'chip')}{money}{per_request}; TTFT {format_seconds(best['ttft_s'])} with its "
+        f"queue, TPOT {format_seconds(best['tpot_s'])}"
     )
 
 
@@ -238,12 +238,12 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
     yield from _batches(data)
     transfer = data["kv_transfer"]
     yield ShownFigure("prefill_per_generate", "prefill", data["prefill_per_generate"], level="expected",
-        shown=f"{data['prefill_per_generate']:.3g} servers",
+        shown=counted(float(f"{data['prefill_per_generate']:.3g}"), "server"),
         note=f"for each generate server; a prompt's KV of {format_bytes(transfer['bytes'])} moves in "
         f"{format_seconds(transfer['ici_s'])} over ICI, {format_seconds(transfer['dcn_s'])} over DCN")  # fmt: skip
     cost = data["cost_per_million_tokens"]
     if cost["input"] is not None:
-        yield ShownFigure("usd_per_million_tokens", "cost", cost["output"], level="expected",
+        yield ShownFigure("usd_per_million_tokens", "cost", cost["output"], level=decode,
             shown=f"${cost['output']:.3g}",
             note=f"per million tokens out, ${cost['input']:.3g} in, of slices always busy")  # fmt: skip
     cache = data["prefix_cache"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rooftop.core.ledger import Ledger, Row
-from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
 from rooftop.present.document import (
     Chart,
     ChartAxis,
@@ -93,7 +93,7 @@ def _rounded(workload: Mapping[str, Any]) -> Iterator[str]:
     if workload.get("asked_tokens") is not None:
         tokens, seq_len = workload["batch_tokens"], workload["seq_len"]
         yield (
-            f"{workload['asked_tokens']:,} tokens a step are rounded to {tokens // seq_len:,} sequences of "
+            f"{workload['asked_tokens']:,} tokens a step are rounded to {counted(tokens // seq_len, 'sequence')} of "
             f"{seq_len:,}: {tokens:,} tokens"
         )
 
@@ -113,15 +113,17 @@ def _tight(data: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def _padding(data: Mapping[str, Any]) -> str:
-    """The padding of a batch that the mesh splits unevenly."""
-    padding, seq_len = data["padding"], data["workload"]["seq_len"]
+def padding_figure(padding: Mapping[str, Any] | None, seq_len: int, label: str = "padding") -> Iterator[ShownFigure]:
+    """The padding of a batch that the mesh splits unevenly, if there is any."""
+    if padding is None or not padding["share"]:
+        return
     parts = []
     if empty := padding["empty_sequences"]:
-        parts.append(f"{empty:,} empty sequences next to {padding['sequences'] - empty:,}")
+        parts.append(f"{counted(empty, 'empty sequence')} next to {padding['sequences'] - empty:,}")
     if padding["sequence_tokens"]:
         parts.append(f"{padding['sequence_tokens']:,} tokens after the {seq_len:,} of a sequence")
-    return f"of all positions: {', '.join(parts)}; they take time, and count in no rate"
+    note = f"of all positions: {', '.join(parts)}; they take time, and count in no rate"
+    yield ShownFigure("padding", label, padding["share"], "%", note=note)
 
 
 def _refusal(data: Mapping[str, Any]) -> str:
@@ -168,8 +170,8 @@ def _comparison(data: Mapping[str, Any]) -> tuple[Chart, ...]:
         Table(
             title=f"Slices compared: {aim} first ({compared['planned']} planned)",
             section="Slices",
-            about=f"Each with {own['batch_tokens'] / own['seq_len']:,.0f} sequences of {own['seq_len']:,} tokens a "
-            "step, on the best mesh that programs run and memory holds.",
+            about=f"Each with {counted(own['batch_tokens'] // own['seq_len'], 'sequence')} of {own['seq_len']:,} "
+            "tokens a step, on the best mesh that programs run and memory holds.",
             columns=tuple(
                 TableColumn(
                     name, "text" if name in text else "number", wrap=name in ("mesh", ""), drop=int(name == "tok/s")
@@ -213,8 +215,7 @@ def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[
     yield ShownFigure("memory_bytes", "memory", memory["total"], "B", "expected",
         note=f"of {format_bytes(memory['capacity'])} a device: {classes_text}")  # fmt: skip
     yield from stored_figures(data["model"], f"trained as {data['dtypes']['weights']}")
-    if (padding := data.get("padding")) is not None and padding["share"]:
-        yield ShownFigure("padding", "padding", padding["share"], "%", "expected", note=_padding(data))
+    yield from padding_figure(data.get("padding"), data["workload"]["seq_len"])
     exposed = {name: seconds for name, seconds in step["exposed_s"].items() if seconds > 0}
     yield ShownFigure("exposed_s", "not hidden", sum(exposed.values()), "s", "expected",
         note=exposed_text(exposed, step["expected_s"]) or "no collectives")  # fmt: skip
@@ -235,7 +236,7 @@ def _nearest(data: Mapping[str, Any]) -> Iterator[str]:
     if (near := data.get("nearest_executable")) is not None:
         other = "" if near["matmul"] == data["dtypes"]["matmul"] else f" with {near['matmul']} matmuls"
         if near["batch_tokens"] != data["workload"]["batch_tokens"]:
-            other += f" with {near['batch_seqs']:,} sequences"
+            other += f" with {counted(near['batch_seqs'], 'sequence')}"
         verb = "runs" if data["memory"]["fits"] else "does"
         yield (
             f"nearest that {verb}: {near['slice']} as {mesh_text(near['mesh'])}{other}, remat {near['remat']}, "
@@ -306,7 +307,7 @@ def _alternatives(data: Mapping[str, Any]) -> tuple[Chart, ...]:
     }  # fmt: skip
     return (
         Table(
-            title=f"Alternatives ({data['searched']:,} candidates searched)",
+            title=f"Alternatives ({counted(data['searched'], 'candidate')} searched)",
             section="Alternatives",
             columns=columns,
             rows=tuple(rows),

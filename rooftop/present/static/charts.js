@@ -131,6 +131,10 @@ globalThis.rooftopCharts = (() => {
     }, { passive: false });
   }
 
+  // What is wider than its place says so, in words too.
+  const cut = (place) => place.classList.toggle("cut", place.scrollWidth > place.clientWidth + 1);
+  const cuts = new ResizeObserver((entries) => { for (const { target } of entries) cut(target); });
+
   return (root) => {
     for (const mark of root.querySelectorAll("svg.plot .mark")) {
       // A title shows by itself where scripts do not run.
@@ -140,6 +144,7 @@ globalThis.rooftopCharts = (() => {
       mark.setAttribute("aria-label", title.textContent.replaceAll("\n", "; "));
       title.remove();
     }
+    for (const place of root.querySelectorAll(".scroll, .stage")) cuts.observe(place);
     root.querySelectorAll("svg.plot").forEach(keys);
     root.querySelectorAll("svg.timeline").forEach(zoom);
   };

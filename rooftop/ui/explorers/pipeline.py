@@ -82,8 +82,8 @@ def answer(state: State) -> Document:
             formula="dX, with what is recomputed, and dW"),
     )  # fmt: skip
     return Document(
-        verdict=ShownVerdict(says=f"Every stage waits {waiting:.1%} of the step; the first one holds {in_flight:.3g} "
-        f"microbatch{'' if in_flight == 1 else 'es'} at once."),
+        verdict=ShownVerdict(says=f"A stage waits {waiting:.1%} of the passes at most, and holds {in_flight:.3g} "
+        f"microbatch{'' if in_flight == 1 else 'es'} at once at most."),
         figures=figures,
         charts=(
             _timeline(timeline, schedule),

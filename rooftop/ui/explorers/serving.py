@@ -10,7 +10,7 @@ import numpy as np
 
 from rooftop.arrays import parse_axes
 from rooftop.core.errors import RooftopError, one_of
-from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
 from rooftop.core.records import field_values
 from rooftop.hardware import Slice
 from rooftop.models import load_model, presets
@@ -214,9 +214,10 @@ def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[
         ShownFigure(
             "usd_per_million_tokens",
             "Cost of a million tokens",
-            None if cost is None else f"${cost:,.2f}",
+            cost,
             level=level,
             formula="generation, list price",
+            shown="" if cost is None else f"${cost:,.2f}",
         ),
     )
 
@@ -276,7 +277,7 @@ def _memory(plan: ServingPlan, memory: dict[str, float]) -> Bars:
     classes = tuple((name, memory[name]) for name in ("weights", "scales", "kv", "activations") if memory[name])
     return Bars(
         title="Memory of a device",
-        about=f"{plan.batch} sequences beside the weights.",
+        about=f"{counted(plan.batch, 'sequence')} beside the weights.",
         unit="B",
         bars=(Bar(plan.problem.slice.name, classes),),
         limit=(memory["capacity"], _room(plan)),

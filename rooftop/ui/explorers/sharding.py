@@ -24,6 +24,7 @@ from rooftop.present.document import (
     ShownVerdict,
     Spans,
     Table,
+    TableColumn,
     columns,
 )
 from rooftop.simulate.expressions import PricedExpression, ShardedExpression, parse_sizes, price_expression
@@ -237,7 +238,12 @@ def _programs(strategys: Sequence[Strategy], listed: int) -> tuple[Chart, ...]:
         return ()
     table = Table(
         title="Ways to do it",
-        columns=columns("way", "time", "binds", "memory", "steps"),
+        columns=(
+            *columns("way", "time"),
+            TableColumn("binds", "text"),
+            TableColumn("memory"),
+            TableColumn("steps", "text", wrap=True),
+        ),
         rows=tuple(
             (str(rank), format_seconds(item.time_s), item.bound, format_bytes(item.memory_bytes), item.rule)
             for rank, item in enumerate(strategys[:listed], start=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rooftop.core.quantities import format_count
+from rooftop.core.quantities import counted, format_count
 from rooftop.hardware import chip
 from rooftop.hardware.chips import catalogue
 from rooftop.present.document import (
@@ -82,7 +82,7 @@ def _wave(side: int, m: int) -> Frames:
         )
         frames.append(Frame(cells, f"Cycle {cycle}: {phase}; {busy} of {side * side} cells multiply."))
     return Frames(
-        title=f"{m} rows through an array of {side}x{side}",
+        title=f"{counted(m, 'row')} through an array of {side}x{side}",
         about="Each cell holds one weight and shows the row of activations that it multiplies. Sums move down.",
         shape=(side, side),
         names=(),

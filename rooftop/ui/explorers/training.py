@@ -14,6 +14,8 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Workload
 from rooftop.present.document import Bar, Bars, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
+from rooftop.present.documents.parts import mesh_text
+from rooftop.present.documents.training import padding_figure
 from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, model_select, select, slider, text
 
 #: Curves that are drawn, and sequences a step of their points.
@@ -42,11 +44,13 @@ def answer(state: State) -> Document:
         remat=state["remat"],
         microbatches=1,
     )
-    priced = batch_curves(problem, [item * seq for item in _SEQS], book_meshes(problem))
+    meshes = book_meshes(problem)
+    batches = sorted({*_SEQS, seqs})
+    priced = batch_curves(problem, [item * seq for item in batches], meshes if axes in meshes else [*meshes, axes])
     plan = _plan(problem, priced)
     seconds = {name: float(plan.ledger.total(name)) for name in ("mxu", "hbm", "ici", "dcn")}
     network = seconds["ici"] + seconds["dcn"]
-    curves = _shown(priced, seqs * seq, axes)
+    curves = _shown(priced, batches.index(seqs), axes)
     exposed = plan.exposed_s()
     memory = ShownFigure("memory_bytes", "Memory of a device", plan.memory_bytes, "B", "expected",
         formula=f"of {format_bytes(problem.capacity)} usable")  # fmt: skip
@@ -61,13 +65,14 @@ def answer(state: State) -> Document:
         ShownFigure("tokens_per_chip", "Tokens per chip", seqs * seq / where.chips, "tokens", formula="B / N",
             source="chapter 5"),
         memory,
+        *padding_figure(plan.padding.to_json(), seq, "Padding"),
         ShownFigure("exposed_s", "Not hidden", sum(exposed.values()), "s", "expected",
             formula=", ".join(f"{name} {format_seconds(item)}" for name, item in exposed.items()) or "nothing"),
     )  # fmt: skip
     if not plan.fits:
         # Times of what no device can hold would read like an answer.
         figures = (memory, *_smallest(plan))
-    steps = (_steps(curves, problem, seqs),) if plan.fits else ()
+    steps = (_steps(curves, batches.index(seqs), plan),) if plan.fits else ()
     return Document(
         verdict=ShownVerdict(
             says=_verdict(plan, seconds["mxu"], network),
@@ -115,13 +120,15 @@ def _plan(problem: Problem, curves: list[BatchCurve]) -> TrainingPlan:
 
 
 def _verdict(plan: TrainingPlan, compute_s: float, network_s: float) -> str:
+    share = plan.padding.share
+    padding = f" {share:.0%} of its positions are padding." if share >= _LITTLE else ""
     if not plan.fits:
         over = plan.memory_bytes - plan.problem.capacity
         return f"Does not fit: {format_count(over, 'B')} more than a device has. Try remat, or a smaller batch."
     if network_s > compute_s:
         return (
             f"Communication takes {network_s / compute_s:.2g} times as long as compute: no overlap can hide it. "
-            f"The step takes {format_seconds(plan.expected_s)}, {plan.mfu:.0%} MFU."
+            f"The step takes {format_seconds(plan.expected_s)}, {plan.mfu:.0%} MFU.{padding}"
         )
     exposed = plan.exposed_s()
     waits = sum(exposed.values()) / plan.expected_s
@@ -129,35 +136,31 @@ def _verdict(plan: TrainingPlan, compute_s: float, network_s: float) -> str:
     left = f" It waits {waits:.0%} of it for collectives, over {most} most." if waits >= _LITTLE else ""
     if network_s and not left:
         left = f" Compute takes {compute_s / network_s:.2g} times as long as communication, which hides behind it."
-    return f"The step takes {format_seconds(plan.expected_s)}, {plan.mfu:.0%} MFU.{left}"
+    return f"The step takes {format_seconds(plan.expected_s)}, {plan.mfu:.0%} MFU.{padding}{left}"
 
 
-def _shown(curves: list[BatchCurve], tokens: int, axes: dict[str, int]) -> list[BatchCurve]:
-    """The pure strategies, the one that was chosen, and the fastest mixes at this batch."""
-    at = _nearest(tokens, curves[0])
+def _shown(curves: list[BatchCurve], at: int, axes: dict[str, int]) -> list[BatchCurve]:
+    """The pure strategies, the one that was chosen, and the fastest mixes at the batch ``at``."""
     ranked = sorted(curves, key=lambda curve: float(curve.expected_s[at]))
     axes_shown = [curve.axes for curve in curves if len(curve.axes) == 1 or curve.axes == axes]
     axes_shown += [curve.axes for curve in ranked if curve.axes not in axes_shown][: max(0, _DRAWN - len(axes_shown))]
     return [curve for curve in curves if curve.axes in axes_shown]
 
 
-def _nearest(tokens: int, curve: BatchCurve) -> int:
-    return int(abs(curve.batch_tokens - tokens).argmin())
-
-
 def _name(curve: BatchCurve) -> str:
-    return " x ".join(f"{name} {size}" for name, size in curve.axes.items()) or "one device"
+    return mesh_text(curve.axes)
 
 
 def _times(curves: list[BatchCurve], tokens: int, axes: dict[str, int]) -> Lines:
     here = next((curve for curve in curves if curve.axes == axes), curves[0])
     return Lines(
         title="Communication over the batch, by strategy",
-        about="Where a strategy's curve runs above compute, communication binds it.",
+        about=f"Seconds at peak rates. Compute is that of {_name(here)}, with the padding of batches that do not fill "
+        "the mesh; where its communication runs above, communication binds it.",
         x=ChartAxis("tokens of a step", scale="log"),
         y=ChartAxis("time of a step", "s", "log"),
         series=(
-            ChartSeries("compute", _points(here.batch_tokens, here.compute_s), "dashed"),
+            ChartSeries(f"compute, {_name(here)}", _points(here.batch_tokens, here.compute_s), "dashed"),
             *(ChartSeries(_name(curve), _points(curve.batch_tokens, curve.network_s)) for curve in curves),
         ),
         marks=((float(tokens), "this batch"),),
@@ -188,25 +191,21 @@ def _points(x: object, y: object) -> tuple[tuple[float, float], ...]:
     return tuple(zip(map(float, x), map(float, y), strict=True))  # type: ignore[call-overload]
 
 
-def _steps(curves: list[BatchCurve], problem: Problem, seqs: int) -> Bars:
-    """The expected step of each strategy at the batch of its curve that is nearest to the chosen one."""
-    tokens = problem.workload.batch_tokens
-    at = _nearest(tokens, curves[0])
+def _steps(curves: list[BatchCurve], at: int, plan: TrainingPlan) -> Bars:
+    """The expected step of each strategy at the batch ``at``; that of the chosen one is the plan's."""
     bars = []
-    for curve in sorted(curves, key=lambda curve: float(curve.expected_s[at])):
-        fits = curve.memory_bytes[at] <= problem.capacity
-        compute = min(float(curve.compute_s[at]), float(curve.expected_s[at]))
-        bars.append(
-            Bar(
-                _name(curve) + ("" if fits else " (does not fit)"),
-                (("matmuls at peak", compute), ("the rest", float(curve.expected_s[at]) - compute)),
-            )
-        )
+    for curve in curves:
+        chosen = curve.axes == {name: size for name, size in plan.mesh.shape.items() if size > 1}
+        expected_s = plan.expected_s if chosen else float(curve.expected_s[at])
+        matmuls_s = float(plan.ledger.total("mxu")) if chosen else float(curve.compute_s[at])
+        fits = chosen or curve.memory_bytes[at] <= plan.problem.capacity
+        parts = ("matmuls at peak", min(matmuls_s, expected_s)), ("the rest", max(expected_s - matmuls_s, 0.0))
+        bars.append((expected_s, Bar(_name(curve) + ("" if fits else " (does not fit)"), parts)))
     return Bars(
         title=f"Expected step at {format_count(float(curves[0].batch_tokens[at]))} tokens",
-        about="What is not matmuls at peak: slower matmuls, HBM, and collectives that nothing hides.",
+        about="Matmuls include those of padding. The rest: slower matmuls, HBM, and collectives that nothing hides.",
         unit="s",
-        bars=tuple(bars),
+        bars=tuple(bar for _, bar in sorted(bars, key=lambda entry: entry[0])),
     )
 
 

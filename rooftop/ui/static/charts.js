@@ -1,6 +1,6 @@
 // A chart: its title, its picture, and its data as a table. Pictures come from the server as SVG.
 
-import { h } from "./dom.js";
+import { append, h, replace } from "./dom.js";
 import { framesPlayer } from "./frames.js";
 
 let counted = 0;
@@ -18,9 +18,9 @@ export function drawChart(kind) {
   let chart = null;
 
   function fillTable() {
-    if (chart && (data.open || kind === "table")) body.replaceChildren(table(chart));
+    if (chart && (data.open || kind === "table")) replace(body, table(chart));
   }
-  element.append(kind === "table" ? body : data);
+  append(element, kind === "table" ? body : data);
   if (player) new ResizeObserver(() => { if (chart) player.show(chart, Math.floor(picture.clientWidth)); }).observe(element);
   return {
     element,
@@ -34,16 +34,20 @@ export function drawChart(kind) {
       if (player) player.show(found, Math.floor(picture.clientWidth) || 600);
       // The server escapes every text in it.
       else picture.innerHTML = found.svg;
-      rooftopCharts(picture);
       fillTable();
+      rooftopCharts(element);
     },
   };
 }
 
-function table({ columns, rows }) {
-  const numeric = columns.map((_, column) => rows.length > 0 && rows.every((row) => /^[-−]?[\d.,]+( ?[a-zA-Z%/]+)?$/.test(row[column] || "0")));
-  const kind = (column, text = "") => (numeric[column] ? "number" : text.length > 60 ? "long" : null);
+function table({ columns, rows, numeric, below = [] }) {
+  const numbers = numeric ?? columns.map((_, column) => rows.length > 0 && rows.every((row) => /^[-−]?[\d.,]+( ?[a-zA-Z%/]+)?$/.test(row[column] || "0")));
+  const kind = (column, text = "") => (numbers[column] ? "number" : text.length > 60 ? "long" : null);
+  const beside = [...columns.keys()].filter((column) => !below.includes(column));
+  const more = (row) => below.filter((column) => row[column]).map((column) => columns[column] ? `${columns[column]}: ${row[column]}` : row[column]).join("; ");
   return h("table", {},
-    h("thead", {}, h("tr", {}, columns.map((name, column) => name ? h("th", { scope: "col", class: kind(column) }, name) : h("td", {})))),
-    h("tbody", {}, rows.slice(0, 2000).map((row) => h("tr", {}, row.map((text, column) => h("td", { class: kind(column, text) }, text))))));
+    columns.some(Boolean) ? h("thead", {}, h("tr", {}, beside.map((column) => columns[column] ? h("th", { scope: "col", class: kind(column) }, columns[column]) : h("td", {})))) : null,
+    h("tbody", {}, rows.slice(0, 2000).map((row) => [
+      h("tr", {}, beside.map((column) => h("td", { class: kind(column, row[column]) }, row[column]))),
+      more(row) ? h("tr", {}, h("td", { class: "below", colspan: beside.length }, h("div", {}, more(row)))) : null])));
 }

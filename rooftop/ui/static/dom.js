@@ -8,7 +8,20 @@ function fill(element, attributes, children) {
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== ""));
+  return append(element, ...children);
+}
+
+/** Children that are there: the DOM's own append writes null as the word. */
+const present = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== "");
+
+export function append(element, ...children) {
+  element.append(...present(children));
+  return element;
+}
+
+/** Children in the place of those that an element has. */
+export function replace(element, ...children) {
+  element.replaceChildren(...present(children));
   return element;
 }
 

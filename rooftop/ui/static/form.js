@@ -1,6 +1,6 @@
 // The form of an explorer, built from its declaration. Every value is text, as in the address.
 
-import { h, quantity } from "./dom.js";
+import { append, h, quantity } from "./dom.js";
 
 /** Builds the controls; calls `changed()` on every change. Returns what reads and marks them. */
 export function buildForm(declared, values, changed) {
@@ -19,11 +19,11 @@ export function buildForm(declared, values, changed) {
     const field = (BUILDERS[control.kind] ?? text)(control, values[control.name] ?? control.default, change);
     field.wrong = h("p", { class: "wrong", id: `wrong-${control.name}`, hidden: true });
     fields.set(control.name, { ...field, control });
-    form.append(h("div", { class: "control" }, field.parts,
+    append(form, h("div", { class: "control" }, field.parts,
       control.help ? h("p", { class: "help", id: `help-${control.name}` }, control.help) : null, field.wrong));
   }
   const general = h("p", { class: "wrong", role: "alert", hidden: true });
-  form.append(general, h("button", { type: "reset", onclick: (event) => {
+  append(form, general, h("button", { type: "reset", onclick: (event) => {
     event.preventDefault();
     for (const field of fields.values()) field.set(field.control.default);
     change();
@@ -88,7 +88,7 @@ function slider(control, value, changed) {
 function select(control, value, changed) {
   const input = h("select", { id: `c-${control.name}`, "aria-describedby": described(control), onchange: changed },
     control.options.map((option) => h("option", { value: option }, option)));
-  if (!control.options.includes(value)) input.prepend(h("option", { value }, value));
+  if (!control.options.includes(value)) input.add(h("option", { value }, value), 0);
   input.value = value;
   return { parts: [label(control), input], input, get: () => input.value, set: (wanted) => { input.value = wanted; } };
 }

@@ -1,6 +1,6 @@
 // Animations: frames over a grid of cells, with a play button and a slider. Nothing moves until it is asked to.
 
-import { h, s } from "./dom.js";
+import { append, h, replace, s } from "./dom.js";
 
 export function framesPlayer(place) {
   const picture = h("div", { class: "stage" });
@@ -15,7 +15,7 @@ export function framesPlayer(place) {
 
   function draw() {
     const frame = chart.frames[Number(range.value)];
-    picture.replaceChildren(gridOf(chart, frame, width));
+    replace(picture, gridOf(chart, frame, width));
     // What is wider than its place is scrolled by keyboard too.
     const wider = picture.scrollWidth > picture.clientWidth;
     for (const [name, value] of [["tabindex", "0"], ["role", "group"], ["aria-label", chart.title]]) {
@@ -39,7 +39,7 @@ export function framesPlayer(place) {
     draw();
   });
   range.addEventListener("input", () => { stop(); draw(); });
-  place.append(picture, says, h("div", { class: "player" }, play, range, output));
+  append(place, picture, says, h("div", { class: "player" }, play, range, output));
   return {
     show(found, wide) {
       const same = JSON.stringify([found.shape, found.frames.length, found.names]);
@@ -66,8 +66,8 @@ function gridOf(chart, frame, width) {
   const at = (index) => [left + (index % columns) * (size + gap), top + Math.floor(index / columns) * (size + gap)];
   const svg = s("svg", { viewBox: `0 0 ${wide} ${height}`, role: "img", "aria-label": `${chart.title}: ${frame.says}` });
   svg.style.width = `${wide}px`;
-  frame.cells.forEach((cell, index) => svg.append(cellOf(cell, ...at(index), size, names ? chart.names[index] : "")));
-  for (const [from, to] of frame.arrows ?? []) svg.append(arrowOf(at(from), at(to), size, gap));
+  frame.cells.forEach((cell, index) => append(svg, cellOf(cell, ...at(index), size, names ? chart.names[index] : "")));
+  for (const [from, to] of frame.arrows ?? []) append(svg, arrowOf(at(from), at(to), size, gap));
   return svg;
 }
 
@@ -79,15 +79,15 @@ function cellOf(cell, x, y, size, name) {
   cell.parts.forEach(([colour, amount], part) => {
     if (amount <= 0) return;
     const [px, py] = [x + 2 + (part % across) * wide, y + 2 + Math.floor(part / across) * tall];
-    group.append(s("rect", { class: `f${colour % 8} t${Math.floor(colour / 8) % 2}`, x: px, y: py + tall * (1 - amount), width: Math.max(1, wide - (across > 1 ? 1 : 0)),
+    append(group, s("rect", { class: `f${colour % 8} t${Math.floor(colour / 8) % 2}`, x: px, y: py + tall * (1 - amount), width: Math.max(1, wide - (across > 1 ? 1 : 0)),
       height: Math.max(1, tall * amount - (down > 1 ? 1 : 0)), rx: across > 1 ? 1 : 3 }));
   });
-  group.append(s("rect", { class: "frame", x, y, width: size, height: size, rx: 4 }));
+  append(group, s("rect", { class: "frame", x, y, width: size, height: size, rx: 4 }));
   if (cell.text) {
     const full = cell.parts.length === 1 && cell.parts[0][1] > 0.6;
-    group.append(s("text", { class: full ? "on" : "ink", x: x + size / 2, y: y + size / 2 + 4, "text-anchor": "middle" }, cell.text));
+    append(group, s("text", { class: full ? "on" : "ink", x: x + size / 2, y: y + size / 2 + 4, "text-anchor": "middle" }, cell.text));
   }
-  if (name) group.append(s("text", { x: x + size / 2, y: y + size + 14, "text-anchor": "middle" }, name));
+  if (name) append(group, s("text", { x: x + size / 2, y: y + size + 14, "text-anchor": "middle" }, name));
   return group;
 }
 

@@ -1,6 +1,6 @@
 // Files: those named on the command line, and any that is dropped here; the server reads what is in them.
 
-import { h } from "./dom.js";
+import { append, h } from "./dom.js";
 
 export function openedPage(main, catalogue, answerView, json, resized) {
   const answer = h("section", { class: "answer", "aria-label": "What the file says", hidden: true });
@@ -12,7 +12,7 @@ export function openedPage(main, catalogue, answerView, json, resized) {
   const pick = h("input", { type: "file", "aria-label": "Choose a file", accept: ".json,application/json" });
   const drop = h("div", { class: "drop" }, h("p", {}, "Drop a plan, or what rooftop compile, explain or simulate "
     + "wrote with --json. It is read on this machine, and not kept."), pick);
-  answer.append(title);
+  append(answer, title);
   const view = answerView(answer);
 
   let ticking = 0;
@@ -58,7 +58,7 @@ export function openedPage(main, catalogue, answerView, json, resized) {
     buttons.forEach((button, at) => button.setAttribute("aria-pressed", at === index));
     show(json(`/api/files/${index}?now`), byHand, `/api/files/${index}`);
   }
-  main.append(h("h1", {}, "Open a file"),
+  append(main, h("h1", {}, "Open a file"),
     h("p", { class: "lede" }, "Plans, compilations and explained runs: what they say, their ledger and timeline."),
     buttons.length ? h("div", { class: "named" }, buttons) : null,
     drop, wrong, pending, h("div", { class: "spaced" }, answer));

@@ -1,7 +1,7 @@
 // What page this is, its explorer, and the loop: a change, a question, an answer.
 
 import { drawChart } from "./charts.js";
-import { h } from "./dom.js";
+import { append, h, replace } from "./dom.js";
 import { buildForm } from "./form.js";
 import { openedPage } from "./opened.js";
 
@@ -27,7 +27,7 @@ async function json(address, options = {}) {
 
 function menu(catalogue) {
   const entries = [...Object.entries(catalogue.explorers), ["open", "Open a file"], ["glossary", "Glossary"]];
-  document.getElementById("menu").append(...entries.map(([key, title]) =>
+  append(document.getElementById("menu"), ...entries.map(([key, title]) =>
     h("li", {}, h("a", { href: `/${key}`, "aria-current": key === name ? "page" : null }, title))));
   document.querySelector("#menu [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
 }
@@ -43,7 +43,7 @@ function theme() {
 
 async function home(catalogue) {
   const found = await Promise.all(Object.keys(catalogue.explorers).map((key) => json(`/api/${key}/controls`)));
-  main.append(
+  append(main,
     h("h1", {}, "What a model costs, before it runs"),
     h("p", { class: "lede" }, "Each page asks the same Python model that the command line does, and shows the command that "
       + "says the same. Its state is in its address."),
@@ -56,7 +56,7 @@ async function home(catalogue) {
 
 async function explorerPage() {
   const declared = await json(`/api/${name}/controls`);
-  if (declared.error) { main.append(h("h1", {}, "There is no such page"), h("p", {}, declared.error.message)); return; }
+  if (declared.error) { append(main, h("h1", {}, "There is no such page"), h("p", {}, declared.error.message)); return; }
   document.title = `${declared.title} · rooftop`;
   const answer = h("section", { class: "answer", "aria-label": "Answer", hidden: true });
   const given = Object.fromEntries(new URLSearchParams(location.search));
@@ -94,7 +94,7 @@ async function explorerPage() {
     document.body.dataset.asked = query();
   }
 
-  main.append(
+  append(main,
     h("h1", {}, declared.title),
     h("p", { class: "lede" }, declared.summary, h("span", { class: "chapter" }, declared.chapter)),
     strange.length ? h("p", { class: "wrong", role: "status" },
@@ -135,7 +135,7 @@ export function answerView(place) {
     h("div", { class: "line" }, command, copy));
   const source = h("p", { class: "source" });
   const shown = new Map();
-  place.append(verdict, details, figures, charts, notes, same, source);
+  append(place, verdict, details, figures, charts, notes, same, source);
 
   function show(found, address) {
     if (verdict.textContent !== found.verdict) verdict.textContent = found.verdict;
@@ -153,21 +153,21 @@ export function answerView(place) {
       }
       tile.value.classList.toggle("words", figure.text.length > 14);
       tile.label.textContent = figure.label;
-      tile.level.replaceChildren(figure.level === "exact" ? "" : word(figure.level, figure.level));
+      replace(tile.level, figure.mark ? word(figure.mark, figure.mark) : null);
       tile.formula.textContent = [figure.note, figure.formula, figure.source].filter(Boolean).join(" · ");
-      figures.append(tile.element);
+      append(figures, tile.element);
       shown.set(figure.name, tile);
     }
     figures.hidden = found.figures.length === 0;
     announce(changed.slice(0, 3).join(". "));
     drawAll(charts, found.charts);
-    notes.replaceChildren(...found.notes.map((note) => h("li", {}, note)));
+    replace(notes, ...found.notes.map((note) => h("li", {}, note)));
     notes.hidden = found.notes.length === 0;
-    command.replaceChildren(...found.command.split(" ").flatMap((word, index) =>
+    replace(command, ...found.command.split(" ").flatMap((word, index) =>
       [index ? " " : "", word.startsWith("--") ? h("span", { class: "whole" }, word) : word]));
     same.hidden = !found.command;
     if (address) link.href = address;
-    source.replaceChildren(found.sources.join(" "), " ", address ? link : "");
+    replace(source, found.sources.join(" "), " ", address ? link : "");
   }
 
   function tileOf(figure) {
@@ -189,7 +189,7 @@ const word = (anchor, text) => h("a", { href: `/glossary#${anchor}` }, text);
 async function glossaryPage() {
   const found = await json("/api/glossary");
   document.title = "Glossary · rooftop";
-  main.append(h("h1", {}, "Glossary"), h("p", { class: "lede" }, "Words of answers. On the command line: rooftop help glossary."),
+  append(main, h("h1", {}, "Glossary"), h("p", { class: "lede" }, "Words of answers. On the command line: rooftop help glossary."),
     h("dl", { class: "glossary panel" }, found.entries.flatMap((entry) =>
       [h("dt", { id: entry.anchor }, entry.words), h("dd", {}, entry.meaning)])));
   // The entry that the address names is there only now.
@@ -217,7 +217,7 @@ function drawAll(place, charts) {
   charts.forEach((chart, index) => {
     const key = titles[index];
     if (!drawn.has(key)) drawn.set(key, drawChart(chart.kind));
-    place.append(drawn.get(key).element);
+    append(place, drawn.get(key).element);
     drawn.get(key).show(chart);
   });
 }
