@@ -45,8 +45,8 @@ def opened(path: Path) -> Opened:
         from rooftop.explain.measured.report import explain
         from rooftop.present.traced import measured_document
 
-        # A trace that has the only copy of its program needs jaxlib to read it. The timelines are those of the trace and
-        # its plan, which the JSON of a report does not have.
+        # A trace that has the only copy of its program needs jaxlib to read it. The timelines are drawn from the trace
+        # and its plan: the JSON of a report does not have them.
         with naming_extras():
             answer = measured_document(explain(path))
         return Opened(name=path.name, what=KINDS["explained"][0], answer=answer)
