@@ -6,11 +6,11 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-_JAX = str(Path(str(find_spec("jax").origin)).parent) + "/"  # type: ignore[union-attr]
 _FOLDERS = tuple(
     str(Path(folder)) + "/"
     for folder in {str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))}
@@ -24,9 +24,16 @@ def is_own(path: str) -> bool:
     return path == "<string>" or not (installed or path.startswith("<") or path.startswith(_FOLDERS))
 
 
+@cache
+def _jax() -> tuple[str, ...]:
+    """The folder of JAX; none where it is not installed. It is found without an import."""
+    spec = find_spec("jax")
+    return () if spec is None or spec.origin is None else (f"{Path(spec.origin).parent}/",)
+
+
 def is_of_jax(path: str) -> bool:
     """True for the path of a source file of JAX."""
-    return path.startswith(_JAX)
+    return path.startswith(_jax())
 
 
 def place(path: str, line: int) -> str:
