@@ -22,6 +22,8 @@ MOVES: tuple[str, ...] = (
     "collective-permute-done",
 )  # fmt: skip
 
+#: Instructions of all frames, each of which is gone through a few times.
+_MOST_INSTRUCTIONS = 4 * MOST_UNFOLDED
 #: Broadcasts of broadcasts that are followed to see whether they are zero.
 _MOST_BROADCASTS = 20
 
@@ -55,13 +57,13 @@ class Flow:
     def instructions(self) -> Iterator[tuple[Value, Instruction]]:
         """Yield every instruction in order of execution, trip by trip, without fused ones and those of longer loops.
 
-        Raises RooftopError for more than ``MOST_UNFOLDED`` in all frames of a module.
+        Raises RooftopError for more than ``_MOST_INSTRUCTIONS`` in all frames of a module.
         """
         count = self.module.memo.setdefault("flow", {"instructions": 0})
         for entry in self._instructions(self.frame, ()):
             count["instructions"] += 1
-            if count["instructions"] > MOST_UNFOLDED:
-                given = f"{self.frame}, whose loops unroll to more than {MOST_UNFOLDED:,} instructions"
+            if count["instructions"] > _MOST_INSTRUCTIONS:
+                given = f"{self.frame}, whose loops unroll to more than {_MOST_INSTRUCTIONS:,} instructions"
                 raise RooftopError("hlo", given, "shorter rings of permutes")
             yield entry
 

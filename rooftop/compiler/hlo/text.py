@@ -46,7 +46,7 @@ _TRIPS = re.compile(r"trips\[(\d{1,12}(?:\.\d{1,12})?)\]")
 #: Levels of calls, fusions and loops in each other. XLA inlines calls: its own modules have fewer than ten.
 MOST_NESTED = 100
 #: Instructions of a module with each computation written out wherever it is called.
-MOST_UNFOLDED = 4_000_000
+MOST_UNFOLDED = 1_000_000
 #: Elements of an array, and executions of an instruction: XLA counts both in 64 bits.
 _LARGEST = 2**63 - 1
 #: Digits of a number in the text.

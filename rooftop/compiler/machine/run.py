@@ -32,7 +32,7 @@ DETAILED_TRIPS = 3
 #: Trips of a loop that are executed if none is like the one before: the others take as long as these in the mean.
 _MOST_TRIPS = 1000
 #: Instructions that are executed, in all calls and trips. Real programs have some hundred thousand.
-MOST_STEPS = 5_000_000
+MOST_STEPS = 2_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
