@@ -152,7 +152,7 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (2, 3, -2), "repetition_penalty": (0, 1e-9, 100), "user": ("\u0000", "a" * 100_000),
     "chat_template": ("{{ 1/0 }}", "{% for a in range(10**9) %}{% endfor %}"), "metadata": (_deep(50), _deep(700)),
     "chat_template_kwargs": ({"a": "b"}, {"messages": []}, {"bos_token": "x" * 10**5}, {"tokenize": True}, _deep(300)),
-    "prompt": ([], [[]], [1, 2, 3], [-1], [10**9], ["a"] * 129, "a" * 100_000, [[1], [2]], "\ud83d\ude42", {"a": 1}),
+    "prompt": ([], [[]], [65, 66, 67], [-1], [10**9], ["a"] * 129, "a" * 100_000, [[65], [66]], {"a": 1}),
     "messages": ([], [{"role": "user"}], [{"role": "x", "content": ""}], [{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}], [{"role": "tool", "content": "a"}]),
     "tools": ([], [{}], [{"type": "function", "function": {"name": "", "parameters": {"type": "x", "pattern": "("}}}]),

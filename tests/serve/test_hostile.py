@@ -139,17 +139,16 @@ def test_a_request_without_grammar_does_not_wait_for_those_that_have_one(served:
     """Grammars cannot be compiled for a while, because the process for that is stopped; more come than are compiled."""
     assert ask(served, guided_json={"const": "warm"}).status_code == 200
     (starter,) = [child for child in tree(served.process.pid) if child != served.process.pid]
-    os.kill(starter, signal.SIGSTOP)
-    try:
-        with ThreadPoolExecutor(12) as pool:
+    with ThreadPoolExecutor(12) as pool:
+        os.kill(starter, signal.SIGSTOP)
+        try:
             waiting = [pool.submit(ask, served, guided_json={"const": number}) for number in range(12)]
             for _ in range(3):
                 assert ask(served).status_code == 200
             assert not any(request.done() for request in waiting)
+        finally:
             os.kill(starter, signal.SIGCONT)
-            assert [request.result().status_code for request in waiting] == [200] * 12
-    finally:
-        os.kill(starter, signal.SIGCONT)
+        assert [request.result().status_code for request in waiting] == [200] * 12
 
 
 # HTTP.

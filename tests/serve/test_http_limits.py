@@ -221,6 +221,11 @@ def test_tls(folder: Path, tmp_path: Path) -> None:
             assert client.get("/health").status_code == 200
     with pytest.raises(RooftopError, match=r"tls-cert: got .*; accepted: a certificate in PEM"):
         tls_context(key, key)
+    locked = tmp_path / "locked.pem"
+    lock = ["openssl", "pkey", "-in", str(key), "-aes256", "-passout", "pass:secret", "-out", str(locked)]
+    subprocess.run(lock, check=True, capture_output=True)
+    with pytest.raises(RooftopError, match=r"tls-key: got .*; accepted: a key without a passphrase"):
+        tls_context(cert, locked)
     with pytest.raises(RooftopError, match=r"tls-key: got .*; accepted: a file in PEM"):
         tls_context(cert, tmp_path / "none")
 

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from rooftop.core.errors import RooftopError
-from rooftop.serve.api.budget import ByteBudget
+from rooftop.serve.api import answers
+from rooftop.serve.api.answers import Inbox, TokenStream
+from rooftop.serve.api.budget import ByteBudget, Turns
 from rooftop.serve.api.compiling import MOST_CHARACTERS, Unkeepable
 from rooftop.serve.api.grammars import json_grammar, regex_grammar
 from rooftop.serve.api.texts import ChatTemplate, Texts, TooLong
+from rooftop.serve.engine.requests import Sampling, Token
 from tests.support import serving_echo
 
 
@@ -121,3 +124,74 @@ def test_a_budget_is_shared_in_order() -> None:
         return done
 
     assert asyncio.run(check()) == ["a", "b", "c", "d"]
+
+
+def test_clients_take_turns_in_a_round() -> None:
+    async def check() -> list[str]:
+        turns, order, go = Turns(2, per_client=1), list[str](), asyncio.Event()
+
+        async def one(client: str) -> None:
+            async with turns.take(client):
+                order.append(client)
+                await go.wait()
+
+        tasks = [asyncio.create_task(one("many")) for _ in range(3)]
+        left = asyncio.create_task(one("left"))
+        await asyncio.sleep(0)
+        # A client has one turn, whatever it asks for; another one has the second at once.
+        assert order == ["many", "left"]
+        left.cancel()
+        tasks += [asyncio.create_task(one(client)) for client in ("few", "few", "other")]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert order == ["many", "left", "few"]
+        gone = tasks.pop(1)
+        gone.cancel()
+        go.set()
+        await asyncio.gather(*tasks)
+        return order
+
+    # The client that had none comes before the second turns of others.
+    order = asyncio.run(check())
+    assert order[:4] == ["many", "left", "few", "other"] and sorted(order[4:]) == ["few", "many"]
+
+
+class Silent:
+    """An engine that only notes what it is told."""
+
+    def __init__(self) -> None:
+        self.cancelled = list[int]()
+
+    def submit(self, request: Any, deliver: Any) -> None:
+        self.deliver = deliver
+
+    def cancel(self, id: int) -> None:
+        self.cancelled.append(id)
+
+
+def test_tokens_are_read_a_few_at_a_time_and_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream whose client reads nothing is broken off once too many tokens wait; another one is not."""
+    monkeypatch.setattr(answers, "_MOST_WAITING", 200)
+    monkeypatch.setattr(answers, "_MANY_WAITING", 100)
+
+    async def check() -> None:
+        inbox, engine, other = Inbox(), Silent(), Silent()
+        slow, quick = TokenStream(inbox, engine), TokenStream(inbox, other)  # type: ignore[arg-type]
+        for stream in (slow, quick):
+            stream.submit([(1,)], [Sampling()], 0.0)
+        for _ in range(50):
+            other.deliver(Token(id=2, token=5))
+        await asyncio.sleep(0)
+        reading, others = quick.read(), list[int]()
+        asyncio.get_running_loop().call_soon(others.append, 1)
+        assert len(await anext(reading)) == 32 and others == [1]
+        assert len(await anext(reading)) == 18
+        for _ in range(300):
+            engine.deliver(Token(id=1, token=5))
+        await asyncio.sleep(0)
+        assert inbox.waiting == 1 and engine.cancelled == [1] and other.cancelled == []
+        come = [item async for part in slow.read() for item in part]
+        assert [(token.finish, token.token) for _, token, _ in come] == [("error", None)]
+        assert inbox.waiting == 0
+
+    asyncio.run(check())

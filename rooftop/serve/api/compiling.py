@@ -53,6 +53,8 @@ _TRIAL_STACK, _STACK = 16 * 2**20, 64 * 2**20
 _NICE = 10
 #: Seconds for the end of the starter, and after a process's own limit.
 _END_S, _MARGIN_S = 5.0, 5.0
+#: The first byte of a process that compiles; its answer follows.
+_BEGUN = b" "
 #: Most starts of a starter that ends.
 _STARTS = 3
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
@@ -152,18 +154,21 @@ class Trials:
     def check(self, grammar: Grammar) -> None:
         """Compile a grammar apart. Raises Unkeepable, also if its process ended or took too long."""
         for _ in range(_STARTS):
-            control = self._starter()
-            answer: dict[str, Any] | None = None
+            control, answer = self._starter(), b""
             with suppress(OSError):
                 answer = _ask(control, grammar)
-            if answer == {}:
-                return
-            if answer is not None:
-                raise Unkeepable(answer["given"], answer["accepted"])
-            if self._serves(control):
+            if answer == _BEGUN:
                 limits = f"{COMPILE_CPU_S} s and {COMPILE_BYTES // 2**20} MiB"
                 wrong = "a constraint that could not be compiled"
                 raise Unkeepable(wrong, f"a simpler one: each has {limits}", lasting=False)
+            if answer:
+                if wrong_fields := json.loads(answer):
+                    raise Unkeepable(wrong_fields["given"], wrong_fields["accepted"])
+                return
+            # No process has begun: the one that starts them has ended, or does not answer.
+            with self._lock:
+                if self._control is control:
+                    self._end()
         raise RuntimeError("the process that compiles grammars does not start")
 
     def close(self) -> None:
@@ -175,11 +180,6 @@ class Trials:
     def pid(self) -> int | None:
         """Process id of the starter; None before the first grammar."""
         return None if self._process is None else self._process.pid
-
-    def _serves(self, control: socket.socket) -> bool:
-        """True if the starter is alive: it is the process of a grammar that has ended."""
-        with self._lock:
-            return self._control is control and self._process is not None and self._process.poll() is None
 
     def _starter(self) -> socket.socket:
         with self._lock:
@@ -212,8 +212,8 @@ class Trials:
         self._process = self._control = None
 
 
-def _ask(control: socket.socket, grammar: Grammar) -> dict[str, Any] | None:
-    """The answer of a new process about a grammar; None if it ended without one. Raises OSError."""
+def _ask(control: socket.socket, grammar: Grammar) -> bytes:
+    """What a new process says about a grammar: nothing if it did not begin. Raises OSError."""
     ours, theirs = socket.socketpair()
     with ours:
         ours.settimeout(COMPILE_S + _MARGIN_S)
@@ -221,8 +221,7 @@ def _ask(control: socket.socket, grammar: Grammar) -> dict[str, Any] | None:
             socket.send_fds(control, [b"."], [theirs.fileno()])
         ours.sendall(json.dumps(asdict(grammar)).encode())
         ours.shutdown(socket.SHUT_WR)
-        answer = _read(ours)
-    return json.loads(answer) if answer else None
+        return _read(ours)
 
 
 def _read(connection: socket.socket) -> bytes:
@@ -249,6 +248,7 @@ def _limit() -> None:
 
 def _try(connection: socket.socket, tokenizer: llguidance.LLTokenizer) -> None:
     """Compile the grammar that comes on ``connection``, and answer there."""
+    connection.sendall(_BEGUN)
     grammar = Grammar(**json.loads(_read(connection)))
     _limit()
     answers = list[dict[str, Any]]()
