@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int8
 
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.core.files import load_array, make_folder, parse_json, read_text, sync, write_bytes, write_text
+from rooftop.core.files import load_array, make_folder, read_text, sync, write_bytes, write_text
 from rooftop.models.embedding_tables.tables import Quantization, Tables
 
 LEVELS = 256
@@ -157,7 +157,7 @@ def export(
 def load(folder: Path) -> dict[str, Float32[np.ndarray, "..."]]:
     """Load the tables of an export, [V, W] float32 each. Raises RooftopError if the folder holds none."""
     try:
-        report = parse_json(read_text(folder / "tables.json"))
+        report = json.loads(read_text(folder / "tables.json"))
         tables = {}
         for name, table in report["tables"].items():
             stored = load_array(folder / table["file"], "export")

@@ -266,14 +266,14 @@ MOST_CHIPS = 10_000_000
 def _check(spec: Slice) -> None:
     if spec.num_slices < 1:
         raise RooftopError("slice", spec.name, "one slice or more after the @")
-    if spec.chips > MOST_CHIPS:
-        raise RooftopError("slice", f"{spec.name} ({spec.chips:,} chips)", f"at most {MOST_CHIPS:,} chips")
     if spec.chip.kind == "gpu" and spec.num_slices > 1:
         nodes = _name(spec.chip, (spec.shape[0], math.prod(spec.shape[1:]) * spec.num_slices))
         raise RooftopError("slice", spec.name, f"no @, which joins TPU slices over DCN: nodes of GPUs are {nodes}")
     if not _exists(spec.chip, spec.shape):
         near = " or ".join(_name(spec.chip, shape) for shape in _nearest(spec.chip, spec.shape))
         raise RooftopError("slice", spec.name, f"{_rule(spec.chip, spec.shape)}; nearest: {near}")
+    if spec.chips > MOST_CHIPS:
+        raise RooftopError("slice", f"{spec.name} ({spec.chips:,} chips)", f"at most {MOST_CHIPS:,} chips")
 
 
 def _rule(spec: Chip, shape: Shape) -> str:
