@@ -309,6 +309,25 @@ def partial_sums(
     return sums
 
 
+def psum(tree: Any, axes: tuple[str, ...]) -> Any:
+    """``jax.lax.psum`` where other axes of the mesh are explicit: on CPUs, arrays of 16 bits are added up in float32.
+
+    XLA:CPU adds up 16 bits in float32 by its pass AllReducePromotion. Where some axes are not manual, JAX 0.10.2
+    constrains the sharding of the scalar sum that defines an AllReduce. XLA makes that a copy, and the pass ends the
+    process: "Invalid binary instruction opcode copy".
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None or device.platform != "cpu" or not axes:
+        return jax.lax.psum(tree, axes) if axes else tree
+
+    def total(x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+        sum_: jax.Array = jax.lax.psum(wide, axes).astype(x.dtype)
+        return sum_
+
+    return jax.tree.map(total, tree)
+
+
 def varying(tree: Any, axes: Collection[str]) -> Any:
     """Arrays as varying over manual axes, so that gradients are summed over these outside."""
 

@@ -36,6 +36,11 @@ class Records:
             if tensorboard:
                 self._events = TensorBoardEvents(folder.tensorboard, step=step)
 
+    @property
+    def evaluated(self) -> bool:
+        """True if the records end with an evaluation of the first ``step``. Processes that write none say so too."""
+        return self._metrics is None or self._metrics.evaluated
+
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a record, which has its ``step``. Metrics without room on the disk wait for the next record."""
         if self._metrics is not None:
@@ -67,6 +72,8 @@ class MetricsFile:
         if more:
             lines = {_key(line): line for line in (*_lines_up_to(more, step), *earlier.splitlines(keepends=True))}
             earlier = "".join(lines[key] for key in sorted(lines))
+        #: True if the last of these records is an evaluation of ``step``.
+        self.evaluated = any(_key(line) == (step, True) for line in earlier.splitlines()[-1:])
         if earlier != text:
             write_text(path, earlier)
         if more and also is not None:

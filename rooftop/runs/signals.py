@@ -70,7 +70,7 @@ class Votes:
 
 
 class Agreement:
-    """A vote of all processes to stop, with the same result on all of them: two numbers from each, gathered."""
+    """A vote of all processes, with the same result on all of them: two numbers from each, gathered."""
 
     def __init__(self) -> None:
         self._alone = jax.process_count() == 1
@@ -93,6 +93,10 @@ class Agreement:
             all_votes: jax.Array = self._gather(votes)
         # Processes on CPUs mix up the collectives of programs that run at once.
         return jax.block_until_ready(all_votes) if one_at_a_time() else all_votes
+
+    def any(self, vote: bool) -> bool:
+        """Return True if any process votes so."""
+        return self.read(self.post(vote, 0.0)).stop
 
     def read(self, posted: Votes | jax.Array) -> Votes:
         """The votes of all processes at that step."""

@@ -200,6 +200,10 @@ class TrainEngine:
         signals.deferred = True
         batches = prefetch(lambda index: self.job.batch(self.data, index), indices)
         with jax.set_mesh(self.job.mesh), closing(records), closing(trace), closing(batches):
+            if self._is_evaluated(start) and agreement.any(not records.evaluated and not stopping):
+                # An earlier start saved this state, and ended before it was evaluated.
+                evaluation = self._evaluate(records, start, state)
+                reader.restart_clock()
             self.beats.enter(DATA, start + 1)
             for fetched in batches:
                 self.beats.enter(STEP, fetched.step + 1)
@@ -212,11 +216,11 @@ class TrainEngine:
                 last = stopping or done == request.steps
                 if last or _is_due(done, request.eval_every) or _is_due(done, request.save_every):
                     stopping = reader.drain(agreement) or stopping
-                    is_evaluated = last or _is_due(done, request.eval_every)
-                    if self.data.held is not None and not stopping and is_evaluated:
-                        evaluation = self._evaluate(records, done, state)
                     if last or stopping or _is_due(done, request.save_every):
                         self._save(records, done, state, last=last or stopping)
+                    # After the state is saved: whatever ends an evaluation ends no more than that.
+                    if self._is_evaluated(done) and not stopping:
+                        evaluation = self._evaluate(records, done, state)
                     reader.restart_clock()
                 if stopping:
                     break
@@ -225,6 +229,11 @@ class TrainEngine:
                 self._save(records, done, state, last=True)
             self.checkpoints.wait()
         return Outcome(step=done, stopped=stopping, state=state, record=reader.record, evaluation=evaluation)
+
+    def _is_evaluated(self, step: int) -> bool:
+        """True if the weights after ``step`` are to be evaluated."""
+        is_due = step == self.request.steps or _is_due(step, self.request.eval_every)
+        return self.data.held is not None and step > 0 and is_due
 
     def _evaluate(self, records: Records, step: int, state: TrainState[jax.Array]) -> Evaluation:
         assert self.data.held is not None

@@ -33,8 +33,15 @@ from rooftop.train.metrics import TrainRates
 from rooftop.train.request import SEQ_LEN, TrainRequest
 from rooftop.train.schedule import ScheduledOptimizer
 
-#: Fields of a program that depend on the devices: a resumed run may have others.
-_OF_DEVICES = ("program.computation.attention", "program.computation.attention_block", "program.loss_chunks")
+#: Fields of a program that depend on the devices, their mesh or a plan for them, and not the mathematics of a step: a
+#: resumed run may have others.
+_OF_DEVICES = (
+    *(f"program.computation.{name}" for name in (
+        "attention", "attention_block", "collective_matmuls", "both_ways", "context_attention", "context_order",
+        "experts_gather", "remat", "ring_order", "rules", "weights_left",
+    )),
+    *(f"program.{name}" for name in ("chunks", "loss_chunks", "microbatches", "schedule")),
+)  # fmt: skip
 #: Fastest block of queries and keys on a CPU (bench/train_cpu.py).
 _CPU_BLOCK = 128
 _SEQUENCES = 16

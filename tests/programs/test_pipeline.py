@@ -243,6 +243,15 @@ def test_weights_enter_and_leave_stages_in_their_shards() -> None:
     assert "all-gather" not in outside_loops
 
 
+def test_stages_add_up_16_bits_in_float32_on_cpus() -> None:
+    """XLA:CPU ends the process on sums of 16 bits among devices that are defined by a constrained scalar."""
+    text = lower(mesh_of(stage=2, data=2, tensor=2), program(compute_dtype="bf16").to_json()).as_text()
+    sums = re.findall(r'"stablehlo.all_reduce".*?stablehlo.return', text, re.DOTALL)
+    constrained = [sum_ for sum_ in sums if "sharding_constraint" in sum_]
+    assert any("tensor<f32>" in sum_ for sum_ in constrained)
+    assert not [sum_ for sum_ in constrained if "tensor<bf16>" in sum_]
+
+
 def test_stages_with_one_sequence_multiply_matrices() -> None:
     """XLA:TPU scatters the sums of products [T, D], and turns those of [1, T, D] into AllReduces."""
     of_one, of_two = (

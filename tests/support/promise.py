@@ -75,8 +75,6 @@ TOLERANCE = {"exact": (2e-5, 2e-3), "narrow": (1e-3, 0.2), "rounded": (3e-2, 0.2
 SPACING = {"bf16": 2.0**-7, "f32": 0.0}
 #: Kernels that run on a CPU.
 CPU_KERNELS: tuple[AttentionKernel, ...] = ("reference", "chunked")
-#: Options of a step's compiler. XLA's pass AllReducePromotion ends the process on some sums of bf16 over CPUs.
-OPTIONS = QUICKLY | {"xla_disable_hlo_passes": "all-reduce-promotion"}
 #: Tokens of a model's longest sequence. A step of a model without learned positions may have longer ones.
 LONGEST = 64
 #: One in so many random steps runs with dropped tokens as well.
@@ -420,7 +418,7 @@ def stepped(program: TrainProgram, mesh: jax.sharding.Mesh) -> tuple[float, Any,
 
     before = figures(state)
     with jax.set_mesh(mesh):
-        step = jax.jit(train_step(program, program.specs(mesh)), donate_argnums=0, compiler_options=OPTIONS)
+        step = jax.jit(train_step(program, program.specs(mesh)), donate_argnums=0, compiler_options=QUICKLY)
         state, metrics = jax.block_until_ready(step(state, dataclasses.replace(like, **ids)))
     return float(metrics.loss), before, figures(state)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -17,8 +18,19 @@ import orbax.checkpoint as ocp
 import pytest
 
 from rooftop.core.scopes import is_scope
+from tests.support.forks import BEFORE, Fork
 from tests.support.ports import free_port
-from tests.support.training_runs import ROOFTOP, Process, command, finish, run, start, start_new, write_corpus
+from tests.support.training_runs import (
+    ENVIRONMENT,
+    ROOFTOP,
+    Process,
+    command,
+    finish,
+    run,
+    start,
+    start_new,
+    write_corpus,
+)
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -122,6 +134,33 @@ def test_other_optimizers_go_on_bit_for_bit(corpus: Path, optimizer: str) -> Non
         assert run(command(corpus, parts, steps=steps, optimizer=optimizer)).status == 0
     assert losses(parts) == losses(straight)
     assert checkpoint_arrays(parts, 4) == checkpoint_arrays(straight, 4)
+
+
+def abort_evaluations() -> None:
+    """Make an evaluation end the process as a failed check of XLA does. Called in a fork, before the command."""
+    from rooftop.train.evaluate import Forward
+
+    Forward.evaluate = lambda *_, **__: os.abort()  # type: ignore[method-assign]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process is prepared in a fork")
+def test_an_evaluation_that_aborts_loses_no_step_and_is_made_up_for(corpus: Path, whole: Path) -> None:
+    folder = corpus / "aborted"
+    words = command(corpus, folder, steps=6, save_every=5, eval_every=6)
+    changes = ENVIRONMENT | {BEFORE: "tests.train.test_train:abort_evaluations"}
+    assert finish(Fork(words[len(ROOFTOP) :], changes)).status == -signal.SIGABRT
+    assert (folder / "checkpoints" / "6").is_dir()
+    for _ in range(2):
+        assert run(words).status == 0
+        # Made up for once.
+        assert records(folder) == [record for record in records(whole) if record["step"] <= 6]
+
+
+def records(folder: Path) -> list[dict[str, object]]:
+    """Steps and evaluations, without their times."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    kept = ("step", "loss", "eval_loss", "eval_tokens")
+    return [{name: value for name, value in json.loads(line).items() if name in kept} for line in lines]
 
 
 def losses_before_kill(folder: Path) -> list[int]:
@@ -328,8 +367,9 @@ def test_a_loss_that_is_no_number_is_traced_to_a_scope(corpus: Path) -> None:
 def test_a_run_is_not_continued_with_other_data_or_another_program(corpus: Path, whole: Path) -> None:
     """Settings that depend on the devices may differ, as if the run had begun on others."""
     about = json.loads((whole / "run.json").read_text())
-    about["job"]["program"]["loss_chunks"] = 2
-    about["job"]["program"]["computation"] |= {"attention": "reference", "attention_block": 7}
+    about["job"]["program"] |= {"loss_chunks": 2, "microbatches": 4, "schedule": "zero_bubble"}
+    others = {"attention": "reference", "attention_block": 7, "context_attention": "all_gather", "remat": "none"}
+    about["job"]["program"]["computation"] |= others
     (whole / "run.json").write_text(json.dumps(about))
     done = run(command(corpus, whole, steps=13, lr=2e-2))
     assert (done.status, done.line) == (

@@ -39,7 +39,7 @@ from rooftop.programs.model import transformer
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.model.moe import no_load
 from rooftop.programs.parameters import Batch, Norm, Transformer
-from rooftop.programs.sharding import Dim, Specs, in_parts, on_some_shards, varying
+from rooftop.programs.sharding import Dim, Specs, in_parts, on_some_shards, psum, varying
 from rooftop.programs.training.passes import Layers, Passes, ResidualStream, Through, saved_on_host
 from rooftop.scheduling.pipeline import (
     TRIP_OPS,
@@ -132,7 +132,7 @@ def pipelined(
             result = transformer.head_loss(stream.x, tables_, part, inside, chunks=loss_chunks, counted=counted)
             if stream.load is not None:
                 with named_scope("loss"):
-                    load = lax.psum(jnp.sum(stream.load, axis=0), copies)
+                    load = psum(jnp.sum(stream.load, axis=0), copies)
                 result = transformer.balanced(*result, load, inside)
             share: tuple[jax.Array, Terms] = jax.tree.map(lambda mean: mean / shares, result)
             return share
@@ -153,10 +153,7 @@ def pipelined(
             layer_gradients, table_gradients = jax.tree.map(
                 lambda sum_: sum_.astype(summed), (layer_gradients, table_gradients)
             )
-            layer_gradients = (
-                jax.tree.map(lambda sum_: lax.psum(sum_, copies), layer_gradients) if copies else layer_gradients
-            )
-            return lax.psum(losses, manual), layer_gradients, lax.psum(table_gradients, manual)
+            return psum(losses, manual), psum(layer_gradients, copies), psum(table_gradients, manual)
 
     by_stage = P(None, "stage")
     counted_share = None if counted is None else counted / shares
