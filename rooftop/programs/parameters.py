@@ -610,16 +610,16 @@ def moved(arrays: Any, places: Any) -> Any:
     Layers of padding that ``places`` lacks are cut off: a mesh without stages needs none.
     """
     there, tree = jax.tree.flatten(jax.device_put(arrays, jax.tree.map(lambda place: place.sharding, places)))
-    wanted = jax.tree.leaves(places)
-    padded = [at for at, place in enumerate(wanted) if there[at].shape != place.shape]
+    aims = jax.tree.leaves(places)
+    padded = [at for at, place in enumerate(aims) if there[at].shape != place.shape]
 
     @jax.jit
     def cut(arrays: list[jax.Array]) -> list[jax.Array]:
-        return [array[: wanted[at].shape[0]] for at, array in zip(padded, arrays, strict=True)]
+        return [array[: aims[at].shape[0]] for at, array in zip(padded, arrays, strict=True)]
 
     if padded:
         # A caller may be under the mesh that the arrays come from.
-        with jax.set_mesh(wanted[0].sharding.mesh):
+        with jax.set_mesh(aims[0].sharding.mesh):
             for at, array in zip(padded, cut([there[at] for at in padded]), strict=True):
                 there[at] = array
     return jax.tree.unflatten(tree, there)

@@ -294,9 +294,11 @@ class _Attempt:
         if fork.returncode == 0:
             return
         lines = [line for line in (err or out).splitlines() if line]
-        if (fork.returncode in refusals and len(lines) == 1) or (fork.returncode == 1 and verb[0] == "plan"):
-            raise _Ended("refused", f"{verb[0]}: {_folded(lines[0])}")
-        abort = next((line for line in lines if line.startswith("F")), None)
+        # Libraries write lines of their own to stderr. A planner that answers no does so on stdout.
+        refusal = next((line for line in lines if line.startswith("rooftop: ")), out if fork.returncode == 1 else None)
+        if fork.returncode in refusals and refusal is not None and "Traceback" not in err:
+            raise _Ended("refused", f"{verb[0]}: {_folded(refusal.partition(chr(10))[0])}")
+        abort = next((line for line in lines if re.match(r"F\d{4} ", line)), None)
         last = abort or (lines[-1] if lines else "")
         raise _Ended("failed", f"{' '.join(verb)}: status {fork.returncode}: {last[:400]}")
 

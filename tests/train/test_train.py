@@ -159,8 +159,8 @@ def test_an_evaluation_that_aborts_loses_no_step_and_is_made_up_for(corpus: Path
 def records(folder: Path) -> list[dict[str, object]]:
     """Steps and evaluations, without their times."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    kept = ("step", "loss", "eval_loss", "eval_tokens")
-    return [{name: value for name, value in json.loads(line).items() if name in kept} for line in lines]
+    compared = ("step", "loss", "eval_loss", "eval_tokens")
+    return [{name: value for name, value in json.loads(line).items() if name in compared} for line in lines]
 
 
 def losses_before_kill(folder: Path) -> list[int]:
