@@ -357,7 +357,7 @@ def test_options_and_the_port_are_checked_before_jax_is_imported(folder: Path) -
     """Wrong options and an occupied port are answered by a process in which JAX cannot be imported."""
     code = (
         "import socket, sys\nsys.modules.update(dict.fromkeys(('jax', 'jaxlib', 'uvicorn', 'starlette')))\n"
-        "from rooftop.runs import environment\nenvironment.require_packages = lambda *_: None\n"
+        "from rooftop.core import extras\nextras.is_installed = lambda _: True\n"
         "from rooftop.cli.main import main\n"
         "taken = socket.create_server(('127.0.0.1', 0)).getsockname()[1]\n"
         f"for words in (['--port', str(taken)], ['--pages', '1'], ['--mesh', 'rows=2'], ['--chunk-tokens', '8']):\n"
