@@ -18,7 +18,7 @@ from rooftop.core.records import Record
 from rooftop.explain.compiled.report import SCHEMA, CompiledRecord, CompiledReport, RefusedRecord, largest
 from rooftop.hardware import Slice
 from rooftop.plan.documents import PlannedSlice
-from rooftop.target.records import Ending, LeftOut, ScriptRun, TargetProgram
+from rooftop.target.records import Ending, NotCompiled, ScriptRun, TargetProgram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class ScriptRecord(Record):
     costliest: int | None
     programs: tuple[ScriptProgramRecord, ...]
     reads: Mapping[str, int]
-    not_compiled: tuple[LeftOut, ...]
+    not_compiled: tuple[NotCompiled, ...]
     notes: tuple[str, ...]
 
 

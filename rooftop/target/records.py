@@ -46,7 +46,7 @@ class TargetProgram:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeftOut:
+class NotCompiled:
     """Programs of one function that were not compiled, and the reason; ``source`` is '' for functions of JAX itself."""
 
     name: str
@@ -61,7 +61,7 @@ class TargetRecord:
 
     programs: tuple[TargetProgram, ...]
     reads: Mapping[str, int] = field(default_factory=dict)
-    not_compiled: tuple[LeftOut, ...] = ()
+    not_compiled: tuple[NotCompiled, ...] = ()
     notes: tuple[str, ...] = ()
 
 

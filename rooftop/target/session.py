@@ -41,7 +41,7 @@ from rooftop.target.computing import is_computing
 from rooftop.target.executables import axes_of_module, compile_module
 from rooftop.target.known import KnownPart, known_part
 from rooftop.target.places import calling_place, place
-from rooftop.target.records import LeftOut, LeftOutReason, TargetProgram, TargetRecord
+from rooftop.target.records import NotCompiled, LeftOutReason, TargetProgram, TargetRecord
 from rooftop.target.standin import SMALL, StandIn, array_of, is_known, stand_in, value_of
 from rooftop.target.written import WrittenWork, bytes_of, jaxpr_of, replicated, result_shardings, written_work
 
@@ -158,7 +158,7 @@ class Session:
             programs=tuple(self._programs),
             reads=dict(self._reads),
             not_compiled=tuple(
-                LeftOut(name=name, source=source, reason=reason, count=count)
+                NotCompiled(name=name, source=source, reason=reason, count=count)
                 for (name, source, reason), count in self._not_compiled.most_common()
             ),
             notes=tuple(self._notes),

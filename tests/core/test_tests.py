@@ -80,7 +80,7 @@ def test_no_test_asserts_that_something_is_quick() -> None:
 
 
 def test_no_test_waits_for_a_fixed_time() -> None:
-    """What is not there after a fixed wait on a busy machine was only late."""
+    """After a fixed wait on a busy machine an event may only be late."""
     assert [f"{name}:{line}" for name, test in timed_tests() for line in fixed_waits(test)] == []
 
 

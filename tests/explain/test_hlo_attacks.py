@@ -96,7 +96,7 @@ def test_work_grows_with_the_module(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in LINEAR if name.startswith(("name", "attribute"))])
 def test_long_texts_are_read_at_once(name: str, tmp_path: Path) -> None:
-    """What is quadratic in one of these takes minutes: regular expressions do not count their steps."""
+    """A quadratic reader of one of these takes minutes: regular expressions do not count their steps."""
     assert answer(LINEAR[name](60_000), tmp_path, on="v5e") in ("", "refused")
 
 

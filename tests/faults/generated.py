@@ -301,7 +301,7 @@ LAST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
 def problem(sent: Sent, received: bytes | None) -> str | None:
-    """What is wrong with what came back; None if nothing is."""
+    """Fault of an answer; None if there is none."""
     if received is None:
         return None
     statuses = [int(status) for status in _STATUS.findall(received)]
@@ -320,7 +320,7 @@ def problem(sent: Sent, received: bytes | None) -> str | None:
 
 
 def problem_of_answer(status: int, content: bytes) -> str | None:
-    """What is wrong with the answer to one request with a drawn body; None if nothing is."""
+    """Fault of the answer to one request with a drawn body; None if there is none."""
     if not (200 <= status < 300 or 400 <= status < 500):
         return f"status {status}: {content[:200]!r}"
     if content.startswith(b"data: "):

@@ -32,7 +32,7 @@ INSTALLS = ("", *(name for name in PROJECT["optional-dependencies"] if name not 
 
 
 def requirements(extra: str) -> list[Requirement]:
-    """What pyproject.toml asks for with ``extra``."""
+    """Requirements of pyproject.toml with ``extra``."""
     texts = [*PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] if extra else ())]
     return [Requirement(text) for text in texts]
 

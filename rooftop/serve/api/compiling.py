@@ -213,7 +213,7 @@ class Trials:
 
 
 def _ask(control: socket.socket, grammar: Grammar) -> bytes:
-    """What a new process says about a grammar: nothing if it did not begin. Raises OSError."""
+    """Answer of a new process about a grammar: nothing if it did not begin. Raises OSError."""
     ours, theirs = socket.socketpair()
     with ours:
         ours.settimeout(COMPILE_S + _MARGIN_S)
