@@ -41,7 +41,7 @@ from rooftop.target.computing import is_computing
 from rooftop.target.executables import axes_of_module, compile_module
 from rooftop.target.known import KnownPart, known_part
 from rooftop.target.places import calling_place, place
-from rooftop.target.records import NotCompiled, LeftOutReason, TargetProgram, TargetRecord
+from rooftop.target.records import LeftOutReason, NotCompiled, TargetProgram, TargetRecord
 from rooftop.target.standin import SMALL, StandIn, array_of, is_known, stand_in, value_of
 from rooftop.target.written import WrittenWork, bytes_of, jaxpr_of, replicated, result_shardings, written_work
 

@@ -84,15 +84,15 @@ def reads(call: ast.Call) -> bool:
 
 
 def test_every_file_that_a_user_names_has_one_reader() -> None:
-    found = dict[str, set[str]]()
+    readers = dict[str, set[str]]()
     for path in sorted((ROOT / "rooftop").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         if name == "rooftop/core/files.py":
             continue
         for function, call in functions(ast.parse(path.read_text(encoding="utf-8"))):
             if reads(call):
-                found.setdefault(name, set()).add(function)
-    assert found == OWN, "read files by rooftop.core.files"
+                readers.setdefault(name, set()).add(function)
+    assert readers == OWN, "read files by rooftop.core.files"
 
 
 # ---- the reader ------------------------------------------------------------------------------------------------------

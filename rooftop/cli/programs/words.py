@@ -142,8 +142,8 @@ def script_options(command: _Command) -> _Command:
 def refuse_script_options(options: ScriptOptions) -> None:
     """Raise RooftopError for an option of a script without one."""
     # 0 is a value too.
-    given = {name.replace("_", "-"): f"{value:g}" for name, value in options.items() if value is not None}
-    refuse(given, "nothing but with a script: -- python SCRIPT")
+    values = {name.replace("_", "-"): f"{value:g}" for name, value in options.items() if value is not None}
+    refuse(values, "nothing but with a script: -- python SCRIPT")
 
 
 def run_settings(options: ScriptOptions) -> dict[str, Any]:

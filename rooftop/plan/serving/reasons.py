@@ -100,8 +100,8 @@ def _cache(problem: ServingProblem, placement: Placement, batch: int, step: Ledg
         return
     heads, ways = attention_kind(problem.model).cached_heads, placement.mesh.size(*COLUMN_AXES)
     split = placement.mesh.size(*SEQUENCE_AXES)
-    kept = "a latent that all heads share," if heads is None else counted(heads, "KV head")
-    text = f"{kept} over {counted(ways, 'way')}"
+    room = "a latent that all heads share," if heads is None else counted(heads, "KV head")
+    text = f"{room} over {counted(ways, 'way')}"
     limit = heads or 1
     yield Reason(
         rule="the cache is not copied",
