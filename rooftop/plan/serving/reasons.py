@@ -100,8 +100,8 @@ def _cache(problem: ServingProblem, placement: Placement, batch: int, step: Ledg
         return
     heads, ways = attention_kind(problem.model).cached_heads, placement.mesh.size(*COLUMN_AXES)
     split = placement.mesh.size(*SEQUENCE_AXES)
-    room = "a latent that all heads share," if heads is None else counted(heads, "KV head")
-    text = f"{room} over {counted(ways, 'way')}"
+    holders = "a latent that all heads share," if heads is None else counted(heads, "KV head")
+    text = f"{holders} over {counted(ways, 'way')}"
     limit = heads or 1
     yield Reason(
         rule="the cache is not copied",

@@ -135,9 +135,9 @@ def choose_part(request: ServeRequest) -> EnginePart:
 def check_link_key(key: str | None) -> None:
     """Raise RooftopError for a key that can be guessed. Whoever answers in place of the other process may try words."""
     if key is None or len(key) < _KEY_CHARACTERS or len(set(key)) < _KEY_KINDS:
-        key = None if not key else f"{len(key)} characters"
+        shown = None if not key else f"{len(key)} characters"
         accepted = f"a secret of both processes (or ROOFTOP_LINK_KEY), {_KEY_CHARACTERS} random characters or more"
-        raise RooftopError("link-key", key, f"{accepted}: openssl rand -hex 32 writes one")
+        raise RooftopError("link-key", shown, f"{accepted}: openssl rand -hex 32 writes one")
 
 
 def replicas_of(lead: Lead | None, checkpoint: Path, configuration: Configuration) -> Callable[..., Replica]:
