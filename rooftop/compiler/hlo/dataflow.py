@@ -63,8 +63,8 @@ class Flow:
         for entry in self._instructions(self.frame, ()):
             count["instructions"] += 1
             if count["instructions"] > _MOST_INSTRUCTIONS:
-                given = f"{self.frame}, whose loops unroll to more than {_MOST_INSTRUCTIONS:,} instructions"
-                raise RooftopError("hlo", given, "shorter rings of permutes")
+                fault = f"{self.frame}, whose loops unroll to more than {_MOST_INSTRUCTIONS:,} instructions"
+                raise RooftopError("hlo", fault, "shorter rings of permutes")
             yield entry
 
     def _instructions(self, name: str, path: Path) -> Iterator[tuple[Value, Instruction]]:

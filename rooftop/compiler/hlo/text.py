@@ -365,8 +365,8 @@ def _parsed(text: str) -> Module:
                 raise RooftopError("hlo", two, "instructions with names of their own in each computation")
             for operand in instruction.operands:
                 if operand not in instructions:
-                    given = f"{instruction.name} in {name}, which reads {operand}"
-                    raise RooftopError("hlo", given, "operands that stand before what reads them, in one computation")
+                    fault = f"{instruction.name} in {name}, which reads {operand}"
+                    raise RooftopError("hlo", fault, "operands that stand before what reads them, in one computation")
             instructions[instruction.name] = instruction
             root = instruction.name if match.group(1) else root
     if not entry or entry not in computations:
@@ -395,8 +395,8 @@ def _check_graph(module: Module) -> None:
         if depth[name] > MOST_NESTED:
             raise RooftopError("hlo", f"{depth[name]:,} levels of calls in {name}", f"up to {MOST_NESTED} levels")
         if unfolded[name] > MOST_UNFOLDED:
-            given = f"{name}, whose calls unfold to more than {MOST_UNFOLDED:,} instructions"
-            raise RooftopError("hlo", given, f"up to {MOST_UNFOLDED:,} instructions")
+            fault = f"{name}, whose calls unfold to more than {MOST_UNFOLDED:,} instructions"
+            raise RooftopError("hlo", fault, f"up to {MOST_UNFOLDED:,} instructions")
 
 
 def _check_calls(module: Module, instruction: Instruction) -> None:
@@ -405,8 +405,8 @@ def _check_calls(module: Module, instruction: Instruction) -> None:
     named = tuple(map(instruction.called_as, roles)) or instruction.called
     missing = next((name for name in named if name not in module.computations), None)
     if least and (missing is not None or len(named) < least):
-        given = f"{instruction.opcode} {instruction.name}, which calls {missing or 'nothing'}"
-        raise RooftopError("hlo", given, "calls of computations that the module has")
+        fault = f"{instruction.opcode} {instruction.name}, which calls {missing or 'nothing'}"
+        raise RooftopError("hlo", fault, "calls of computations that the module has")
 
 
 def _whole_lines(text: str) -> Iterator[str]:
