@@ -438,8 +438,8 @@ def small_modules(text: str, most: int = 400) -> Iterator[str]:
             if at in by_name and at not in needed:
                 needed[at] = None
                 left += [
-                    found.lstrip("%")
-                    for found in re.findall(r"(?:calls|to_apply|body|condition)=(%[\w.\-]+)", by_name[at])
+                    called.lstrip("%")
+                    for called in re.findall(r"(?:calls|to_apply|body|condition)=(%[\w.\-]+)", by_name[at])
                 ]
         parts = [by_name[one] for one in by_name if one in needed and one != name]
         entry = by_name[name] if by_name[name].startswith("ENTRY") else f"ENTRY {by_name[name]}"

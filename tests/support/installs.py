@@ -46,15 +46,15 @@ def distributions(extra: str) -> frozenset[str]:
         requirement = waiting.pop()
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        for wanted in ("", *requirement.extras):
-            entry = canonicalize_name(requirement.name), wanted
+        for extra in ("", *requirement.extras):
+            entry = canonicalize_name(requirement.name), extra
             if entry in names:
                 continue
             names.add(entry)
             with suppress(importlib.metadata.PackageNotFoundError):
                 for text in importlib.metadata.requires(requirement.name) or ():
                     inner = Requirement(text)
-                    if inner.marker is None or inner.marker.evaluate({"extra": wanted}):
+                    if inner.marker is None or inner.marker.evaluate({"extra": extra}):
                         inner.marker = None
                         waiting.append(inner)
     return frozenset(name for name, _ in names)

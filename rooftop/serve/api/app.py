@@ -192,7 +192,7 @@ class Api:
         if self._tokenising is None:
             self._tokenising = ByteBudget(max(_TOKENISING_BYTES, self.texts.most_bytes(engine.max_model_len)))
         body = await self._body(request, engine)
-        held = ExitStack()
+        claims = ExitStack()
         try:
             async with self._tokenising.take(len(body)):
                 requested, prepared = await asyncio.get_running_loop().run_in_executor(
@@ -202,7 +202,7 @@ class Api:
                 matcher = await self._grammars.matcher(prepared.grammar, self._client(request))
                 prepared = await asyncio.to_thread(prepared.constrained, matcher)
             if not requested.stream:
-                self._hold(prepared.answer_bytes, held)
+                self._hold(prepared.answer_bytes, claims)
             form = Form(
                 id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
                 created=int(time.time()),
@@ -213,7 +213,7 @@ class Api:
             body = body if self.settings.log_texts else b""
             answer = PendingAnswer(requested, prepared, self.texts, form, self.metrics)
             answer.start(TokenStream(self._inbox, engine), arrival_s)
-            ending = held.pop_all()
+            ending = claims.pop_all()
         except RooftopError as wrong:
             # Clients shorten their prompt when they see this code.
             code = "context_length_exceeded" if isinstance(wrong, TooLong) else None
@@ -225,7 +225,7 @@ class Api:
             message = "too many different grammars at a time"
             raise Refused(429, message, code="rate_limit_exceeded", retry_s=_RETRY_S) from None
         finally:
-            held.close()
+            claims.close()
         headers = {"x-request-id": form.id}
         if requested.stream:
             return _EventStream(answer.events(), headers, lambda: self._note(request, answer, body))
@@ -243,14 +243,14 @@ class Api:
             self._note(request, answer, body, whole)
             return _Parts(whole, headers, ending.pop_all().close)
 
-    def _hold(self, size: int, held: ExitStack) -> None:
-        """Count the bytes of an answer until ``held`` is closed. Raises Refused if there are too many."""
+    def _hold(self, size: int, claims: ExitStack) -> None:
+        """Count the bytes of an answer until ``claims`` is closed. Raises Refused if there are too many."""
         if size <= _SMALL_ANSWER_BYTES:
             return
         if self._answer_bytes + size > _ANSWERS_BYTES:
             raise Refused(429, "too many long answers at a time", code="rate_limit_exceeded", retry_s=_RETRY_S)
         self._answer_bytes += size
-        held.callback(self._release, size)
+        claims.callback(self._release, size)
 
     def _release(self, size: int) -> None:
         self._answer_bytes -= size

@@ -88,14 +88,14 @@ class TokenizerTask:
 
 
 class Unkeepable(Exception):
-    """A grammar that cannot be enforced: ``given`` and ``accepted`` of the error about its field.
+    """A grammar that cannot be enforced: ``value`` and ``accepted`` of the error about its field.
 
     ``lasting``: it never can. A process may have ended for want of time that others took.
     """
 
-    def __init__(self, given: str, accepted: str, *, lasting: bool = True) -> None:
-        self.given, self.accepted, self.lasting = given, accepted, lasting
-        super().__init__(given)
+    def __init__(self, value: str, accepted: str, *, lasting: bool = True) -> None:
+        self.given, self.accepted, self.lasting = value, accepted, lasting
+        super().__init__(value)
 
 
 def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: Grammar) -> llguidance.LLMatcher:

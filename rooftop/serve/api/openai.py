@@ -157,10 +157,10 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) 
     most = max(limit or max_model_len - len(ids) for ids in prompts)
     size = len(prompts) * request.choices * most * _token_bytes(request)
     if size > MOST_ANSWER_BYTES:
-        each = "" if request.alternatives is None else f", each with {1 + request.alternatives} log-probabilities"
+        more = "" if request.alternatives is None else f", each with {1 + request.alternatives} log-probabilities"
         fits = MOST_ANSWER_BYTES // _token_bytes(request)
         accepted = f"at most {fits:,} tokens in all choices (n): an answer has at most {MOST_ANSWER_BYTES // 2**20} MiB"
-        raise RooftopError(field, f"{len(prompts) * request.choices} x {most:,} tokens{each}", accepted)
+        raise RooftopError(field, f"{len(prompts) * request.choices} x {most:,} tokens{more}", accepted)
     samplings = []
     for ids in prompts:
         room = max_model_len - len(ids)
