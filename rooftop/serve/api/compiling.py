@@ -88,7 +88,7 @@ class TokenizerTask:
 
 
 class Unkeepable(Exception):
-    """A grammar that cannot be enforced: ``value`` and ``accepted`` of the error about its field.
+    """A grammar that cannot be enforced: ``given`` and ``accepted`` of the error about its field.
 
     ``lasting``: it never can. A process may have ended for want of time that others took.
     """
