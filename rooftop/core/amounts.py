@@ -13,5 +13,3 @@ Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 #: A part of a whole.
 Share = Annotated[float, Meta(ge=0, le=1)]
-#: An error over what is measured: -1 is a prediction of nothing.
-RelativeError = Annotated[float, Meta(ge=-1)]

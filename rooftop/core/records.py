@@ -9,13 +9,24 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, cached_property
 from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
 
 from rooftop.core.errors import RooftopError, unknown
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtLeast:
+    """The least value of a number, for modules that do not import msgspec."""
+
+    ge: float
+
+
+#: A change relative to what it is compared with: -1 leaves nothing.
+RelativeChange = typing.Annotated[float, AtLeast(ge=-1)]
 
 
 class derived(cached_property[T], Generic[T]):

@@ -32,8 +32,7 @@ from typing import Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.core.amounts import RelativeError
-from rooftop.core.records import Record, derived, field_values
+from rooftop.core.records import Record, RelativeChange, derived, field_values
 from rooftop.hardware import Calibrated, Chip, Slice
 from rooftop.models import ModelConfig
 
@@ -181,7 +180,7 @@ class Evidence(Record):
     runs: int
     models: int
     frameworks: tuple[str, ...]
-    mean_error: RelativeError | None
+    mean_error: RelativeChange | None
     mean_absolute_error: float | None
     factor: tuple[float, float] | None
     unlike: tuple[str, ...]

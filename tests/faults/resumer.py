@@ -15,7 +15,7 @@ from pathlib import Path
 def main() -> None:
     """Resume runs until stdin is closed."""
     from rooftop.core.errors import Infeasible, RooftopError
-    from rooftop.library.training import PACKAGES, train
+    from rooftop.library.training import train
     from rooftop.runs.environment import join_processes, prepare_environment
     from rooftop.runs.folder import RunFolder
     from rooftop.runs.supervise import keep_stdout
@@ -23,7 +23,7 @@ def main() -> None:
 
     coordinator, processes, process, devices = sys.argv[1], *map(int, sys.argv[2:])
     keep_stdout()
-    prepare_environment(devices, packages=PACKAGES, extra="train")
+    prepare_environment(devices, extra="train")
     if processes > 1:
         join_processes(coordinator, processes, process)
     import jax

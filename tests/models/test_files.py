@@ -79,7 +79,6 @@ def test_the_text_part_of_a_multimodal_file_is_read() -> None:
         (_llama(num_hidden_layers=10**9), "num_hidden_layers"),
         (_llama(vocab_size=True), "vocab_size"),
         (_llama(rms_norm_eps="small"), "rms_norm_eps"),
-        (_llama(rms_norm_eps=float("nan")), "rms_norm_eps"),
         (_llama(hidden_act="mish"), "hidden_act"),
         (_llama(tie_word_embeddings="yes"), "tie_word_embeddings"),
         (_llama(num_key_value_heads=3), "kv_heads"),
@@ -114,6 +113,13 @@ def test_a_bad_file_is_one_line_with_the_file_and_the_key(tmp_path: Path, data: 
         load_model(str(path))
     assert caught.value.field == f"{path}: {key}"
     assert "\n" not in str(caught.value)
+
+
+def test_nan_is_no_number_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(_llama(rms_norm_eps=float("nan"))))
+    with pytest.raises(RooftopError, match="NaN"):
+        load_model(str(path))
 
 
 def test_an_unknown_model_type_lists_the_accepted_ones() -> None:

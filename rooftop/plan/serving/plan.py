@@ -14,7 +14,7 @@ from rooftop.capabilities import KvSplit
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Ledger, Resource, Row
 from rooftop.core.quantities import format_bytes, format_seconds
-from rooftop.core.records import Record, read_record
+from rooftop.core.records import Record, RelativeChange, read_record
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, kv_bytes_per_token
 from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
@@ -66,7 +66,7 @@ class PlannedDraft(Record):
     check_s: float
     round_s: float
     prefill_s: float
-    gain: float
+    gain: RelativeChange
 
 
 @dataclass(frozen=True, kw_only=True)
