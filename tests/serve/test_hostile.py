@@ -358,7 +358,7 @@ def test_refused_forms_name_their_field() -> None:
 
 def test_hangups_drain(folder: Path) -> None:
     """A closed terminal sends SIGHUP: the stream is finished, and the status is 0."""
-    with serving(folder, engine={"step_s": 0.01}) as server:
+    with serving(folder, engine={"holds_last": True}) as server:
         body = {"prompt": "the quick", "max_tokens": 60, "ignore_eos": True, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
