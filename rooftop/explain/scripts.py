@@ -181,6 +181,12 @@ class ScriptReport:
         return max(range(len(self.programs)), key=lambda at: self.programs[at].expected_s, default=None)
 
     @property
+    def costliest_that_fits(self) -> int | None:
+        """Index of the program that takes the longest, of those that fit and can be read."""
+        read = [at for at, program in enumerate(self.programs) if program.report is not None]
+        return max(read, key=lambda at: self.programs[at].expected_s, default=None)
+
+    @property
     def fits(self) -> bool:
         """True if every program fits in HBM."""
         return all(program.shortage is None for program in self.programs)
@@ -200,6 +206,13 @@ class ScriptReport:
         if shown.report is None:
             return f"{subject}: not read ({shown.unread})"
         return f"{subject}: {shown.report.verdict}"
+
+    @property
+    def failure(self) -> str | None:
+        """One line: the program that does not fit, else the error of the script."""
+        if not self.fits:
+            return self.verdict
+        return None if self.run.error is None else str(self.run.error)
 
     @property
     def problems(self) -> Iterator[Exception]:

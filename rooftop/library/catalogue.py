@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from rooftop.capabilities import SERVING, ServingSpec, model_obstacle, obstacles
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
-from rooftop.core.quantities import format_bytes, format_count, parse_count
+from rooftop.core.quantities import counted, format_bytes, format_count, parse_count
 from rooftop.core.records import Record
 from rooftop.hardware import Chip, Slice, catalogue
 from rooftop.hardware.chips import Figure
@@ -159,8 +159,8 @@ class SliceResult(Result):
         spec = self.slice
         peak = format_count(spec.flops_per_s("bf16"), "FLOP/s")
         return (
-            f"{spec.name}: {spec.chips:,} chips, {spec.devices:,} devices, {spec.hosts:,} hosts, {peak} in bf16, "
-            f"{format_bytes(spec.hbm_bytes)} HBM"
+            f"{spec.name}: {counted(spec.chips, 'chip')}, {counted(spec.devices, 'device')}, "
+            f"{counted(spec.hosts, 'host')}, {peak} in bf16, {format_bytes(spec.hbm_bytes)} HBM"
         )
 
 
@@ -192,7 +192,7 @@ class ChipsResult(Result):
     @property
     def summary(self) -> str:
         """Names of the chips."""
-        return f"{len(self.chips)} chips: {', '.join(spec.name for spec in self.chips)}"
+        return f"{counted(len(self.chips), 'chip')}: {', '.join(spec.name for spec in self.chips)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +331,7 @@ class ModelsResult(Result):
     @property
     def summary(self) -> str:
         """Names of the models."""
-        return f"{len(self.models)} models: {', '.join(model.config.name for model in self.models)}"
+        return f"{counted(len(self.models), 'model')}: {', '.join(model.config.name for model in self.models)}"
 
 
 def chip(name: ChipLike) -> ChipResult | SliceResult:

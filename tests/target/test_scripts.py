@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 import rooftop as library
 from rooftop.compiler.memory import OutOfMemory
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.quantities import format_bytes
 from rooftop.core.records import schema
 from rooftop.explain.advisor.report import CheckRecord
 from rooftop.explain.scripts import ScriptRecord
@@ -406,6 +407,21 @@ def test_a_script_that_fails_late_is_checked(rooftop: Run) -> None:
     assert Path("programs/1_lambda.hlo.txt").is_file()
     shown = printed(document(answer.json), 200).plain
     assert f"The script failed: {error}" in shown and "not_donated" in shown
+
+
+def test_a_program_that_does_not_fit_hides_no_findings_of_another(rooftop: Run) -> None:
+    """Findings of the program that fits, then the refusal of the other, with its status."""
+    script = write("train.py", LATE.format("jax.jit(lambda x: x @ x.T)(jnp.zeros((1 << 17, 1024)))"))
+    answer = rooftop("check", "--on", "v5e:2x2", "--json", "--", "python", script)
+    assert answer.status == 1
+    jsonschema.validate(answer.json, schema(CheckRecord))
+    # The product in float32, and its argument.
+    needed = format_bytes(4 * 2**34 + 4 * 2**27)
+    assert answer.json["error"].startswith(f"program <lambda> does not fit: XLA needs {needed} of 16.9 GB a device")
+    assert [finding["rule"] for finding in answer.json["findings"]] == ["not_donated"]
+    assert answer.err.splitlines()[-1].startswith("rooftop: <lambda> on v5e:2x2: needs 64.50GiB")
+    shown = printed(document(answer.json), 200).plain
+    assert "does not fit" in shown and "not_donated" in shown
 
 
 def test_a_script_that_is_killed_keeps_its_programs() -> None:

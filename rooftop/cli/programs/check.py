@@ -106,11 +106,11 @@ def command(
 ) -> int:
     """Check a compiled program without a plan: what it wastes, at which line, and what that is worth.
 
-    Reads a function or your own script (compiled as in 'rooftop compile'; of a script the program whose calls take
-    longest), a module of HLO or a folder of --xla_dump_to, or a saved report. Finds replicated arguments, missing
-    donation, repeated and oversized collectives, arrays that the partitioner makes whole, copies into another layout,
-    float32 traffic, padding and host transfers. With --against, compares with an earlier ledger; the status is 1 if a
-    limit does not hold.
+    Reads a function or your own script (compiled as in 'rooftop compile'; of a script the program that fits and whose
+    calls take longest), a module of HLO or a folder of --xla_dump_to, or a saved report. Finds replicated arguments,
+    missing donation, repeated and oversized collectives, arrays that the partitioner makes whole, copies into another
+    layout, float32 traffic, padding and host transfers. With --against, compares with an earlier ledger; the status is
+    1 if a limit does not hold.
     """
     checked = program_of(program, _PROGRAM)
     if isinstance(checked, str) and ":" not in checked and not Path(checked).exists():

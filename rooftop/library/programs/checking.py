@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 class CheckResult(Result):
     """A checked program: its findings, what is worth most first, and whether the limits hold.
 
-    ``failure`` is that of a script which failed after it had compiled the program.
+    ``failure`` is that of a script which failed after it had compiled the program, or the refusal of another of its
+    programs, which does not fit in HBM.
     """
 
     report: ProgramCheck
-    failure: RooftopError | None = None
+    failure: Exception | None = None
 
     def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Findings, limits, the difference from an earlier ledger, and the compilation."""
@@ -63,7 +64,7 @@ class CheckResult(Result):
         return document(self.to_json())
 
     def raise_if_infeasible(self) -> None:
-        """Raise RooftopError if the script failed after it had compiled the program."""
+        """Raise Infeasible if another program of the script does not fit in HBM, RooftopError if the script failed."""
         if self.failure is not None:
             raise self.failure
 
@@ -91,8 +92,9 @@ def check(
     """Check a compiled program: what it wastes, at which line, and what each is worth.
 
     Args:
-        program: What ``compile``, ``inspect`` or ``compile_script`` returned (of a script its costliest program), or a
-            module of HLO (see ``explain_module``), or a saved report: JSON of ``check``, ``compile`` or a script.
+        program: What ``compile``, ``inspect`` or ``compile_script`` returned (of a script the costliest program that
+            fits), or a module of HLO (see ``explain_module``), or a saved report: JSON of ``check``, ``compile`` or a
+            script.
         on: The slice or chip that a module is compiled for.
         mesh: Mesh axes of a module.
         tokens: Tokens of a step on all devices, for tokens a second.
@@ -102,8 +104,9 @@ def check(
         fail_on: Seconds that one finding may be worth, or '5ms'.
         name: Name of the program in the answer.
 
-    Limits are those of ``holds``. A script that failed is in the result: ``raise_if_infeasible`` raises for it. Raises
-    RooftopError for a program that did not compile, for limits without an earlier ledger, and for files that are none.
+    Limits are those of ``holds``. A script that failed, or of which another program does not fit in HBM, is in the
+    result: ``raise_if_infeasible`` raises for it. Raises Infeasible if no program fits, and RooftopError for a program
+    that did not compile, for limits without an earlier ledger, and for files that are none.
     """
     from rooftop.explain.advisor.gates import GateLimits
     from rooftop.explain.advisor.report import CheckReport, SavedCheck
@@ -126,12 +129,11 @@ def check(
     }
     if tokens is not None:
         common["tokens"] = parse_quantity(tokens, "tokens") if isinstance(tokens, str) else tokens
-    result, failure = program, None
+    result: CompileResult | ScriptResult | Path | str = program
+    failure: Exception | None = None
     if isinstance(result, ScriptResult):
-        error, command = result.report.run.error, result.report.command
-        if error is not None:
-            failure, common["error"] = error.refusal(command), str(error)
-        name, result = name or command, result.costliest
+        failure, common["error"] = next(result.report.problems, None), result.report.failure
+        name, result = name or result.report.command, result.costliest_that_fits
     report: ProgramCheck
     if not isinstance(result, CompileResult) and Path(result).suffix == ".json":
         refuse({"on": on, "mesh": mesh}, "nothing with a saved report, which says it")
