@@ -181,12 +181,6 @@ class ScriptReport:
         return max(range(len(self.programs)), key=lambda at: self.programs[at].expected_s, default=None)
 
     @property
-    def costliest_that_fits(self) -> int | None:
-        """Index of the program that takes the longest, of those that fit and can be read."""
-        read = [at for at, program in enumerate(self.programs) if program.report is not None]
-        return max(read, key=lambda at: self.programs[at].expected_s, default=None)
-
-    @property
     def fits(self) -> bool:
         """True if every program fits in HBM."""
         return all(program.shortage is None for program in self.programs)

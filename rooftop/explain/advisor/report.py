@@ -38,7 +38,7 @@ class CheckRecord(Record):
     ``mfu`` is the program's own FLOPs over those of the bf16 peak in the expected time; recomputed work counts.
     ``tokens_per_s`` is over all devices (None: no ``tokens`` of a step were given). ``gates`` are limits and whether
     they hold; ``difference`` is from an earlier ledger (None without one). ``error`` is that of a script which failed
-    after it had compiled the program.
+    after it had compiled the program, or says which other program of it does not fit in HBM.
     """
 
     kind: Literal["check"]
@@ -64,7 +64,7 @@ class ProgramCheck:
     """A compiled ``program`` with its findings and limits; ``tokens`` are those of a step on all devices.
 
     ``before`` is the JSON of an earlier check or compilation, and ``limits`` are those of time and memory. ``error`` is
-    the reason why the script of the program failed later.
+    the reason why the script of the program failed later, or another of its programs that does not fit in HBM.
     """
 
     program: str

@@ -133,7 +133,11 @@ def check(
     failure: Exception | None = None
     if isinstance(result, ScriptResult):
         failure, common["error"] = next(result.report.problems, None), result.report.failure
-        name, result = name or result.report.command, result.costliest_that_fits
+        name = name or result.report.command
+        # Without a program that fits, the costliest raises the reason.
+        fitting = (compiled for compiled in result.report.programs if compiled.report is not None)
+        shown = max(fitting, key=lambda compiled: compiled.expected_s, default=None)
+        result = result.costliest if shown is None or shown.report is None else CompileResult(report=shown.report)
     report: ProgramCheck
     if not isinstance(result, CompileResult) and Path(result).suffix == ".json":
         refuse({"on": on, "mesh": mesh}, "nothing with a saved report, which says it")

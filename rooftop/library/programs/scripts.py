@@ -84,17 +84,7 @@ class ScriptResult(Result):
         A script that failed has those that were compiled before. Raises Infeasible if a program does not fit in HBM,
         RooftopError without a program.
         """
-        return self._read(self.report.costliest)
-
-    @property
-    def costliest_that_fits(self) -> CompileResult:
-        """The compilation of the program whose calls take longest, of those that fit in HBM.
-
-        Raises Infeasible if none fits, RooftopError without a program.
-        """
-        return self._read(self.report.costliest_that_fits)
-
-    def _read(self, at: int | None) -> CompileResult:
+        at = self.report.costliest
         compiled = None if at is None else self.report.programs[at].report
         if compiled is None:
             self.raise_if_infeasible()
