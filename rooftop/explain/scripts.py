@@ -202,13 +202,6 @@ class ScriptReport:
         return f"{subject}: {shown.report.verdict}"
 
     @property
-    def failure(self) -> str | None:
-        """One line: the program that does not fit, else the error of the script."""
-        if not self.fits:
-            return self.verdict
-        return None if self.run.error is None else str(self.run.error)
-
-    @property
     def problems(self) -> Iterator[Exception]:
         """Reasons to end with another status than 0: a script that failed, programs that do not fit."""
         if self.run.error is not None and self.fits:

@@ -412,16 +412,24 @@ def test_a_script_that_fails_late_is_checked(rooftop: Run) -> None:
 def test_a_program_that_does_not_fit_hides_no_findings_of_another(rooftop: Run) -> None:
     """Findings of the program that fits, then the refusal of the other, with its status."""
     script = write("train.py", LATE.format("jax.jit(lambda x: x @ x.T)(jnp.zeros((1 << 17, 1024)))"))
-    answer = rooftop("check", "--on", "v5e:2x2", "--json", "--", "python", script)
+    answer = rooftop("check", "--on", "v5e:2x2", "--json", "--save", "check.json", "--", "python", script)
     assert answer.status == 1
     jsonschema.validate(answer.json, schema(CheckRecord))
     # The product in float32, and its argument.
     needed = format_bytes(4 * 2**34 + 4 * 2**27)
-    assert answer.json["error"].startswith(f"program <lambda> does not fit: XLA needs {needed} of 16.9 GB a device")
+    refused = f"program <lambda> does not fit: XLA needs {needed} of 16.9 GB a device"
+    assert answer.json["error"] is None and answer.json["refused"].startswith(refused)
     assert [finding["rule"] for finding in answer.json["findings"]] == ["not_donated"]
     assert answer.err.splitlines()[-1].startswith("rooftop: <lambda> on v5e:2x2: needs 64.50GiB")
     shown = printed(document(answer.json), 200).plain
-    assert "does not fit" in shown and "not_donated" in shown
+    assert "Next to it, program <lambda> does not fit" in shown and "not_donated" in shown
+    assert "script failed" not in shown
+    compiled = rooftop("compile", "--on", "v5e:2x2", "-o", "script.json", "--", "python", script)
+    assert compiled.status == 1
+    for saved in ("check.json", "script.json"):
+        again = rooftop("check", saved, "--json")
+        assert (again.status, again.json["refused"]) == (1, answer.json["refused"])
+        assert again.json["expected_s"] == answer.json["expected_s"]
 
 
 def test_a_script_that_is_killed_keeps_its_programs() -> None:

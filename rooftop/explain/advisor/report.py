@@ -38,7 +38,7 @@ class CheckRecord(Record):
     ``mfu`` is the program's own FLOPs over those of the bf16 peak in the expected time; recomputed work counts.
     ``tokens_per_s`` is over all devices (None: no ``tokens`` of a step were given). ``gates`` are limits and whether
     they hold; ``difference`` is from an earlier ledger (None without one). ``error`` is that of a script which failed
-    after it had compiled the program, or says which other program of it does not fit in HBM.
+    after it had compiled the program; ``refused`` says which other program of the script does not fit in HBM.
     """
 
     kind: Literal["check"]
@@ -57,6 +57,7 @@ class CheckRecord(Record):
     difference: Difference | None
     compiled: CompiledRecord
     error: str | None = None
+    refused: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,12 @@ class ProgramCheck:
     """A compiled ``program`` with its findings and limits; ``tokens`` are those of a step on all devices.
 
     ``before`` is the JSON of an earlier check or compilation, and ``limits`` are those of time and memory. ``error`` is
-    the reason why the script of the program failed later, or another of its programs that does not fit in HBM.
+    the reason why the script of the program failed later, and ``refused`` another of its programs that does not fit.
     """
 
     program: str
     error: str | None = None
+    refused: str | None = None
     tokens: float | None = None
     before: Mapping[str, Any] | None = None
     limits: GateLimits = GateLimits()
@@ -169,6 +171,7 @@ class ProgramCheck:
             difference=self.difference,
             compiled=self.compiled_record(top),
             error=self.error,
+            refused=self.refused,
         )
 
     def to_json(self, *, top: int = 20) -> dict[str, Any]:
@@ -230,19 +233,21 @@ class SavedCheck(ProgramCheck):
 
     @classmethod
     def read(cls, data: Mapping[str, Any], **fields: Any) -> SavedCheck:
-        """The saved report in JSON: of a check, of a compilation, or of a script's costliest program.
+        """The saved report in JSON: of a check, of a compilation, or of a script's costliest program that fits.
 
-        Raises RooftopError for other JSON, and for a program that does not fit.
+        Raises RooftopError for other JSON, and where no program fits.
         """
         checked, compiled, kind = None, None, data.get("kind")
         if kind == "check":
             checked = read_record(CheckRecord, data, "report")
             compiled = checked.compiled
             fields.setdefault("tokens", checked.tokens)
+            fields |= {"error": checked.error, "refused": checked.refused}
         elif kind == "script":
             script = read_record(ScriptRecord, data, "report")
-            at = script.costliest
-            compiled = script.programs[at].compiled if at is not None and 0 <= at < len(script.programs) else None
+            fitting = (program.compiled for program in script.programs if program.compiled is not None)
+            compiled = max(fitting, key=lambda program: float(program.step.expected_s), default=None)
+            fields |= {"error": script.error} if script.fits else {"refused": script.verdict}
         elif kind == "compiled" and data.get("fits"):
             compiled = read_record(CompiledRecord, data, "report")
         if compiled is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from rooftop.core.errors import RooftopError, refuse
+from rooftop.core.errors import Infeasible, RooftopError, refuse
 from rooftop.core.files import read_json_object, write_json, write_text
 from rooftop.core.quantities import parse_growth, parse_quantity, parse_seconds
 from rooftop.library.programs.compiling import CompileResult
@@ -132,10 +132,14 @@ def check(
     result: CompileResult | ScriptResult | Path | str = program
     failure: Exception | None = None
     if isinstance(result, ScriptResult):
-        failure, common["error"] = next(result.report.problems, None), result.report.failure
-        name = name or result.report.command
+        script = result.report
+        failure, name = next(script.problems, None), name or script.command
+        if not script.fits:
+            common["refused"] = script.verdict
+        elif script.run.error is not None:
+            common["error"] = str(script.run.error)
         # Without a program that fits, the costliest raises the reason.
-        fitting = (compiled for compiled in result.report.programs if compiled.report is not None)
+        fitting = (compiled for compiled in script.programs if compiled.report is not None)
         shown = max(fitting, key=lambda compiled: compiled.expected_s, default=None)
         result = result.costliest if shown is None or shown.report is None else CompileResult(report=shown.report)
     report: ProgramCheck
@@ -143,6 +147,7 @@ def check(
         refuse({"on": on, "mesh": mesh}, "nothing with a saved report, which says it")
         data = read_json_object(Path(result), field="report", accepted=_SAVED)
         report = SavedCheck.read(data, program=name or Path(result).name, **common)
+        failure = None if report.refused is None else Infeasible("program", report.refused)
     else:
         if not isinstance(result, CompileResult):
             if on is None:

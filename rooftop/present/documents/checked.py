@@ -28,11 +28,18 @@ def checked(data: Mapping[str, Any], *, frames: bool = False, top: int = 0) -> D
             subject=f"{data['program']} on {whole.verdict.subject}",
             says=sentence(data["verdict"]),
             no=data["verdict"] if broken else "",
-            details=(*whole.verdict.details, *([f"The script failed: {data['error']}"] if data.get("error") else [])),
+            details=(*whole.verdict.details, *_ending(data)),
         ),
         figures=(*whole.figures, *_figures(data)),
         charts=(*_findings(data, frames=frames), *_gates(data), *_changes(data, top), *_sums(data), *whole.charts),
     )
+
+
+def _ending(data: Mapping[str, Any]) -> Iterator[str]:
+    if data.get("error"):
+        yield f"The script failed: {data['error']}"
+    if data.get("refused"):
+        yield f"Next to it, {data['refused']}"
 
 
 def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
