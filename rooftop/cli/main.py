@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point: every failure that a user can cause is one line on stderr and its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     about_words = words[:2] == ["help", "glossary"]
-    if words[:1] == ["help"]:
+    if words[:1] == ["help"] or (words[:1] in (["-h"], ["--help"]) and words[1:2] != []):
         words = [*words[1:], "--help"]
     elif words == ["version"]:
         words = ["--version"]

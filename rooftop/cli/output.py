@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -188,6 +189,8 @@ def usage_line(error: click.UsageError) -> str:
             if isinstance(named, click.Option) and named.is_flag:
                 return str(RooftopError(_field(named), "a value", f"{error.option_name}, without one"))
             return str(RooftopError(_field(named), None, _accepted(named, error.ctx)))
+    if more := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", message):
+        return str(RooftopError("argument", more.group(1), f"no more than in {_usage(error.ctx)}"))
     if not isinstance(error, click.BadParameter) or error.param is None:
         return f"{message.rstrip('.')}; accepted: {_usage(error.ctx)}"
     field, accepted = _field(error.param), _accepted(error.param, error.ctx)

@@ -9,8 +9,8 @@ from typing import TypeVar
 Name = TypeVar("Name", bound=str)
 
 
-#: Characters of a part of an error that comes from a file, which may be as long as the file.
-_LONGEST = 1000
+#: Characters of a part of an error that comes from a file, which may be as long as the file; of a list or an object.
+_LONGEST, _LONGEST_VALUE = 1000, 100
 #: Names that an error lists where a command lists them too.
 _LONG_LIST = 12
 
@@ -20,8 +20,8 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+def _cut(text: str, longest: int = _LONGEST) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 class RooftopError(Exception):
@@ -33,7 +33,8 @@ class RooftopError(Exception):
         self.field = field
         self.given = given
         self.accepted = accepted
-        shown = "nothing" if given is None else _cut(repr(given))
+        longest = _LONGEST_VALUE if isinstance(given, (list, dict)) else _LONGEST
+        shown = "nothing" if given is None else _cut(repr(given), longest)
         super().__init__(f"{one_line(_cut(field))}: got {shown}; accepted: {one_line(_cut(accepted))}")
 
     def __reduce__(self) -> tuple[type[RooftopError], tuple[str, object, str]]:

@@ -106,7 +106,12 @@ def parse_json(text: str | bytes) -> Any:
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig")
-    return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_object, parse_constant=_no_constant)
+    try:
+        return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_object, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        if error.doc.startswith(("//", "/*"), error.pos):
+            raise ValueError(f"a comment in line {error.lineno}, which JSON does not have") from None
+        raise
 
 
 def _no_constant(name: str) -> float:

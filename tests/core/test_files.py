@@ -150,6 +150,8 @@ def test_json_has_each_key_once_and_no_nan() -> None:
     assert parse_json(b'\xef\xbb\xbf{"a": 1}') == parse_json('\ufeff{"a": 1}') == {"a": 1}
     for text, says in (
         ('{"b": 1, "a": 2, "a": 2}', "the key 'a' twice"),
+        ('{"a": 1,\n // of b\n "b": 2}', "a comment in line 2, which JSON does not have"),
+        ('/* of a */ {"a": 1}', "a comment in line 1, which JSON does not have"),
         ('{"a": NaN}', "NaN"),
         ("[-Infinity]", "-Inf"),
     ):

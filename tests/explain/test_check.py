@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ from jax import P
 
 from rooftop.arrays import Mesh
 from rooftop.compiler.compiling import CompileRequest
+from rooftop.compiler.hlo.text import parse
 from rooftop.compiler.worker import compile_here
 from rooftop.core.errors import RooftopError
 from rooftop.core.records import read_record
+from rooftop.explain.advisor.arguments import arguments
 from rooftop.explain.advisor.report import CheckRecord, CheckReport
 from rooftop.explain.advisor.rules import ProgramFinding
 from rooftop.explain.compiled.module import explain_module
@@ -154,6 +158,17 @@ def test_the_trap(module: Callable[[str], Path]) -> None:
     assert whole.bytes == nbytes * 3 / 4
     assert whole.source.startswith(str(HERE))
     assert whole.evidence.startswith(f"w f32[{D},{D}]")
+
+
+def test_arrays_that_equinox_hands_on_have_its_words(module: Callable[[str], Path]) -> None:
+    """eqx.filter_jit flattens arguments: a finding names the argument, and the option that donates it."""
+    path = module("trap")
+    path.write_text(re.sub(r'op_name="w"', r"""op_name="dynamic_nodonate['first'][2]\"""", compiled_text("trap")))
+    twofold = finding(checked(path), "not_donated")
+    assert twofold.what.startswith("donate the first argument (eqx.filter_jit(..., donate='all')), if")
+    assert twofold.evidence.startswith(f"array 2 of the first argument f32[{D},{D}]")
+    rest = replace(arguments(parse(path.read_text()))[0], name="dynamic_nodonate['rest'][0]")
+    assert (rest.group, rest.donation) == ("the other arguments", "eqx.filter_jit(..., donate='all-except-first')")
 
 
 def test_a_program_that_sums_once(module: Callable[[str], Path]) -> None:

@@ -16,6 +16,10 @@ _CLASSES: Mapping[str, frozenset[str]] = {
     "batch": frozenset({"batch", "tokens", "targets", "labels", "inputs", "x", "y"}),
 }
 
+#: Arguments of eqx.filter_jit, in words: it hands on their arrays as flat tuples, in one object for each kind.
+_EQUINOX = re.compile(r"dynamic_(?:no)?donate\['(first|rest|fun)'\]")
+_EQUINOX_WORDS = {"first": "the first argument", "rest": "the other arguments", "fun": "the function"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EntryArgument:
@@ -30,8 +34,26 @@ class EntryArgument:
     @property
     def group(self) -> str:
         """The first part of the name: 'params' of ``params['layers']['w']``."""
+        if equinox := _EQUINOX.match(self.name):
+            return _EQUINOX_WORDS[equinox.group(1)]
         match = re.match(r"[A-Za-z_]\w*", self.name)
         return match.group() if match else f"argument {self.number}"
+
+    @property
+    def words(self) -> str:
+        """The name, or of arrays that eqx.filter_jit hands on their argument and number in it."""
+        equinox = _EQUINOX.match(self.name)
+        if equinox is None:
+            return self.name
+        return f"array {self.name[equinox.end() :].strip('[]')} of {self.group}"
+
+    @property
+    def donation(self) -> str:
+        """The way to donate the argument."""
+        equinox = _EQUINOX.match(self.name)
+        if equinox is None:
+            return "jax.jit(..., donate_argnums=...)"
+        return f"eqx.filter_jit(..., donate={'all' if equinox.group(1) == 'first' else 'all-except-first'!r})"
 
     @property
     def argument_class(self) -> str:

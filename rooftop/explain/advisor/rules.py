@@ -91,7 +91,7 @@ def _replicated(report: CompiledReport, module: Module) -> Iterator[ProgramFindi
             report, user, place,
             rule="replicated_argument",
             what=f"split {group} over an axis of the mesh (in_shardings, or the NamedSharding of the arrays)",
-            evidence=f"{largest.name} {_text(largest)}{more} are whole on each of {devices} devices: "
+            evidence=f"{largest.words} {_text(largest)}{more} are whole on each of {devices} devices: "
             f"{format_bytes(nbytes)} of {format_bytes(usable)}",
             bytes=nbytes * (1 - 1 / devices),
         )  # fmt: skip
@@ -114,8 +114,8 @@ def _not_donated(report: CompiledReport, module: Module) -> Iterator[ProgramFind
         yield _finding(
             report, result.made_by, purpose(module, entry, result.made_by, used_by),
             rule="not_donated",
-            what=f"donate {group} (jax.jit(..., donate_argnums=...)), if the caller does not read it again",
-            evidence=f"{largest.name} {_text(largest)}{more} and a result of the same type are in memory together: "
+            what=f"donate {group} ({largest.donation}), if the caller does not read it again",
+            evidence=f"{largest.words} {_text(largest)}{more} and a result of the same type are in memory together: "
             f"{format_bytes(nbytes)}",
             bytes=nbytes,
         )  # fmt: skip

@@ -151,7 +151,7 @@ def _groups(groups: Sequence[Mapping[str, Any]]) -> Table:
                 "-" if calibrated is None else f"{100 * calibrated['mean']:+.1f}",
                 _mean(null),
                 "-" if null is None else f"{100 * null['median_absolute']:.1f}",
-                "-" if group["covered"] is None else f"{100 * group['covered']:.0f} of {group['with_interval']}",
+                "-" if group["covered"] is None else f"{100 * group['covered']:.0f}% of {group['with_interval']}",
             )
         )
     names = (
@@ -347,4 +347,4 @@ def _of_errors(errors: Mapping[str, Any] | None) -> tuple[str, str]:
 
 def _covered(group: Mapping[str, Any], metric: str) -> str:
     covered = group["covered"][metric]
-    return "-" if covered is None else f"{100 * covered:.0f} of {group['with_interval'][metric]}"
+    return "-" if covered is None else f"{100 * covered:.0f}% of {group['with_interval'][metric]}"
