@@ -41,7 +41,7 @@ from rooftop.plan.serving.search import (
     sweep_slices,
 )
 from rooftop.plan.serving.workload import ServingNumerics
-from rooftop.roofline.rules import interleaved_token_s, queue_wait_s
+from rooftop.roofline.rules import interleaved_token_s, interleaved_tokens_per_s, queue_wait_s
 
 #: Largest mean load of a server: the rest is for bursts. A planning choice, not a measurement.
 LOAD = 0.8
@@ -489,7 +489,8 @@ def _interleaved(servers: _Servers) -> Iterator[Fleet]:
     work = problem.workload
     for step, (on, prefill) in zip(servers.steps, servers.shared, strict=True):
         between = interleaved_token_s(step.seconds, prefill, step.batch, work.generate)
-        served = LOAD * step.batch / (work.generate * between)
+        tokens_per_s = interleaved_tokens_per_s(step.seconds, prefill, step.batch, work.generate)
+        served = LOAD * tokens_per_s / work.generate
         wait = queue_wait_s(prefill, min(served * prefill, 0.99)) + step.seconds / 2
         plan = ServingPlan(problem=problem, generate_on=step.placement, prefill_on=on, batch=step.batch)
         count = _whole((work.requests_per_second or 1.0) / served, work.requests_per_second)
