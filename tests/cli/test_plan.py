@@ -145,8 +145,12 @@ def test_changes_are_those_that_programs_run(rooftop: Run) -> None:
     off = rooftop(*job, "--no-collective-matmuls").out
     assert "collective matmuls over tensor" in off[off.index("What would change it") :]
     planned = rooftop(*job, "--matmul-dtype", "int4")
-    assert planned.out.splitlines()[0].endswith("(not executable)")
-    assert rooftop(*job, "--matmul-dtype", "int4", "--json").json["executable"] is False
+    assert planned.status == 1
+    assert planned.out.startswith(
+        "Not executable: no program multiplies in int4: bf16, int8, f8_e4m3; nearest that runs:"
+    )
+    answer = rooftop(*job, "--matmul-dtype", "int4", "--json")
+    assert (answer.status, answer.json["executable"]) == (1, False)
     assert rooftop(*job, "--matmul-dtype", "int8", "--json").json["executable"] is True
     assert "; int8 matmuls in the layers" in rooftop(*job, "--matmul-dtype", "int8").out
 

@@ -85,6 +85,16 @@ class TrainingAnswer:
         """plan.json as plain JSON values."""
         return self.document.to_json()
 
+    def require_executable(self) -> None:
+        """Raises Infeasible, with the nearest plan that programs run, if none runs the plan as it stands."""
+        if self.plan.obstacles:
+            near = self.nearest_executable
+            raise Infeasible(
+                f"no program trains {self.plan.problem.model.name} on {self.plan.problem.slice.name} as it is planned",
+                self.plan.obstacles[0],
+                None if near is None else near.text,
+            )
+
     def require_fit(self) -> None:
         """Raises Infeasible, saying by how many bytes and in which class, if even the smallest does not fit."""
         if not self.plan.fits:

@@ -443,6 +443,12 @@ def _front_note(point: Mapping[str, Any]) -> str:
     return "\n".join(texts)
 
 
+def bound_text(resource: str) -> str:
+    """The resource that binds, as an adjective: 'HBM-bound'."""
+    names = {"pcie": "PCIe", "sparsecore": "SparseCore", "tensorcore": "TensorCore", "host": "host"}
+    return f"{names.get(resource, resource.upper())}-bound"
+
+
 def exposed_text(exposed: Mapping[str, float], step_s: float) -> str:
     """The seconds that each axis does not hide, with their share of a step."""
     return ", ".join(f"{name} {format_seconds(s)} ({s / step_s:.0%})" for name, s in exposed.items())
@@ -470,16 +476,16 @@ def calibrated_text(where: Mapping[str, Any]) -> str:
     return "" if calibrated is None else f", calibrated by {calibrated['by']}"
 
 
-def level_of(evidence: Mapping[str, Any]) -> Level:
-    """The level of a planned time: 'bound' without evidence."""
-    return "bound" if evidence["level"] == "bound" else "expected"
+def level_of(evidence: str) -> Level:
+    """The level of a planned time, by that of its evidence: those calibrated by a user are expected too."""
+    return "bound" if evidence == "bound" else "estimate" if evidence == "estimate" else "expected"
 
 
 def interval_text(evidence: Mapping[str, Any], interval_s: Sequence[float] | None) -> str:
     """The interval of a planned time: 'expected; 90% interval 1.9 s to 2.3 s'."""
-    level = "calibrated" if evidence["level"] == "calibrated" else "expected"
+    level = evidence["level"]
     if interval_s is None:
-        return "a bound" if evidence["level"] == "bound" else f"{level}; no interval"
+        return {"bound": "a bound", "estimate": "an estimate"}.get(level, f"{level}; no interval")
     low, high = interval_s
     return f"{level}; 90% interval {format_seconds(low)} to {format_seconds(high)}"
 

@@ -28,11 +28,11 @@ from rooftop.present.document import (
     ChartAxis,
     ChartSeries,
     Document,
-    Level,
     Lines,
     ShownFigure,
     ShownVerdict,
 )
+from rooftop.present.documents.parts import level_of
 from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, model_select, select, slider, text
 
 #: Contexts of the curves in addition to the chosen one.
@@ -155,8 +155,7 @@ def _nearest(plan: ServingPlan) -> tuple[ShownFigure, ...]:
 
 def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[ShownFigure, ...]:
     cost = plan.cost_per_million_tokens["output"]
-    # The book's formulas at peak rates are rules of thumb.
-    level: Level = "rule" if plan.problem.book else "expected"
+    level, prefill = (level_of(evidence.level) for evidence in (plan.evidence.decode, plan.evidence.prefill))
     return (
         ShownFigure(
             "step_s",
@@ -190,7 +189,7 @@ def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[
             "Prefill (TTFT)",
             plan.ttft_s,
             "s",
-            level,
+            prefill,
             formula=f"{plan.problem.workload.prompt:,} tokens, no queue",
             source="chapter 8",
         ),
