@@ -74,3 +74,12 @@ def test_weights_of_a_checkpoint_that_an_engine_lacks_name_where_they_come_from(
     answer = rooftop("plan", "serve", "gpt-oss-120b", "--on", "h100", "--engine", "vllm", "--requests-per-second", "5")
     assert answer.status == 2
     assert "got 'f4_e2m1, as gpt-oss-120b is published'; accepted: bf16, f8_e4m3: --weights-dtype bf16" in answer.err
+
+
+def test_a_plan_of_long_sequences_says_what_published_kernels_would_give(rooftop: Run) -> None:
+    words = ("plan", "train", "llama3.1-70b", "--on", "tpu7x:4x8x8", "--seq")
+    changes = rooftop(*words, "131072", "--batch-seqs", "64", "--json").json["what_if"]
+    (kernels,) = [change for change in changes if "attention kernels of published runs" in change["change"]]
+    assert 0.4 < kernels["gain"] < 0.7 and "MaxText runs them" in kernels["obstacle"]
+    short = rooftop(*words, "8192", "--batch-seqs", "512", "--json").json["what_if"]
+    assert not any("attention kernels" in change["change"] for change in short)

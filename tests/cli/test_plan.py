@@ -139,7 +139,7 @@ def test_changes_are_those_that_programs_run(rooftop: Run) -> None:
     """Int8 matmuls and collective matmuls run; a plan in int4 is priced, and says that no program runs it."""
     job = ("plan", "train", "llama3-8b", "--on", "v5p:4x4x4", "--batch-seqs", "32", "--mesh", "fsdp=16,tensor=4")
     out = rooftop(*job).out
-    possible, _, missing = out[out.index("What would change it") :].partition("What no program runs")
+    possible, _, missing = out[out.index("What would change it") :].partition("What rooftop's program does not run")
     assert "ICI twice as fast" in possible and "int8 matmuls in the layers" in possible
     assert not missing
     off = rooftop(*job, "--no-collective-matmuls").out

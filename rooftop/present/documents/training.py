@@ -362,5 +362,7 @@ def _changes(data: Mapping[str, Any]) -> tuple[Chart, ...]:
         items = tuple(
             Item(f" {entry['change']}: {entry['obstacle']}", mark=f"{entry['gain']:+.1%}") for entry in missing
         )
-        charts.append(Items(title="What no program runs (tokens/s if one did)", section=section, items=items))
+        charts.append(
+            Items(title="What rooftop's program does not run (tokens/s if it did)", section=section, items=items)
+        )
     return tuple(charts)
