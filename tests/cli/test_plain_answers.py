@@ -83,3 +83,14 @@ def test_a_plan_of_long_sequences_says_what_published_kernels_would_give(rooftop
     assert 0.4 < kernels["gain"] < 0.7 and "MaxText runs them" in kernels["obstacle"]
     short = rooftop(*words, "8192", "--batch-seqs", "512", "--json").json["what_if"]
     assert not any("attention kernels" in change["change"] for change in short)
+
+
+def test_a_yes_or_no_stands_before_the_rule_that_it_is_about(rooftop: Run) -> None:
+    for words in (
+        ("train", "llama3-8b", "--on", "v5p:4x4x4", "--batch-seqs", "32"),
+        ("serve", "llama3-8b", "--on", "v5e:2x2"),
+    ):
+        _, out = printed(rooftop, "plan", *words)
+        for reason in rooftop("plan", *words, "--json").json["reasons"]:
+            answer = "yes" if reason["holds"] else "no"
+            assert f" {answer} {reason['rule']}" in out

@@ -79,7 +79,8 @@ def reasons(data: Mapping[str, Any]) -> Items:
         section="Why",
         items=tuple(
             Item(
-                reason["text"],
+                # Without its rule a yes or no has no sense.
+                reason["text"] if reason["text"].startswith(reason["rule"]) else f"{reason['rule']}: {reason['text']}",
                 mark="yes" if reason["holds"] else "no",
                 note=f"{reason['source']}; {reason['formula']}",
                 good=reason["holds"],
@@ -279,8 +280,8 @@ def rooflines(
     computes = [entry for entry in timed if entry[2].intensity]
     copies = [entry for entry in timed if entry[2].hbm_bytes and not entry[2].flops]
     rest = len(timed) - len(computes) - len(copies)
-    has = "row has" if rest == 1 else "rows have"
-    missing = f" {rest} {has} no HBM traffic that is known, and no place here." if rest else ""
+    are = "row is not drawn: its" if rest == 1 else "rows are not drawn: their"
+    missing = f" {rest} {are} HBM traffic is unknown." if rest else ""
     charts: list[Chart] = []
     if computes:
         knees = [roof.flops_per_s / roof.hbm_bytes_per_s for roof in roofs]

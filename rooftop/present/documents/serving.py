@@ -289,7 +289,7 @@ def _batches(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
         yield ShownFigure("batch", "batch", data["generate"]["batch"], shown=str(data["generate"]["batch"]),
             note="; ".join((rule, *beside)))  # fmt: skip
     smallest = data["smallest_slice"]
-    holds = "no slice holds this one" if smallest is None else f"this one fits {smallest} at the smallest"
+    holds = "no slice holds this batch" if smallest is None else f"smallest slice for this batch: {smallest}"
     yield ShownFigure("max_batch", "largest batch", data["max_batch"], shown=str(data["max_batch"]),
         note=f"on this mesh; {holds}")  # fmt: skip
 
