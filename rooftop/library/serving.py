@@ -451,8 +451,8 @@ def _published_by(model: ModelConfig, *, asked: bool) -> Iterator[None]:
         if asked or not error.field.startswith("weights-dtype"):
             raise
         choice = error.accepted.partition(",")[0]
-        given, accepted = f"{error.given}, as {model.name} is published", f"{error.accepted}: --weights-dtype {choice}"
-        raise RooftopError(error.field, given, accepted) from None
+        value, accepted = f"{error.given}, as {model.name} is published", f"{error.accepted}: --weights-dtype {choice}"
+        raise RooftopError(error.field, value, accepted) from None
 
 
 def _servers(on: ServersLike, price: float | str | None) -> tuple[dict[str, list[Slice]], bool]:
