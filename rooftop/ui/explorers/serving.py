@@ -66,7 +66,7 @@ def answer(state: State) -> Document:
         # Times of what no device can hold would read like an answer.
         figures = tuple(figure for figure in figures if figure.name in _OF_MEMORY) + _nearest(plan)
     return Document(
-        verdict=ShownVerdict(says=_verdict(plan, rate), no="" if plan.fits else "It does not fit."),
+        verdict=ShownVerdict(says=_verdict(plan, rate), no=_no(plan)),
         figures=figures,
         charts=charts,
         notes=tuple(reason.text for reason in plan.reasons),
@@ -142,6 +142,13 @@ def _verdict(plan: ServingPlan, rate: float) -> str:
         f"{format_seconds(plan.step_s)} a token, {format_count(rate, 'tok/s')} per chip; "
         f"{why[most_of]} takes most of a step."
     )
+
+
+def _no(plan: ServingPlan) -> str:
+    """The reason why the answer is no; empty if it is not."""
+    if not plan.fits:
+        return "It does not fit."
+    return f"Not executable: {plan.obstacles[0]}." if plan.is_refused else ""
 
 
 def _nearest(plan: ServingPlan) -> tuple[ShownFigure, ...]:

@@ -76,8 +76,12 @@ def answer(state: State) -> Document:
     return Document(
         verdict=ShownVerdict(
             says=_verdict(plan, seconds["mxu"], network),
-            no="" if plan.fits else "It does not fit.",
-            details=tuple(f"Not executable as it stands: {obstacle}." for obstacle in plan.obstacles),
+            no="It does not fit."
+            if not plan.fits
+            else f"Not executable: {plan.obstacles[0]}."
+            if plan.obstacles
+            else "",
+            details=tuple(f"Not executable as it stands: {obstacle}." for obstacle in plan.obstacles[plan.fits :]),
         ),
         figures=figures,
         charts=(_times(curves, seqs * seq, axes), _ratios(curves, seqs * seq, axes), *steps),
