@@ -110,8 +110,9 @@ class TrainingPlanResult(Result):
         )
 
     def raise_if_infeasible(self) -> None:
-        """Raise Infeasible, with the missing bytes or the nearest slice, if no plan fits or meets the limits."""
+        """Raise Infeasible, with the nearest that is one, if no plan fits, no program runs it, or it misses a limit."""
         self.answer.require_fit()
+        self.answer.require_executable()
         if self.comparison is not None:
             self.comparison.require_met()
 
@@ -203,8 +204,9 @@ def plan_training(
         alternatives: Runners-up to keep.
         on_progress: Called with mesh shapes or slices priced, their number, and a label.
 
-    A plan that does not fit or misses a limit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises
-    Infeasible if slices are compared and nothing fits any, and RooftopError naming the argument that is wrong.
+    A plan that does not fit, that no program runs or that misses a limit is returned: ``raise_if_infeasible`` raises
+    Infeasible for it. Raises Infeasible if slices are compared and nothing fits any, and RooftopError naming the
+    argument that is wrong.
     """
     limits = Limits(
         days=None if days is None else parse_quantity(days, "days", largest=LARGEST_DAYS),

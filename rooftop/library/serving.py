@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -38,6 +39,7 @@ from rooftop.library.inputs import (
     slice_of,
 )
 from rooftop.library.results import Result, flat, ledger_rows
+from rooftop.models import ModelConfig
 from rooftop.models.stored import MXFP4_GROUP, KeptWeights
 from rooftop.plan.pricing import BOUNDS
 from rooftop.plan.serving import answer as serving
@@ -131,10 +133,14 @@ class ServingPlanResult(Result):
         )
 
     def raise_if_infeasible(self) -> None:
-        """Raise Infeasible if the batch does not fit, or the plan misses a target of one slice."""
+        """Raise Infeasible if the batch does not fit, a target of one slice is missed, or our engine does not run it.
+
+        Another engine runs the plans that are priced for it, and nothing the book's arithmetic.
+        """
         self.plan.require_fit()
         if self.recommendation is None:
             self.plan.require_targets()
+        self.answer.require_executable()
 
     def write_plan(self, path: Path | str) -> None:
         """Write plan.json. Raises RooftopError if the path cannot be written."""
@@ -255,8 +261,9 @@ def plan_serving(
         contexts: Contexts of the front; by default the workload's.
         on_progress: Called with kinds of servers priced, their number, and a label, while chips are searched.
 
-    A plan that does not fit or misses a target is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises
-    Infeasible if a search finds no servers that do, and RooftopError naming the argument that is wrong.
+    A plan that does not fit, misses a target or is not executable is returned: ``raise_if_infeasible`` raises
+    Infeasible for it. Raises Infeasible if a search finds no servers that do, and RooftopError naming the argument that
+    is wrong.
     """
     if objective not in OBJECTIVES:
         raise unknown("for", objective, (*OBJECTIVES, "pareto"))
@@ -397,41 +404,55 @@ def _question(
         engine=None if engine is None else one_of("engine", engine, tuple(ENGINES)),
     )
     longest_prompt = max(1, config.max_seq_len - answer_tokens)
-    problem = ServingProblem(
-        model=config,
-        slice=first,
-        workload=ServingWorkload(
-            prompt=min(PROMPT, longest_prompt) if prompt is None else parse_count(prompt, "prompt"),
-            generate=answer_tokens,
-            batch_seqs=None if batch_seqs is None else parse_count(batch_seqs, "batch-seqs"),
-            context=None if context is None else parse_count(context, "context"),
-            requests_per_second=rate_of(requests_per_second),
-            ttft_s=None if ttft is None else seconds_of(ttft, "ttft"),
-            tpot_s=None if tpot is None else seconds_of(tpot, "tpot"),
-            hit_rate=parse_share(hit_rate, "hit-rate"),
-        ),
-        numerics=numerics[0],
-        assumptions=assumptions if assume is None else assumptions.with_shares(assume),
-        mode=modes[0],
-        bounds=one_of("bounds", bounds, BOUNDS),
-        axes=None if mesh is None else axes_of(mesh),
-        prefill_axes=None if prefill_mesh is None else axes_of(prefill_mesh),
-        kv_split=None if kv_split is None else one_of("kv-split", kv_split, KV_SPLITS),
-        link=one_of("link", link, LINKS),
-        draft=None
-        if draft is None
-        else DraftModel(
-            model=model_of(draft),
-            length=parse_count(draft_length, "draft-length"),
-            acceptance=parse_share(acceptance, "acceptance"),
-        ),
-        host_bytes=None if host_dram is None else float(parse_bytes(host_dram, "host-dram")),
-        prefill_slice=prefill_slice,
-    )
+    with _published_by(config, asked=weights_dtype is not None):
+        problem = ServingProblem(
+            model=config,
+            slice=first,
+            workload=ServingWorkload(
+                prompt=min(PROMPT, longest_prompt) if prompt is None else parse_count(prompt, "prompt"),
+                generate=answer_tokens,
+                batch_seqs=None if batch_seqs is None else parse_count(batch_seqs, "batch-seqs"),
+                context=None if context is None else parse_count(context, "context"),
+                requests_per_second=rate_of(requests_per_second),
+                ttft_s=None if ttft is None else seconds_of(ttft, "ttft"),
+                tpot_s=None if tpot is None else seconds_of(tpot, "tpot"),
+                hit_rate=parse_share(hit_rate, "hit-rate"),
+            ),
+            numerics=numerics[0],
+            assumptions=assumptions if assume is None else assumptions.with_shares(assume),
+            mode=modes[0],
+            bounds=one_of("bounds", bounds, BOUNDS),
+            axes=None if mesh is None else axes_of(mesh),
+            prefill_axes=None if prefill_mesh is None else axes_of(prefill_mesh),
+            kv_split=None if kv_split is None else one_of("kv-split", kv_split, KV_SPLITS),
+            link=one_of("link", link, LINKS),
+            draft=None
+            if draft is None
+            else DraftModel(
+                model=model_of(draft),
+                length=parse_count(draft_length, "draft-length"),
+                acceptance=parse_share(acceptance, "acceptance"),
+            ),
+            host_bytes=None if host_dram is None else float(parse_bytes(host_dram, "host-dram")),
+            prefill_slice=prefill_slice,
+        )
     capacity, cached = problem.workload.held_tokens, problem.workload.context
     if not problem.book and cached is not None and cached > capacity:
         raise RooftopError("context", cached, f"at most {capacity:,}: the prompt and its answer")
     return _Question(problem=problem, where=where, numerics=numerics, modes=modes, searching=searching)
+
+
+@contextmanager
+def _published_by(model: ModelConfig, *, asked: bool) -> Iterator[None]:
+    """Say of weights that an engine does not have, and that nobody ``asked`` for, where they come from."""
+    try:
+        yield
+    except RooftopError as error:
+        if asked or not error.field.startswith("weights-dtype"):
+            raise
+        choice = error.accepted.partition(",")[0]
+        value, accepted = f"{error.given}, as {model.name} is published", f"{error.accepted}: --weights-dtype {choice}"
+        raise RooftopError(error.field, value, accepted) from None
 
 
 def _servers(on: ServersLike, price: float | str | None) -> tuple[dict[str, list[Slice]], bool]:

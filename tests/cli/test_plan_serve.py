@@ -64,15 +64,17 @@ def test_tables_say_the_answer_first(rooftop: Run) -> None:
     [
         (("llama3-70b", "--on", "v5e:2x2"), "Does not fit: 35.9 GB of 16.9 GB a device; nearest: batch "),
         (("llama3-8b", "--on", "v5e:4x4", "--batch-seqs", "9999"), "a device; nearest: batch 236 on v5e:4x4"),
-        (("llama3-8b", "--on", "v6e:4x4", "--matmul-dtype", "int8"), "Not executable: no engine multiplies in int8"),
+        (("llama3-8b", "--on", "v6e:4x4", "--matmul-dtype", "int8"), "Not executable: rooftop serve multiplies in"),
         (("llama3-8b", "--on", "v5e:4x4", "--prompt", "8k"), "on v5e:4x4 with 7680 + 512 tokens"),
-        (("llama3-8b", "--on", "v5e:4x4", "--kv-sharing", "2"), "Not executable: no engine has 2 layers share a cache"),
+        (("llama3-8b", "--on", "v5e:4x4", "--kv-sharing", "2"), "Not executable: rooftop serve has no cache"),
     ],
 )  # fmt: skip
 def test_the_first_line_says_no_and_names_the_nearest(rooftop: Run, options: tuple[str, ...], first: str) -> None:
     printed = " ".join(rooftop("plan", "serve", *options).out.split("generate as")[0].split())
     assert first in printed and "nearest: batch" in printed
-    data = rooftop("plan", "serve", *options, "--json").json
+    answer = rooftop("plan", "serve", *options, "--json")
+    assert answer.status == 1
+    data = answer.json
     near = data["nearest"][0]
     again = rooftop(
         "plan", "serve", options[0], "--on", near["slice"], "--batch-seqs", str(near["batch"]), "--json",

@@ -21,7 +21,6 @@ from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_seconds
 from rooftop.core.records import Record
 from rooftop.hardware import Slice
-from rooftop.plan.evidence import Question, was_measured
 from rooftop.plan.pricing import OnProgress
 from rooftop.plan.serving.answer import ServingAnswerDocument
 from rooftop.plan.serving.nearest import nearest_plans
@@ -76,11 +75,9 @@ class Fleet:
         return None if price is None else price * self.chips
 
     @property
-    def is_bound(self) -> bool:
-        """True if no decoding of the kind of model was measured on the chip: its times are bounds, and flatter it."""
-        problem = self.plan.problem
-        asked = Question.of("decode", problem.model, problem.slice, round(problem.step_context))
-        return problem.slice.chip.calibrated is None and not was_measured(asked)
+    def is_estimate(self) -> bool:
+        """True if no decoding of the kind of model was measured on the chip: its times may flatter it."""
+        return self.plan.evidence.decode.level == "estimate"
 
     def score(self, objective: Objective) -> float:
         """The figure to minimise."""
@@ -120,7 +117,7 @@ class Fleet:
             usd_per_hour=self.usd_per_hour,
             ttft_s=self.ttft_s,
             tpot_s=self.tpot_s,
-            is_bound=self.is_bound,
+            is_estimate=self.is_estimate,
         )
 
 
@@ -142,7 +139,7 @@ class FleetDocument(Record):
     usd_per_hour: float | None
     ttft_s: float
     tpot_s: float
-    is_bound: bool
+    is_estimate: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +182,8 @@ class Recommendation:
         ):
             if its < ours:
                 parts.append(f"though its {name} is {format_seconds(its)}, not {format_seconds(ours)}")
-        if other.is_bound:
-            parts.append("and its times are bounds")
+        if other.is_estimate:
+            parts.append("and its times are estimates")
         return "; ".join(parts)
 
     @property

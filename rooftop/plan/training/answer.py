@@ -21,10 +21,13 @@ from rooftop.plan.training.reasons import shortfall
 from rooftop.plan.training.search import Sweep, best_of, plan_of, searched_switches, sweep
 from rooftop.plan.training.strategies import Choice, Strategies
 from rooftop.plan.training.workload import MOST_TOKENS
+from rooftop.roofline.achievable import fractions
 from rooftop.roofline.overlap import overlap
 
 #: Layouts (the best ones of the search) among which a changed job looks again.
 LOOK_AGAIN = 32
+#: Tokens of a sequence from which attention takes most of a step, and its kernels decide.
+_LONG = 65536
 #: A change that gains less is not worth a line.
 WORTH_SAYING = 0.005
 
@@ -84,6 +87,16 @@ class TrainingAnswer:
     def to_json(self) -> dict[str, Any]:
         """plan.json as plain JSON values."""
         return self.document.to_json()
+
+    def require_executable(self) -> None:
+        """Raises Infeasible, with the nearest plan that programs run, if none runs the plan as it stands."""
+        if self.plan.obstacles:
+            near = self.nearest_executable
+            raise Infeasible(
+                f"no program trains {self.plan.problem.model.name} on {self.plan.problem.slice.name} as it is planned",
+                self.plan.obstacles[0],
+                None if near is None else near.text,
+            )
 
     def require_fit(self) -> None:
         """Raises Infeasible, saying by how many bytes and in which class, if even the smallest does not fit."""
@@ -148,7 +161,7 @@ def what_if(searched: Sweep, best: TrainingPlan) -> list[WhatIf]:
             gain = rate / best.tokens_per_s - 1
             if gain >= WORTH_SAYING:
                 spec = plan_of(change.problem, within, candidate).spec
-                obstacle = next(_new_obstacles(best.spec, spec), None)
+                obstacle = change.obstacle or next(_new_obstacles(best.spec, spec), None)
                 answers.append(
                     WhatIf(change=change.text, step_s=seconds, tokens_per_s=rate, gain=gain, obstacle=obstacle)
                 )
@@ -166,10 +179,11 @@ def _candidates(problem: Problem, layouts: Layouts, choices: Sequence[Choice]) -
 
 @dataclass(frozen=True, kw_only=True)
 class JobChange:
-    """A job with one change."""
+    """A job with one change. ``obstacle``: the reason why our program does not run it, beyond those of its spec."""
 
     text: str
     problem: Problem
+    obstacle: str | None = None
 
 
 def _changes(problem: Problem) -> Iterator[JobChange]:
@@ -193,6 +207,15 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
     if problem.numerics.matmul == "bf16" and (dtype := next(faster_dtypes, None)) is not None:
         narrow = replace(problem, numerics=replace(problem.numerics, matmul=dtype))
         yield JobChange(text=f"{dtype} matmuls in the layers", problem=narrow)
+    # Published kernels were counted for heads of 128, over long sequences.
+    known = fractions(chip).kernels if problem.model.d_head == 128 and workload.seq_len >= _LONG else {}
+    for name in known:
+        theirs = replace(assumptions, attention_kernels=name, fused_attention_gradients=True)
+        yield JobChange(
+            text=f"the attention kernels of published runs ({name})",
+            problem=replace(problem, assumptions=theirs),
+            obstacle="MaxText runs them; rooftop's program has JAX's splash kernels in smaller blocks",
+        )
     faster = _chip(problem, lambda figures: {"ici_bytes_per_s": 2 * figures.ici_bytes_per_s})
     yield JobChange(text="ICI twice as fast", problem=faster)
     larger_hbm = _chip(problem, lambda figures: {"hbm_usable_bytes": 2 * figures.hbm_usable_bytes})

@@ -30,7 +30,7 @@ from rooftop.hardware import Slice
 from rooftop.models import flops_per_token
 from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.answer import TrainingAnswerDocument
-from rooftop.plan.training.nearest import OUTLINE_AXES, nearest_executable, refusal, smallest_chips
+from rooftop.plan.training.nearest import OUTLINE_AXES, NearestPlan, nearest_executable, refusal, smallest_chips
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
@@ -98,12 +98,12 @@ class Offer:
         return max(ratios, default=0.0)
 
     @property
-    def is_bound(self) -> bool:
-        """True if its times are bounds, which flatter it.
+    def is_estimate(self) -> bool:
+        """True if its times are estimates, which may flatter it.
 
         No training of the kind of model was measured on the chip, or the plan leaves the compiler no room in HBM.
         """
-        return self.plan is not None and (self.plan.evidence.level == "bound" or not self.plan.leaves_room)
+        return self.plan is not None and (self.plan.evidence.level == "estimate" or not self.plan.leaves_room)
 
     def score(self, aim: Aim) -> tuple[float, float, int]:
         """Sort key of slices that meet all limits: the figure to minimise, then time and chips."""
@@ -124,7 +124,7 @@ class OfferDocument(PlanSummary):
     days: float | None
     cost_usd: float | None
     meets: bool
-    is_bound: bool
+    is_estimate: bool
     why: str
 
 
@@ -198,8 +198,8 @@ class SliceComparison:
 
     def why(self, offer: Offer) -> str:
         """The reason why an offer is not the one that is recommended: limits that it misses, or what it costs more."""
-        bound = ["its times are bounds"] if offer.is_bound else []
-        return "; ".join([*self._worse(offer), *bound])
+        estimate = ["its times are estimates"] if offer.is_estimate else []
+        return "; ".join([*self._worse(offer), *estimate])
 
     def _worse(self, offer: Offer) -> list[str]:
         """The limits that an offer misses, or its figures next to the best ones; nothing for the best itself."""
@@ -229,7 +229,7 @@ class SliceComparison:
             days=plan.days,
             cost_usd=plan.cost_usd,
             meets=offer.excess(self.limits) <= 1,
-            is_bound=offer.is_bound,
+            is_estimate=offer.is_estimate,
             why=self.why(offer),
             **field_values(plan.summary),
         )
@@ -460,8 +460,7 @@ def _nearest(problem: Problem, on_progress: OnProgress | None) -> str | None:
     searched = sweep(problem)
     if (plan := nearest_executable(searched.plan(searched.best), on_progress)) is None:
         return None
-    sequences = counted(plan.problem.workload.batch_seqs, "sequence")
-    return f"{sequences} a step on {plan.problem.slice.name}: {format_seconds(plan.expected_s)} a step"
+    return NearestPlan.of(plan).text
 
 
 def _nothing(problem: Problem, sizes: Sequence[Slice], limits: Limits) -> str:

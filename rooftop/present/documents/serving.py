@@ -22,6 +22,7 @@ from rooftop.present.document import (
     columns,
 )
 from rooftop.present.documents.parts import (
+    bound_text,
     busy,
     calibrated_text,
     evidence_figure,
@@ -38,6 +39,7 @@ from rooftop.present.documents.parts import (
     reasons,
     rooflines,
     roofs_of_slice,
+    sentence,
     stored_figures,
     written_by,
 )
@@ -73,12 +75,12 @@ def serving_plan(data: Mapping[str, Any]) -> Document:
             if fleet is None
             else f"{_recommended(data)}: {fleet['best']['name']}{calibrated_text(data['slice'])}",
             no=_no(data),
-            details=(*_fleet(data), *(() if fleet is None else (subject,)), *_layouts(data)),
+            details=(*_fleet(data), *_other_engine(data), *(() if fleet is None else (subject,)), *_layouts(data)),
         ),
         figures=tuple(_figures(data)),
         charts=(
             *_others(fleet),
-            *obstacles(data, *_nearest(data)),
+            *(obstacles(data, *_nearest(data)) if data["assumptions"]["engine"] is None else ()),
             _where(generate["ledger"], "Where a generate step goes (ms on one device)", "Generate"),
             *_pictures(generate["ledger"], where, "a generate step", ""),
             _where(prefill["ledger"], "Where a prefill goes (ms on one device)", "Prefill"),
@@ -108,12 +110,18 @@ def _no(data: Mapping[str, Any]) -> str:
         reason = f"does not fit: {format_bytes(memory['total'])} of {format_bytes(memory['capacity'])} a device"
     elif missed := list(_missed(data)):
         return f"misses {' and '.join(missed)}; nearest is with batch {data['generate']['batch']}"
-    elif data["obstacles"] and data["assumptions"]["bounds"] != "book":
+    elif _is_refused(data):
         reason = f"not executable: {data['obstacles'][0]}"
     else:
         return ""
     near = [_near(data, item) for item in data["nearest"]]
     return reason + (f"; nearest: {', or '.join(near)}" if near else "; no slice of this chip has a plan that runs")
+
+
+def _is_refused(data: Mapping[str, Any]) -> bool:
+    """True if our engine has to run the plan and cannot: not of another engine's, nor of the book's arithmetic."""
+    assumptions = data["assumptions"]
+    return bool(data["obstacles"]) and assumptions["bounds"] != "book" and assumptions["engine"] is None
 
 
 def _too_long(data: Mapping[str, Any]) -> str:
@@ -167,7 +175,13 @@ def _nearest(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _recommended(data: Mapping[str, Any]) -> str:
-    return "Recommended" if data["executable"] else "Cheapest, but no program runs it"
+    return "Cheapest, but no program runs it" if _is_refused(data) else "Recommended"
+
+
+def _other_engine(data: Mapping[str, Any]) -> Iterator[str]:
+    """The engine that runs the plan, if it is not ours."""
+    if data["assumptions"]["engine"] is not None:
+        yield sentence(data["obstacles"][0])
 
 
 def _fleet(data: Mapping[str, Any]) -> Iterator[str]:
@@ -208,10 +222,13 @@ def _others(fleet: Mapping[str, Any] | None) -> tuple[Chart, ...]:
 def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
     generate, memory, draft = data["generate"], data["memory"], data["draft"]
     step, evidence = generate["step_s"], data["evidence"]
-    decode, prefill = level_of(evidence["decode"]), level_of(evidence["prefill"])
+    decode, prefill = (level_of(evidence[phase]["level"]) for phase in ("decode", "prefill"))
     parts = {name.removesuffix("_s"): format_seconds(seconds) for name, seconds in generate["breakdown"].items()}
+    overlapped = f"{format_seconds(step['lower_s'])} if everything overlaps"
+    if decode == "bound":
+        overlapped = "a bound"
     yield ShownFigure("step_s", "step", step["expected_s"], "s", decode,
-        note=f"at least {format_seconds(step['lower_s'])} (bound by {generate['bound']}); at peak rates: "
+        note=f"{overlapped} ({bound_text(generate['bound'])}); at peak rates: "
         f"weights {parts['weights']}, KV {parts['kv']}, FLOPs {parts['flops']}, ICI {parts['ici']}")  # fmt: skip
     if draft is not None:
         yield ShownFigure("speculation", "speculation", draft["gain"], "%", "expected",
@@ -272,7 +289,7 @@ def _batches(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
         yield ShownFigure("batch", "batch", data["generate"]["batch"], shown=str(data["generate"]["batch"]),
             note="; ".join((rule, *beside)))  # fmt: skip
     smallest = data["smallest_slice"]
-    holds = "no slice holds this one" if smallest is None else f"this one fits {smallest} at the smallest"
+    holds = "no slice holds this batch" if smallest is None else f"smallest slice for this batch: {smallest}"
     yield ShownFigure("max_batch", "largest batch", data["max_batch"], shown=str(data["max_batch"]),
         note=f"on this mesh; {holds}")  # fmt: skip
 

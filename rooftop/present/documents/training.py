@@ -22,6 +22,7 @@ from rooftop.present.document import (
     TableColumn,
 )
 from rooftop.present.documents.parts import (
+    bound_text,
     busy,
     calibrated_text,
     evidence_figure,
@@ -59,7 +60,6 @@ def training_plan(data: Mapping[str, Any]) -> Document:
         verdict=ShownVerdict(
             subject=f"{data['model']['name']} on {where}: {mesh_text(data['mesh']['axes'])}"
             + calibrated_text(data["slice"])
-            + (" (not executable)" if data["obstacles"] else "")
             + _too_long(data),
             no=_refusal(data),
             details=(
@@ -100,11 +100,11 @@ def _rounded(workload: Mapping[str, Any]) -> Iterator[str]:
 
 def _tight(data: Mapping[str, Any]) -> Iterator[str]:
     """The plan leaves the compiler no room in HBM; the nearest that does."""
-    if data["step"].get("is_lower_bound"):
+    if not data["step"]["leaves_room"]:
         memory = data["memory"]
         yield (
-            f"its time is a lower bound: at {memory['total'] / memory['capacity']:.0%} of HBM the compiler repeats "
-            "work, which is not priced"
+            f"its time is an estimate, and too short: at {memory['total'] / memory['capacity']:.0%} of HBM the "
+            "compiler repeats work, which is not priced"
         )
         if (near := data.get("nearest_with_room")) is not None:
             yield (
@@ -130,6 +130,14 @@ def _refusal(data: Mapping[str, Any]) -> str:
     """The reason why a plan does not fit or meet the limits, and the nearest that does; empty if it does."""
     if not data["memory"]["fits"]:
         return "; ".join((_shortfall(data["memory"]), *_nearest(data)))
+    if data["obstacles"]:
+        where = data["slice"]["name"]
+        near, reason = data.get("nearest_executable"), f"not executable: {data['obstacles'][0]}"
+        if near is None:
+            return f"{reason}; no plan runs in its place"
+        if near["slice"].partition(":")[0] != where.partition(":")[0]:
+            reason += f"; no mesh of {where.partition(':')[0]} runs it"
+        return "; ".join((reason, *_nearest(data)))
     compared = data.get("comparison")
     if compared is None or compared["best"]["meets"]:
         return ""
@@ -193,12 +201,12 @@ def _shortfall(memory: Mapping[str, Any]) -> str:
 
 def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[ShownFigure]:
     step, memory = data["step"], data["memory"]
-    is_bound = step.get("is_lower_bound")
-    level: Level = "bound" if is_bound else level_of(data["evidence"])
-    interval = "a lower bound" if is_bound else interval_text(data["evidence"], step["interval_s"])
+    tight = not step["leaves_room"]
+    level: Level = "estimate" if tight else level_of(data["evidence"]["level"])
+    interval = "an estimate, and too short" if tight else interval_text(data["evidence"], step["interval_s"])
     yield ShownFigure("expected_s", "step", step["expected_s"], "s", level,
-        note=f"{interval}; at least {format_seconds(step['lower_s'])} "
-        f"(all overlapped, bound by {step['bound']}), {format_seconds(step['upper_s'])} if nothing is")  # fmt: skip
+        note=f"{interval}; {format_seconds(step['lower_s'])} if everything overlaps ({bound_text(step['bound'])}), "
+        f"{format_seconds(step['upper_s'])} if nothing does")  # fmt: skip
     yield evidence_figure(data["evidence"])
     yield ShownFigure("mfu", "MFU", data["mfu"], "%", level, formula=data["flops"]["convention"],
         note="causal attention and unembedding counted, recomputation not")  # fmt: skip
@@ -354,5 +362,7 @@ def _changes(data: Mapping[str, Any]) -> tuple[Chart, ...]:
         items = tuple(
             Item(f" {entry['change']}: {entry['obstacle']}", mark=f"{entry['gain']:+.1%}") for entry in missing
         )
-        charts.append(Items(title="What no program runs (tokens/s if one did)", section=section, items=items))
+        charts.append(
+            Items(title="What rooftop's program does not run (tokens/s if it did)", section=section, items=items)
+        )
     return tuple(charts)
