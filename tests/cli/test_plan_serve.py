@@ -298,7 +298,7 @@ def test_a_fleet_that_no_one_could_build_is_a_no(rooftop: Run) -> None:
         (("--contexts", "1"), "two tokens"),
         (("--price", "-1"), "positive number"),
         (("--price", "1e300"), "price: got '1e300'; accepted: at most 1e+06"),
-        (("--price", "1e-300"), "price: got 1e-300; accepted: at least 1e-06"),
+        (("--price", "1e-300"), "price: got '1e-300'; accepted: at least 1e-06"),
         (("--price", "nan"), "positive number"),
         (("--requests-per-second", "1e15"), "at most 1e+12"),
         (("--requests-per-second", "1e-300"), "at least 1e-09"),

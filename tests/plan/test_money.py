@@ -1,0 +1,103 @@
+"""Money and risk in plans: prices by chip, intervals next to the figures that decide, and the batch that was chosen."""
+
+from __future__ import annotations
+
+import pytest
+
+import rooftop
+from rooftop.core.errors import RooftopError
+from rooftop.library.planning import TrainingPlanResult
+
+_SLICES = "h100:8x8,v5p:4x4x4,v6e:8x8"
+
+
+def test_a_price_is_that_of_its_chip() -> None:
+    """Prices by chip change the dollars of those chips only; words and mappings are the same."""
+    listed = rooftop.plan_training("llama3-8b", on=_SLICES, tokens="1T", batch_seqs=512)
+    given = rooftop.plan_training("llama3-8b", on=_SLICES, tokens="1T", batch_seqs=512, price="h100=2.7,v5p=8.4")
+    mapped = rooftop.plan_training(
+        "llama3-8b", on=_SLICES, tokens="1T", batch_seqs=512, price={"h100": 2.7, "v5p": 8.4}
+    )
+
+    def dollars(result: TrainingPlanResult) -> dict[str, float]:
+        assert result.comparison is not None
+        compared = result.comparison.document
+        costs = {offer.chip: offer.cost_usd for offer in (compared.best, *compared.others)}
+        assert None not in costs.values()
+        return {chip: usd for chip, usd in costs.items() if usd is not None}
+
+    before, after = dollars(listed), dollars(given)
+    assert {name: round(after[name] / before[name], 6) for name in before} == {"h100": 0.25, "v5p": 2.0, "v6e": 1.0}
+    assert after == dollars(mapped)
+
+
+@pytest.mark.parametrize(
+    ("price", "accepted"),
+    [
+        ("2.5", "h100=2.5,v5p=2.5"),
+        (2.5, "h100=2.5,v5p=2.5"),
+        ("h200=2.5", "h100, v5p"),
+        ("h100=2,h100=3", "once for each chip"),
+        ("h100=0", "positive number"),
+        ("h100=", "number"),
+    ],
+)
+def test_a_price_that_is_of_no_chip_is_refused(price: float | str, accepted: str) -> None:
+    for verb in (
+        lambda: rooftop.plan_training("llama3-8b", on="h100:8,v5p:4x4x4", tokens="1T", price=price),
+        lambda: rooftop.plan_serving("llama3-8b", on="h100,v5p", price=price),
+    ):
+        with pytest.raises(RooftopError) as refused:
+            verb()
+        assert refused.value.field == "price" and accepted in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_chip_without_a_price_is_asked_for_by_name() -> None:
+    with pytest.raises(RooftopError, match="--price tpu7x=USD"):
+        rooftop.plan_training("llama3-8b", on="tpu7x", tokens="1T", days=30)
+    mixed = rooftop.plan_training("llama3-8b", on="tpu7x:2x2x1,v5p:2x2x1", tokens="1T", budget="1T")
+    assert "--price tpu7x=USD" in mixed.page()
+
+
+def test_a_comparison_shows_its_risk() -> None:
+    """Intervals are those of the plans that give the figures; candidates within one are not told apart."""
+    result = rooftop.plan_training("llama3-8b", on=_SLICES, tokens="1T", batch_seqs=512)
+    assert result.comparison is not None
+    compared = result.comparison
+    by_slice = {offer.slice.name: offer for offer in (compared.best, *compared.others)}
+    best = compared.document.best
+    for offer in (best, *compared.document.others):
+        plan = by_slice[offer.slice].plan
+        assert plan is not None and plan.interval_s is not None
+        assert offer.interval_days == tuple(plan.problem.days_at(seconds) for seconds in plan.interval_s)
+        assert offer.interval_usd == tuple(plan.problem.cost_usd_at(seconds) for seconds in plan.interval_s)
+        assert offer.evidence_runs == plan.evidence.runs
+        assert offer.days is not None and best.days is not None and best.interval_days is not None
+        low, high = offer.interval_days
+        within = low <= best.days <= high or best.interval_days[0] <= offer.days <= best.interval_days[1]
+        assert ("not distinguishable" in offer.why) == (within and offer is not best)
+    # The same chips, twice as many: dollars do not tell them apart, and days do.
+    alike = rooftop.plan_training("llama3-8b", on="v5p:4x4x4,v5p:4x4x8", tokens="1T", batch_seqs=512, days=365)
+    assert alike.comparison is not None
+    assert "not distinguishable" in alike.comparison.document.others[0].why
+    text = alike.page()
+    for words in ("90% of days", "90% of dollars", "runs", "not distinguishable", "2025-02", "that rooftop can run"):
+        assert words in text
+
+
+def test_the_batch_that_is_chosen_is_said_with_half_and_twice() -> None:
+    """The figures are those of plans with that batch; a batch that is given needs no such line."""
+    result = rooftop.plan_training("llama3-8b", on="v5p:4x4x4,v6e:8x8", tokens="1T")
+    answer, work = result.answer, result.plan.problem.workload
+    assert [other.batch_tokens / work.batch_tokens for other in answer.other_batches] == [0.5, 2]
+    assert result.comparison is not None
+    for other in answer.other_batches:
+        same = result.plan.problem.slice
+        plan = rooftop.plan_training("llama3-8b", on=same, tokens="1T", batch_tokens=other.batch_tokens)
+        assert other.step_s == pytest.approx(plan.plan.expected_s, rel=0.02)
+        assert other.mfu == pytest.approx(plan.plan.mfu, rel=0.02)
+    first = "\n".join(result.document.verdict.details)
+    assert "chosen as none was given" in first and "half of it" in first and "twice as many" in first
+    given = rooftop.plan_training("llama3-8b", on="v5p:4x4x4,v6e:8x8", tokens="1T", batch_tokens=work.batch_tokens)
+    assert not given.answer.other_batches and "none was given" not in given.page()
