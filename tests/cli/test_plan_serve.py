@@ -133,7 +133,7 @@ def test_recommendation_over_chips(rooftop: Run) -> None:
     assert {fleet["chip"] for fleet in (recommendation["best"], *recommendation["others"])} == {"v5e", "v6e"}
     text = rooftop(*target).out
     assert "Recommended: " in text
-    assert "Runner-up: " in text
+    assert "Fleets compared: cheapest first" in text
 
 
 def test_without_a_rate_servers_are_those_of_one_request_a_second(rooftop: Run) -> None:

@@ -7,6 +7,7 @@ import pytest
 import rooftop
 from rooftop.core.errors import RooftopError
 from rooftop.library.planning import TrainingPlanResult
+from rooftop.present.document import Table
 
 _SLICES = "h100:8x8,v5p:4x4x4,v6e:8x8"
 
@@ -101,3 +102,37 @@ def test_the_batch_that_is_chosen_is_said_with_half_and_twice() -> None:
     assert "chosen as none was given" in first and "half of it" in first and "twice as many" in first
     given = rooftop.plan_training("llama3-8b", on="v5p:4x4x4,v6e:8x8", tokens="1T", batch_tokens=work.batch_tokens)
     assert not given.answer.other_batches and "none was given" not in given.page()
+
+
+def test_dollars_of_a_fleet_are_those_of_its_rate() -> None:
+    """Tokens in and out of an hour, at their prices, make up the bill; full load is cheaper, and next to it."""
+    result = rooftop.plan_serving("llama3-8b", on="v5e,v6e", requests_per_second=20, prompt=2048, generate=256)
+    recommendation = result.to_json()["recommendation"]
+    assert isinstance(recommendation, dict)
+    for fleet in (recommendation["best"], *recommendation["others"]):
+        prices, hour = fleet["token_prices"], 20 * 3600 / 1e6
+        bill = hour * (2048 * prices["input"] + 256 * prices["output"])
+        assert bill == pytest.approx(fleet["usd_per_hour"])
+        assert prices["full_load_output"] < prices["output"] and prices["full_load_input"] < prices["input"]
+    (cost,) = (figure for figure in result.document.figures if figure.name == "usd_per_million_tokens")
+    assert cost.value == recommendation["best"]["token_prices"]["output"]
+    assert "at 20 requests/s; at full load $" in cost.note and "(list: " in cost.note
+    (alone,) = (
+        figure
+        for figure in rooftop.plan_serving("llama3-8b", on="v5e:2x2").document.figures
+        if figure.name == "usd_per_million_tokens"
+    )
+    assert "at full load" in alone.note and "requests/s" not in alone.note
+
+
+def test_fleets_are_a_table_with_each_chip() -> None:
+    """Each chip has a row, with its prices; one that misses the targets says what comes nearest."""
+    result = rooftop.plan_serving(
+        "llama3-8b", on="v5e,v5p,v6e", requests_per_second=20, ttft="250ms", price="v5e=1,v5p=3,v6e=2"
+    )
+    (table,) = (chart for chart in result.document.charts if isinstance(chart, Table) and chart.section == "Fleets")
+    assert [column.name for column in table.columns][:3] == ["fleet", "chips", "$/h"]
+    assert {"more", "$/M out", "TTFT", "TPOT", "batch", "evidence"} <= {column.name for column in table.columns}
+    for name in ("v5e", "v5p", "v6e"):
+        assert any(name in row[0] for row in table.rows)
+    assert "v5e $1" in table.about and "(given)" in table.about

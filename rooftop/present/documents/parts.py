@@ -477,6 +477,19 @@ def price_text(priced: Mapping[str, Any]) -> str:
     return f"${priced['price_usd_per_hour']:g} a chip-hour{cited}"
 
 
+def prices_text(priced: Iterable[Mapping[str, Any]]) -> str:
+    """Prices of a chip-hour by chip, those of one source together: 'v5e $1.2, v5p $4.2 (list: Scaling Book, 2025-02)'.
+
+    Empty where no source is known.
+    """
+    by_source: dict[str, dict[str, None]] = {}
+    for one in priced:
+        if (source := one.get("price_source")) is not None:
+            cited = source if source == GIVEN else f"list: {source}"
+            by_source.setdefault(cited, {})[f"{one['chip']} ${one['price_usd_per_hour']:g}"] = None
+    return "; ".join(f"{', '.join(prices)} ({cited})" for cited, prices in by_source.items())
+
+
 def level_of(evidence: Mapping[str, Any]) -> Level:
     """The level of a planned time: 'bound' without evidence."""
     return "bound" if evidence["level"] == "bound" else "expected"

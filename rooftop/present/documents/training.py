@@ -38,6 +38,7 @@ from rooftop.present.documents.parts import (
     obstacles,
     of_ledgers,
     price_text,
+    prices_text,
     reasons,
     rooflines,
     roofs_of_slice,
@@ -196,11 +197,7 @@ def _comparison(data: Mapping[str, Any]) -> tuple[Chart, ...]:
     # Without tokens there are no days, and without a price no dollars.
     shown = [at for at, name in enumerate(names) if name not in money or any(row[at] for row in rows)]
     text = ("slice", "mesh", "bound", "")
-    prices = {
-        offer["chip"]: f"{offer['chip']} {price_text(offer)}"
-        for offer in offers
-        if offer["cost_usd"] is not None and offer.get("price_usd_per_hour") is not None
-    }
+    prices = prices_text(offer for offer in offers if offer["cost_usd"] is not None)
     return (
         Table(
             title=f"Slices compared: {aim} first ({compared['planned']} planned)",
@@ -208,7 +205,7 @@ def _comparison(data: Mapping[str, Any]) -> tuple[Chart, ...]:
             about=f"Each with {counted(own['batch_tokens'] // own['seq_len'], 'sequence')} of {own['seq_len']:,} "
             "tokens a step, on its best mesh that fits and that rooftop can run. 90%: the interval; runs: published "
             "runs that it rests on; not distinguishable: within another's interval."
-            + (f" Dollars: {'; '.join(prices.values())}." if prices else ""),
+            + (f" Dollars a chip-hour: {prices}." if prices else ""),
             columns=tuple(
                 TableColumn(
                     name, "text" if name in text else "number", wrap=name in ("mesh", ""), drop=drops.get(name, 0)
