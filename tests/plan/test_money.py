@@ -136,3 +136,9 @@ def test_fleets_are_a_table_with_each_chip() -> None:
     for name in ("v5e", "v5p", "v6e"):
         assert any(name in row[0] for row in table.rows)
     assert "v5e $1" in table.about and "(given)" in table.about
+
+
+def test_a_chip_that_misses_the_targets_says_what_comes_nearest() -> None:
+    result = rooftop.plan_serving("llama3-70b", on="v5e,v6e", requests_per_second=40, ttft="500ms", tpot="30ms")
+    assert result.recommendation is not None
+    assert [(lost.chip, lost.why[:10]) for lost in result.recommendation.left_out] == [("v5e", "nearest is")]
