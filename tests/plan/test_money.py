@@ -9,7 +9,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.library.planning import TrainingPlanResult
 from rooftop.present.document import Table
 
-_SLICES = "h100:8x8,v5p:4x4x4,v6e:8x8"
+_SLICES = "h100:2x8,v5p:2x2x4,v6e:4x4"
 
 
 def test_a_price_is_that_of_its_chip() -> None:
@@ -89,7 +89,7 @@ def test_a_comparison_shows_its_risk() -> None:
 
 def test_the_batch_that_is_chosen_is_said_with_half_and_twice() -> None:
     """The figures are those of plans with that batch; a batch that is given needs no such line."""
-    result = rooftop.plan_training("llama3-8b", on="v5p:4x4x4,v6e:8x8", tokens="1T")
+    result = rooftop.plan_training("llama3-8b", on="v5p:2x2x4,v6e:4x4", tokens="1T")
     answer, work = result.answer, result.plan.problem.workload
     assert [other.batch_tokens / work.batch_tokens for other in answer.other_batches] == [0.5, 2]
     assert result.comparison is not None
@@ -100,13 +100,15 @@ def test_the_batch_that_is_chosen_is_said_with_half_and_twice() -> None:
         assert other.mfu == pytest.approx(plan.plan.mfu, rel=0.02)
     first = "\n".join(result.document.verdict.details)
     assert "chosen as none was given" in first and "half of it" in first and "twice as many" in first
-    given = rooftop.plan_training("llama3-8b", on="v5p:4x4x4,v6e:8x8", tokens="1T", batch_tokens=work.batch_tokens)
+    given = rooftop.plan_training("llama3-8b", on="v5p:2x2x4,v6e:4x4", tokens="1T", batch_tokens=work.batch_tokens)
     assert not given.answer.other_batches and "none was given" not in given.page()
 
 
 def test_dollars_of_a_fleet_are_those_of_its_rate() -> None:
     """Tokens in and out of an hour, at their prices, make up the bill; full load is cheaper, and next to it."""
-    result = rooftop.plan_serving("llama3-8b", on="v5e,v6e", requests_per_second=20, prompt=2048, generate=256)
+    result = rooftop.plan_serving(
+        "llama3-8b", on="v5e,v6e", requests_per_second=20, prompt=2048, generate=256, kv_dtype="int8"
+    )
     recommendation = result.to_json()["recommendation"]
     assert isinstance(recommendation, dict)
     for fleet in (recommendation["best"], *recommendation["others"]):
@@ -128,7 +130,7 @@ def test_dollars_of_a_fleet_are_those_of_its_rate() -> None:
 def test_fleets_are_a_table_with_each_chip() -> None:
     """Each chip has a row, with its prices; one that misses the targets says what comes nearest."""
     result = rooftop.plan_serving(
-        "llama3-8b", on="v5e,v5p,v6e", requests_per_second=20, ttft="250ms", price="v5e=1,v5p=3,v6e=2"
+        "llama3-8b", on="v5e,v5p,v6e", requests_per_second=20, ttft="250ms", kv_dtype="int8", price="v5e=1,v5p=3,v6e=2"
     )
     (table,) = (chart for chart in result.document.charts if isinstance(chart, Table) and chart.section == "Fleets")
     assert [column.name for column in table.columns][:3] == ["fleet", "chips", "$/h"]
@@ -139,6 +141,8 @@ def test_fleets_are_a_table_with_each_chip() -> None:
 
 
 def test_a_chip_that_misses_the_targets_says_what_comes_nearest() -> None:
-    result = rooftop.plan_serving("llama3-70b", on="v5e,v6e", requests_per_second=40, ttft="500ms", tpot="30ms")
+    result = rooftop.plan_serving(
+        "llama3-70b", on="v5e,v6e", requests_per_second=40, ttft="500ms", tpot="30ms", kv_dtype="bf16"
+    )
     assert result.recommendation is not None
     assert [(lost.chip, lost.why[:10]) for lost in result.recommendation.left_out] == [("v5e", "nearest is")]
