@@ -125,15 +125,15 @@ def _prices(price: PriceLike, chips: Sequence[str]) -> dict[str, float]:
             )
         return {chips[0]: usd}
     prices: dict[str, float] = {}
-    for given, value in entries:
+    for entry, value in entries:
         try:
-            name = chip(given).name
+            name = chip(entry).name
         except RooftopError:
             # A chip of a user's own, or none.
-            name = given
+            name = entry
         if name not in chips or name in prices:
             once = "once for each chip" if name in prices else "of a chip that is asked for"
-            raise RooftopError("price", f"{given}={value}", f"CHIP=USD {once}: {', '.join(chips)}")
+            raise RooftopError("price", f"{entry}={value}", f"CHIP=USD {once}: {', '.join(chips)}")
         prices[name] = dollars(value)
     return prices
 

@@ -14,8 +14,8 @@ _SLICES = "h100:2x8,v5p:2x2x4,v6e:4x4"
 
 def test_a_price_is_that_of_its_chip() -> None:
     """Prices by chip change the dollars of those chips only; words and mappings are the same."""
-    listed = rooftop.plan_training("llama3-8b", on=_SLICES, tokens="1T", batch_seqs=512)
-    given = rooftop.plan_training("llama3-8b", on=_SLICES, tokens="1T", batch_seqs=512, price="h100=2.7,v5p=8.4")
+    plain = rooftop.plan_training("llama3-8b", on=_SLICES, tokens="1T", batch_seqs=512)
+    priced = rooftop.plan_training("llama3-8b", on=_SLICES, tokens="1T", batch_seqs=512, price="h100=2.7,v5p=8.4")
     mapped = rooftop.plan_training(
         "llama3-8b", on=_SLICES, tokens="1T", batch_seqs=512, price={"h100": 2.7, "v5p": 8.4}
     )
@@ -27,7 +27,7 @@ def test_a_price_is_that_of_its_chip() -> None:
         assert None not in costs.values()
         return {chip: usd for chip, usd in costs.items() if usd is not None}
 
-    before, after = dollars(listed), dollars(given)
+    before, after = dollars(plain), dollars(priced)
     assert {name: round(after[name] / before[name], 6) for name in before} == {"h100": 0.25, "v5p": 2.0, "v6e": 1.0}
     assert after == dollars(mapped)
 
@@ -100,8 +100,8 @@ def test_the_batch_that_is_chosen_is_said_with_half_and_twice() -> None:
         assert other.mfu == pytest.approx(plan.plan.mfu, rel=0.02)
     first = "\n".join(result.document.verdict.details)
     assert "chosen as none was given" in first and "half of it" in first and "twice as many" in first
-    given = rooftop.plan_training("llama3-8b", on="v5p:2x2x4,v6e:4x4", tokens="1T", batch_tokens=work.batch_tokens)
-    assert not given.answer.other_batches and "none was given" not in given.page()
+    asked = rooftop.plan_training("llama3-8b", on="v5p:2x2x4,v6e:4x4", tokens="1T", batch_tokens=work.batch_tokens)
+    assert not asked.answer.other_batches and "none was given" not in asked.page()
 
 
 def test_dollars_of_a_fleet_are_those_of_its_rate() -> None:
