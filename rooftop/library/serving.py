@@ -29,11 +29,13 @@ from rooftop.library.inputs import (
     CountLike,
     ModelLike,
     OnSlice,
+    PriceLike,
     TimeLike,
     axes_of,
     calibrated_places,
     chip_of,
     model_of,
+    priced_places,
     rate_of,
     seconds_of,
     slice_of,
@@ -215,7 +217,7 @@ def plan_serving(
     engine: str | None = None,
     calibration: CalibrationLike | None = None,
     bounds: str = "usable",
-    price: float | str | None = None,
+    price: PriceLike | None = None,
     objective: str = "cost",
     contexts: Sequence[CountLike] | str | None = None,
     on_progress: Progress | None = None,
@@ -256,7 +258,7 @@ def plan_serving(
             then in the weights' dtype unless ``matmul_dtype`` says otherwise.
         calibration: A calibration file of `rooftop calibrate`, or its fractions: they replace the catalogue's.
         bounds: 'usable' HBM, or the 'book' arithmetic.
-        price: Dollars per chip-hour, instead of the list price.
+        price: Dollars per chip-hour, instead of the list price; by chip where several are searched: 'h100=2.5,v5p=3'.
         objective: Minimize 'cost' or 'chips' in a search.
         contexts: Contexts of the front; by default the workload's.
         on_progress: Called with kinds of servers priced, their number, and a label, while chips are searched.
@@ -315,7 +317,7 @@ def serving_front(
     assume: str | None = None,
     calibration: CalibrationLike | None = None,
     bounds: str = "usable",
-    price: float | str | None = None,
+    price: PriceLike | None = None,
     on_progress: Progress | None = None,
 ) -> ServingFrontResult:
     """The fastest and cheapest ways to generate over slices, number formats and batches; see ``plan_serving``.
@@ -365,11 +367,11 @@ def _question(
     engine: str | None = None,
     calibration: CalibrationLike | None,
     bounds: str,
-    price: float | str | None,
+    price: PriceLike | None,
 ) -> _Question:
     """The problem, with everything read and checked. Raises RooftopError naming the argument that is wrong."""
-    where, searching = _servers(on, price)
-    where = calibrated_places(where, calibration)
+    where, searching = _servers(on)
+    where = calibrated_places(priced_places(where, price), calibration)
     for name, value in (("mesh", mesh), ("prefill-mesh", prefill_mesh), ("prefill-on", prefill_on)):
         if searching and value is not None:
             raise RooftopError(name, value, "this with one slice, such as --on v5e:4x4")
@@ -455,27 +457,26 @@ def _published_by(model: ModelConfig, *, asked: bool) -> Iterator[None]:
         raise RooftopError(error.field, value, accepted) from None
 
 
-def _servers(on: ServersLike, price: float | str | None) -> tuple[dict[str, list[Slice]], bool]:
+def _servers(on: ServersLike) -> tuple[dict[str, list[Slice]], bool]:
     """Slices that servers may be, by chip, and whether chips are searched. Raises RooftopError."""
     if isinstance(on, str):
         names: Sequence[Chip | str] = [name.strip() for name in on.split(",")]
         if ":" in on and len(names) > 1:
             raise RooftopError("on", on, "one slice, such as v5e:4x4, or chips without shapes, such as v5e,v6e")
         if ":" in on:
-            where = slice_of(on, price=price)
+            where = slice_of(on)
             return {where.chip.name: [where]}, False
     elif isinstance(on, Chip):
         names = [on]
     elif isinstance(on, Sequence):
         names = on
     else:
-        where = slice_of(on, price=price)
+        where = slice_of(on)
         return {where.chip.name: [where]}, False
     result = {}
     for name in names:
         spec = chip_of(name)
-        like = slice_of(Slice(spec, spec.slice_shapes[0]), price=price)
-        result[spec.name] = candidate_slices(like)
+        result[spec.name] = candidate_slices(Slice(spec, spec.slice_shapes[0]))
     return result, True
 
 

@@ -26,7 +26,9 @@ def test_json_is_one_object_that_follows_the_schema(rooftop: Run) -> None:
     assert (answer.status, answer.err) == (0, "")
     jsonschema.validate(answer.json, schema(TrainingAnswerDocument))
     assert answer.json["model"]["params"] == 8_030_261_248
-    assert answer.json["slice"] == {"name": "v5p:4x4x4", "chips": 64, "devices": 64, "calibrated": None}
+    where = {"name": "v5p:4x4x4", "chips": 64, "devices": 64, "calibrated": None}
+    price = {"price_usd_per_hour": 4.2, "price_source": "Scaling Book, ch. 8 (Google Cloud), 2025-02"}
+    assert answer.json["slice"] == where | price
     assert answer.json["workload"] == {"batch_tokens": 2**20, "seq_len": 4096, "tokens": 1e12, "asked_tokens": None}
     hours = answer.json["days"] * 24
     assert answer.json["cost_usd"] == pytest.approx(hours * 64 * 4.2)

@@ -26,7 +26,7 @@ ANSWERS = {
     "serve": (("plan", "serve", "llama3-8b", "--on", "v5e:2x4"), ("largest batch", "Why")),
     "fleet": (
         ("plan", "serve", "llama3-8b", "--on", "v5e", "--requests-per-second", "10", "--ttft", "1s", "--tpot", "50ms"),
-        ("Recommended:", "an hour at list prices", "Runner-up"),
+        ("Recommended:", "an hour at list prices", "Fleets compared"),
     ),
     "one chip": (
         ("plan", "serve", "qwen3-0.6b", "--on", "v5p", "--requests-per-second", "1", "--ttft", "1s", "--tpot", "50ms"),

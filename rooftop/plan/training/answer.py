@@ -47,6 +47,17 @@ class WhatIf(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OtherBatch(Record):
+    """Half or twice the batch of a plan: its step, MFU, days and dollars on the best mesh near the plan's."""
+
+    batch_tokens: int
+    step_s: float
+    mfu: float
+    days: float | None
+    cost_usd: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingAnswerDocument(TrainingPlanDocument):
     """plan.json of a training run."""
 
@@ -54,6 +65,7 @@ class TrainingAnswerDocument(TrainingPlanDocument):
     what_if: tuple[WhatIf, ...]
     nearest_executable: NearestPlan | None
     nearest_with_room: NearestPlan | None = None
+    other_batches: tuple[OtherBatch, ...] = ()
     searched: int
 
 
@@ -61,7 +73,7 @@ class TrainingAnswerDocument(TrainingPlanDocument):
 class TrainingAnswer:
     """The best plan, the runners-up, and the changes that would help; ``searched`` is the number of candidates.
 
-    ``nearest_with_room`` is set if the plan leaves the compiler none.
+    ``nearest_with_room`` is set if the plan leaves the compiler none, and ``other_batches`` if the batch was not given.
     """
 
     plan: TrainingPlan
@@ -69,6 +81,7 @@ class TrainingAnswer:
     what_if: list[WhatIf]
     nearest_executable: NearestPlan | None
     nearest_with_room: NearestPlan | None
+    other_batches: Sequence[OtherBatch] = ()
     searched: int
 
     @property
@@ -81,6 +94,7 @@ class TrainingAnswer:
             what_if=tuple(self.what_if),
             nearest_executable=self.nearest_executable,
             nearest_with_room=self.nearest_with_room,
+            other_batches=tuple(self.other_batches),
             searched=self.searched,
         )
 
@@ -125,8 +139,10 @@ def search_of(problem: Problem, on_progress: OnProgress | None = None) -> Sweep:
     return sweep(problem, on_progress=on_progress)
 
 
-def answer_of(searched: Sweep, *, alternatives: int = 5, on_progress: OnProgress | None = None) -> TrainingAnswer:
-    """The answer that follows from a search."""
+def answer_of(
+    searched: Sweep, *, alternatives: int = 5, batch_given: bool = True, on_progress: OnProgress | None = None
+) -> TrainingAnswer:
+    """The answer that follows from a search; with half and twice the batch if that was not given."""
     best = searched.plan(searched.best)
     near = nearest_executable(best, on_progress) if best.obstacles or not best.fits else None
     roomy = None if best.leaves_room or near is not None else nearest_with_room(best, on_progress)
@@ -139,6 +155,7 @@ def answer_of(searched: Sweep, *, alternatives: int = 5, on_progress: OnProgress
             for candidate in searched.alternatives(alternatives)
         ],
         what_if=what_if(searched, best),
+        other_batches=[] if batch_given else list(_other_batches(searched, best)),
         nearest_executable=None if near is None else NearestPlan.of(near),
         nearest_with_room=None if roomy is None else NearestPlan.of(roomy),
         searched=searched.searched,
@@ -150,11 +167,10 @@ def what_if(searched: Sweep, best: TrainingPlan) -> list[WhatIf]:
 
     Those that programs run come first, then the others; the most helpful of both first.
     """
-    score = np.where(searched.fits, searched.expected_s, np.inf).min(axis=1)
-    near = np.argsort(score, kind="stable")[:LOOK_AGAIN]
+    near = _near_layouts(searched)
     answers = []
     for change in _changes(searched.problem):
-        within = _candidates(change.problem, searched.strategies.layouts[near], searched.strategies.choices)
+        within = _candidates(change.problem, near, searched.strategies.choices)
         seconds, candidate = best_of(change.problem, within)
         if np.isfinite(seconds):
             rate = change.problem.workload.batch_tokens / seconds
@@ -166,6 +182,31 @@ def what_if(searched: Sweep, best: TrainingPlan) -> list[WhatIf]:
                     WhatIf(change=change.text, step_s=seconds, tokens_per_s=rate, gain=gain, obstacle=obstacle)
                 )
     return sorted(answers, key=lambda answer: (answer.obstacle is not None, -answer.gain))
+
+
+def _near_layouts(searched: Sweep) -> Layouts:
+    """The best layouts of a search, among which a changed job looks again."""
+    score = np.where(searched.fits, searched.expected_s, np.inf).min(axis=1)
+    return searched.strategies.layouts[np.argsort(score, kind="stable")[:LOOK_AGAIN]]
+
+
+def _other_batches(searched: Sweep, best: TrainingPlan) -> Iterator[OtherBatch]:
+    """Half and twice the batch, where they fit."""
+    workload, near = searched.problem.workload, _near_layouts(searched)
+    for seqs in (workload.batch_seqs // 2, 2 * workload.batch_seqs):
+        tokens = seqs * workload.seq_len
+        if not 1 <= tokens <= MOST_TOKENS:
+            continue
+        job = replace(searched.problem, workload=replace(workload, batch_tokens=tokens, asked_tokens=None))
+        seconds, _ = best_of(job, _candidates(job, near, searched.strategies.choices))
+        if np.isfinite(seconds):
+            yield OtherBatch(
+                batch_tokens=tokens,
+                step_s=seconds,
+                mfu=best.mfu * (tokens / seconds) / best.tokens_per_s,
+                days=job.days_at(seconds),
+                cost_usd=job.cost_usd_at(seconds),
+            )
 
 
 def _candidates(problem: Problem, layouts: Layouts, choices: Sequence[Choice]) -> Strategies:

@@ -9,7 +9,7 @@ from typing import Any
 from rooftop.arrays import Mesh
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
-from rooftop.hardware import Slice
+from rooftop.hardware import GIVEN, Slice
 from rooftop.present.document import (
     Bar,
     Bars,
@@ -475,6 +475,26 @@ def calibrated_text(where: Mapping[str, Any]) -> str:
     """The calibration of a plan's slice, after its subject; empty without one."""
     calibrated = where.get("calibrated")
     return "" if calibrated is None else f", calibrated by {calibrated['by']}"
+
+
+def price_text(priced: Mapping[str, Any]) -> str:
+    """The price of a chip-hour with its source and date: '$4.2 a chip-hour (list: Scaling Book, ch. 8, 2025-02)'."""
+    source = priced.get("price_source")
+    cited = "" if source is None else " (given)" if source == GIVEN else f" (list: {source})"
+    return f"${priced['price_usd_per_hour']:g} a chip-hour{cited}"
+
+
+def prices_text(priced: Iterable[Mapping[str, Any]]) -> str:
+    """Prices of a chip-hour by chip, those of one source together: 'v5e $1.2, v5p $4.2 (list: Scaling Book, 2025-02)'.
+
+    Empty where no source is known.
+    """
+    by_source: dict[str, dict[str, None]] = {}
+    for one in priced:
+        if (source := one.get("price_source")) is not None:
+            cited = source if source == GIVEN else f"list: {source}"
+            by_source.setdefault(cited, {})[f"{one['chip']} ${one['price_usd_per_hour']:g}"] = None
+    return "; ".join(f"{', '.join(prices)} ({cited})" for cited, prices in by_source.items())
 
 
 def level_of(evidence: str) -> Level:

@@ -8,13 +8,12 @@ from typing import Any
 from rooftop.arrays.rules import SEQUENCE_AXES, ways
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
+from rooftop.hardware import GIVEN
 from rooftop.present.document import (
     Bar,
     Bars,
     Chart,
     Document,
-    Item,
-    Items,
     ShownFigure,
     ShownVerdict,
     Table,
@@ -35,6 +34,8 @@ from rooftop.present.documents.parts import (
     memory_bars,
     obstacles,
     of_ledgers,
+    price_text,
+    prices_text,
     prose,
     reasons,
     rooflines,
@@ -44,8 +45,8 @@ from rooftop.present.documents.parts import (
     written_by,
 )
 
-#: Points of a front that are printed, and runners-up of a fleet; the data has all.
-_POINTS, _OTHERS = 12, 6
+#: Points of a front that are printed; the data has all.
+_POINTS = 12
 _CLASSES = ("weights", "scales", "kv", "activations")
 #: Latencies: their label, their key, and the key of the planned one.
 _LATENCIES = (
@@ -189,7 +190,12 @@ def _fleet(data: Mapping[str, Any]) -> Iterator[str]:
     if (fleet := data.get("recommendation")) is None:
         return
     best = fleet["best"]
-    money = "" if best["usd_per_hour"] is None else f", ${best['usd_per_hour']:,.2f} an hour at list prices"
+    at = "at the given price" if best.get("price_source") == GIVEN else "at list prices"
+    money = (
+        f", no list price: --price {best['chip']}=USD"
+        if best["usd_per_hour"] is None
+        else f", ${best['usd_per_hour']:,.2f} an hour {at}"
+    )
     per_request = " for each request a second" if data["workload"]["requests_per_second"] is None else ""
     yield (
         f"  {counted(best['chips'], 'chip')}{money}{per_request}; TTFT {format_seconds(best['ttft_s'])} with its "
@@ -208,15 +214,61 @@ def _layouts(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _others(fleet: Mapping[str, Any] | None) -> tuple[Chart, ...]:
-    """The fleets that lost, and why."""
-    if fleet is None or not fleet["others"]:
+    """The recommended fleet next to the best of each other chip, and of each mode."""
+    if fleet is None or not (fleet["others"] or fleet.get("left_out")):
         return ()
-    ranks = ["Runner-up", *["Then"] * _OTHERS]
-    items = tuple(
-        Item(f"{rank}: {other['name']}\n  {other['why']}")
-        for rank, other in zip(ranks, fleet["others"][:_OTHERS], strict=False)
+    best = fleet["best"]
+    seen = {(best["chip"], best["mode"])}
+    others = []
+    for other in fleet["others"]:
+        # Fleets of one chip and mode differ in their number formats: the best of them stands for all.
+        if (kind := (other["chip"], other["mode"])) not in seen:
+            seen.add(kind)
+            others.append(other)
+    figure = "chips" if fleet["objective"] == "chips" else "usd_per_hour"
+
+    def row(one: Mapping[str, Any]) -> tuple[str, ...]:
+        usd, prices = one["usd_per_hour"], one.get("token_prices")
+        more = one is not best and one[figure] is not None and best[figure] is not None
+        return (
+            one["name"].rpartition(", batch")[0],
+            f"{one['chips']:,.4g}",
+            f"no price (--price {one['chip']}=USD)" if usd is None else f"{usd:,.2f}",
+            f"{one[figure] / best[figure] - 1:+.0%}" if more else "",
+            "" if prices is None else f"{prices['input']:.3g}",
+            "" if prices is None else f"{prices['output']:.3g}",
+            format_seconds(one["ttft_s"]),
+            format_seconds(one["tpot_s"]),
+            str(one["batch"]),
+            counted(one["evidence_runs"], "run") if one.get("evidence_runs") else "none",
+            "" if one.get("executable", True) else "no program",
+        )
+
+    names = ("fleet", "chips", "$/h", "more", "$/M in", "$/M out", "TTFT", "TPOT", "batch", "evidence", "")
+    rows = [row(best), *map(row, others)]
+    rows += [(f"{lost['chip']}: {lost['why']}", *[""] * 10) for lost in fleet.get("left_out", ())]
+    shown = [at for at, name in enumerate(names) if name == "fleet" or any(line[at] for line in rows)]
+    drops = {"batch": 4, "chips": 3, "$/M in": 2}
+    cited = prices_text((best, *others))
+    first = {"cost": "cheapest", "chips": "fewest chips"}[fleet["objective"]]
+    return (
+        Table(
+            title=f"Fleets compared: {first} first",
+            section="Fleets",
+            about="The best of each chip and mode. Evidence: published runs of decoding; without any, times are estimates."
+            + (f" Dollars a chip-hour: {cited}." if cited else ""),
+            columns=tuple(
+                TableColumn(
+                    name,
+                    "text" if name in ("fleet", "evidence", "") else "number",
+                    wrap=name == "fleet",
+                    drop=drops.get(name, 0),
+                )
+                for name in (names[at] for at in shown)
+            ),
+            rows=tuple(tuple(line[at] for at in shown) for line in rows),
+        ),
     )
-    return (Items(title="Other fleets", section="Fleets", items=items),)
 
 
 def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
@@ -260,9 +312,17 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
         f"{format_seconds(transfer['ici_s'])} over ICI, {format_seconds(transfer['dcn_s'])} over DCN")  # fmt: skip
     cost = data["cost_per_million_tokens"]
     if cost["input"] is not None:
+        fleet = data.get("recommendation")
+        prices = None if fleet is None else fleet["best"].get("token_prices")
+        load = "at full load"
+        if prices is not None:
+            load = f"at {data['workload']['requests_per_second']:g} requests/s; at full load ${cost['output']:.3g} and "
+            load += f"${cost['input']:.3g}"
+            cost = prices
+        cited = f"; {price_text(data['slice'])}" if data["slice"].get("price_source") else ""
         yield ShownFigure("usd_per_million_tokens", "cost", cost["output"], level=decode,
             shown=f"${cost['output']:.3g}",
-            note=f"per million tokens out, ${cost['input']:.3g} in, of slices always busy")  # fmt: skip
+            note=f"per million output tokens, ${cost['input']:.3g} per million input, {load}{cited}")  # fmt: skip
     cache = data["prefix_cache"]
     if cache["hit_rate"]:
         host_text = (

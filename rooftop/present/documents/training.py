@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rooftop.core.ledger import Ledger, Row
@@ -38,6 +38,8 @@ from rooftop.present.documents.parts import (
     milliseconds,
     obstacles,
     of_ledgers,
+    price_text,
+    prices_text,
     reasons,
     rooflines,
     roofs_of_slice,
@@ -69,6 +71,7 @@ def training_plan(data: Mapping[str, Any]) -> Document:
                 + ("" if dtypes["matmul"] == dtypes["compute"] else f"; {dtypes['matmul']} matmuls in the layers"),
                 *_tight(data),
                 *_rounded(data["workload"]),
+                *_batch(data),
             ),
         ),
         figures=tuple(_figures(data, classes)),
@@ -96,6 +99,25 @@ def _rounded(workload: Mapping[str, Any]) -> Iterator[str]:
             f"{workload['asked_tokens']:,} tokens a step are rounded to {counted(tokens // seq_len, 'sequence')} of "
             f"{seq_len:,}: {tokens:,} tokens"
         )
+
+
+def _batch(data: Mapping[str, Any]) -> Iterator[str]:
+    """The batch that was not given, and the figures of half and twice of it."""
+    if not (others := data.get("other_batches")):
+        return
+    work, own = data["workload"], {**data, "step_s": data["step"]["expected_s"]}
+
+    def figures(plan: Mapping[str, Any]) -> str:
+        parts = [format_seconds(plan["step_s"]) + " a step"] if plan["days"] is None else [f"{plan['days']:,.1f} days"]
+        parts += [] if plan["cost_usd"] is None else [f"${format_count(plan['cost_usd'])}"]
+        return ", ".join((*parts, f"MFU {plan['mfu']:.1%}"))
+
+    yield f"batch {counted(work['batch_tokens'] // work['seq_len'], 'sequence')} of {work['seq_len']:,} tokens, " + (
+        f"chosen as none was given: {figures(own)}"
+    )
+    for other in others:
+        share = "half of it" if other["batch_tokens"] < work["batch_tokens"] else "twice as many"
+        yield f"  with {share} (--batch-tokens {other['batch_tokens']}): {figures(other)}"
 
 
 def _tight(data: Mapping[str, Any]) -> Iterator[str]:
@@ -148,41 +170,53 @@ def _comparison(data: Mapping[str, Any]) -> tuple[Chart, ...]:
     """The slices that were compared, the recommended one first."""
     if (compared := data.get("comparison")) is None:
         return ()
-    aim = {"cost": "fewest dollars", "time": "least time", "chips": "fewest chips"}[compared["aim"]]
+    aim = {"cost": "fewest dollars", "time": "fastest", "chips": "fewest chips"}[compared["aim"]]
     own = data["workload"]
     best = compared["best"]
 
     def rank(offer: Mapping[str, Any]) -> str:
         return "" if offer is not best else "recommended" if best["meets"] else "nearest"
 
+    def interval(ends: Sequence[float] | None, text: Callable[[float], str]) -> str:
+        return "" if ends is None else "-".join(map(text, ends))
+
+    offers = (best, *compared["others"])
     rows = [
         (
             offer["slice"],
-            f"{offer['chips']:,}",
-            mesh_text(offer["mesh"]),
-            format_count(offer["tokens_per_s"]),
             "" if offer["days"] is None else f"{offer['days']:,.1f}",
-            "" if offer["cost_usd"] is None else f"{offer['cost_usd']:,.0f}",
-            f"{offer['mfu']:.1%}",
-            offer["bound"],
+            interval(offer.get("interval_days"), lambda days: f"{days:,.1f}"),
+            "" if offer["cost_usd"] is None else format_count(offer["cost_usd"]),
+            interval(offer.get("interval_usd"), format_count),
+            str(offer.get("evidence_runs") or "none"),
             "; ".join(filter(None, (rank(offer), offer["why"]))),
+            f"{offer['mfu']:.1%}",
+            mesh_text(offer["mesh"]),
+            f"{offer['chips']:,}",
+            format_count(offer["tokens_per_s"]),
+            offer["bound"],
         )
-        for offer in (best, *compared["others"])
+        for offer in offers
     ]
-    rows += [(entry["name"], *[""] * 7, entry["why"]) for entry in compared["left_out"]]
-    names = ("slice", "chips", "mesh", "tok/s", "days", "dollars", "MFU", "bound", "")
+    rows += [(entry["name"], *[""] * 5, entry["why"], *[""] * 5) for entry in compared["left_out"]]
+    drops = {"MFU": 1, "chips": 3, "mesh": 2, "tok/s": 5, "bound": 4}
+    money = ("days", "90% of days", "dollars", "90% of dollars")
+    names = ("slice", *money, "runs", "", "MFU", "mesh", "chips", "tok/s", "bound")
     # Without tokens there are no days, and without a price no dollars.
-    shown = [at for at, name in enumerate(names) if name not in ("days", "dollars") or any(row[at] for row in rows)]
+    shown = [at for at, name in enumerate(names) if name not in money or any(row[at] for row in rows)]
     text = ("slice", "mesh", "bound", "")
+    prices = prices_text(offer for offer in offers if offer["cost_usd"] is not None)
     return (
         Table(
             title=f"Slices compared: {aim} first ({compared['planned']} planned)",
             section="Slices",
             about=f"Each with {counted(own['batch_tokens'] // own['seq_len'], 'sequence')} of {own['seq_len']:,} "
-            "tokens a step, on the best mesh that programs run and memory holds.",
+            "tokens a step, on its best mesh that fits and that rooftop can run. 90%: the interval; runs: published "
+            "runs that it rests on; not distinguishable: within another's interval."
+            + (f" Dollars a chip-hour: {prices}." if prices else ""),
             columns=tuple(
                 TableColumn(
-                    name, "text" if name in text else "number", wrap=name in ("mesh", ""), drop=int(name == "tok/s")
+                    name, "text" if name in text else "number", wrap=name in ("mesh", ""), drop=drops.get(name, 0)
                 )
                 for name in (names[at] for at in shown)
             ),
@@ -213,10 +247,11 @@ def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[
     yield ShownFigure("tokens_per_s", "rate", data["tokens_per_s"], "tok/s", level,
         note=f"{data['tokens_per_s'] / data['slice']['chips']:.0f} tok/s per chip")  # fmt: skip
     if data["days"] is not None:
-        cost = "no price is published"
+        cost = f"no list price: --price {data['slice']['name'].partition(':')[0]}=USD"
         if data["cost_usd"] is not None:
-            price = data["cost_usd"] / (data["days"] * 24 * data["slice"]["chips"])
-            cost = f"${data['cost_usd']:,.0f} at ${price:g} a chip-hour"
+            # Plans of earlier releases do not name the price.
+            price = {"price_usd_per_hour": data["cost_usd"] / (data["days"] * 24 * data["slice"]["chips"])}
+            cost = f"${data['cost_usd']:,.0f} at {price_text(price | data['slice'])}"
         yield ShownFigure("days", "budget", data["days"] * 86400, "s", level, shown=f"{data['days']:.1f} days",
             note=f"for {format_count(data['workload']['tokens'])} tokens; {cost}")  # fmt: skip
     classes_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
