@@ -255,7 +255,7 @@ def _others(fleet: Mapping[str, Any] | None) -> tuple[Chart, ...]:
         Table(
             title=f"Fleets compared: {first} first",
             section="Fleets",
-            about="The best of each chip and mode. Evidence: published runs of decoding; without any, times are estimates."
+            about="The best of each chip and mode. Evidence: published runs of decoding; without any, estimates."
             + (f" Dollars a chip-hour: {cited}." if cited else ""),
             columns=tuple(
                 TableColumn(
