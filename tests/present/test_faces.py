@@ -30,7 +30,7 @@ ANSWERS = {
     ),
     "one chip": (
         ("plan", "serve", "qwen3-0.6b", "--on", "v5p", "--requests-per-second", "1", "--ttft", "1s", "--tpot", "50ms"),
-        ("Recommended: 1 x v5p:1x1x1", "1 chip, $", "none", "a bound: nothing measured"),
+        ("Recommended: 1 x v5p:1x1x1", "1 chip, $", "none", "an estimate: nothing measured"),
     ),
     "simulation": (
         ("simulate", "{plan}", "--concurrency", "4"),

@@ -343,7 +343,8 @@ def test_a_dropped_file_may_not_be_endless(client: TestClient) -> None:
 def test_a_compilation_that_does_not_fit_is_shown() -> None:
     data = {
         "kind": "compiled", "schema": 1, "rooftop_version": "0", "plan": None,
-        "slice": {"name": "v5e:2x2", "chips": 4, "devices": 4, "calibrated": None},
+        "slice": {"name": "v5e:2x2", "chips": 4, "devices": 4, "calibrated": None, "price_usd_per_hour": None,
+                  "price_source": None},
         "mesh": {"axes": {}, "layout": {}}, "fits": False, "peak_bytes": 2e10, "planned_peak_bytes": 1.9e10,
         "capacity_bytes": 1.69e10, "memory": {"weights": 1e10, "activations": 1e10},
         "planned_memory": {"weights": 1e10}, "buffers": [], "over_bytes": 3e9, "nearest": None,
