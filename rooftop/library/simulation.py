@@ -84,18 +84,18 @@ class SimulationResult(Result):
 
     @property
     def summary(self) -> str:
-        """Requests served, and mean and tail of the latencies."""
+        """Requests served, the report's notes, and middle and tail of the latencies."""
         metrics, deployment = self.metrics, self.deployment
         latencies = [
             f"{name} {format_seconds(values.p50)} median, {format_seconds(values.p99)} at p99"
             for name, values in (("TTFT", metrics.figures.ttft_s), ("TPOT", metrics.figures.tpot_s))
             if values is not None
         ]
-        return (
+        served = (
             f"{self.plan.problem.model.name} on {deployment.replicas} x {self.plan.problem.slice.name}, "
-            f"{deployment.policy.batching}: {metrics.finished:,} of {len(metrics.simulation.trace):,} requests\n"
-            f"{'; '.join(latencies)}"
+            f"{deployment.policy.batching}: {metrics.finished:,} of {len(metrics.simulation.trace):,} requests"
         )
+        return "\n".join((served, *self.report.notes, "; ".join(latencies)))
 
     def raise_if_infeasible(self) -> None:
         """Raise Infeasible if no request was served."""

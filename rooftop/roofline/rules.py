@@ -208,12 +208,29 @@ def prefill_per_generate(prefill_seconds: float, step_s: float, batch: float, ge
     return prefill_seconds * batch / (step_s * generate)
 
 
-def interleaved_token_s(token_s: float, prefill_seconds: float, batch: float, generate: float) -> float:
-    """Mean seconds between two tokens of a sequence on a server that also prefills (chapter 8).
+def interleaved_token_s(
+    token_s: float, prefill_seconds: float, batch: float, generate: float, *, together: float | None = None
+) -> float:
+    """Mean seconds between two tokens of a sequence on a server that also prefills, a prompt at a time (chapter 8).
 
-    While a sequence generates G tokens, each of the B - 1 others is replaced once.
+    While a sequence takes the G - 1 steps after its first token, each of the B - 1 others is replaced once. Those that
+    end in the same step are replaced one after another before the next: of k sequences that start ``together``, half
+    of the others' prefills come before a sequence's first token and not between two. By default as many start together
+    as of B sequences spread evenly over G - 1 steps.
     """
-    return token_s + (batch - 1) / generate * prefill_seconds
+    steps = generate - 1
+    if steps < 1:
+        return token_s
+    same = (batch - 1) / steps if together is None else together - 1
+    return token_s + (batch - 1 - same / 2) / steps * prefill_seconds
+
+
+def interleaved_tokens_per_s(token_s: float, prefill_seconds: float, batch: float, generate: float) -> float:
+    """Tokens per second of a full server that also prefills, a prompt at a time.
+
+    In the time of B prefills and G - 1 steps each of its B sequences has its G tokens, the first from its prefill.
+    """
+    return batch * generate / (batch * prefill_seconds + (generate - 1) * token_s)
 
 
 # Chapter 12: GPUs. A node, the NVLink domain, has ``gpus``; rates are of one GPU, one way: into its node's switches

@@ -310,10 +310,36 @@ def test_prefill_in_chunks_pays_for_the_weights_again() -> None:
 
 def test_interleaving_puts_prefills_between_tokens() -> None:
     apart, together = (plan_serving(problem(mode=mode)).plan for mode in ("disaggregated", "interleaved"))
-    assert together.tpot_s == pytest.approx(together.step_s + 31 / 512 * together.prefill_s)
+    # Of 31 others half of those that start in the same pause, 31 / 511 in the mean, are prefilled before it.
+    assert together.tpot_s == pytest.approx(together.step_s + (31 - 31 / 511 / 2) / 511 * together.prefill_s)
+    assert together.tpot_together_s == pytest.approx(together.step_s + 31 / 2 / 511 * together.prefill_s)
+    assert apart.tpot_together_s is None
     assert apart.tpot_s == pytest.approx(apart.step_s + apart.transfer_s / 511)
     alone = plan_serving(problem(mode="interleaved", batch=1)).plan
-    assert alone.tpot_s == alone.step_s
+    assert alone.tpot_s == alone.tpot_together_s == alone.step_s
+
+
+def test_the_rate_of_an_interleaved_server_counts_its_prefills() -> None:
+    answer = plan_serving(problem(mode="interleaved"))
+    plan = answer.plan
+    cycle_s = 32 * plan.prefill_s + 511 * plan.step_s
+    assert plan.tokens_per_s == pytest.approx(32 * 512 / cycle_s)
+    # Its own latencies mean the same: 32 sequences of a prefill and 511 tokens each.
+    assert plan.tokens_per_s == pytest.approx(32 * 512 / (plan.prefill_s + 511 * plan.tpot_s), rel=0.01)
+    price = plan.problem.slice.price_usd_per_hour
+    assert price is not None
+    assert plan.cost_per_million_tokens["output"] == pytest.approx(price / 3600 / plan.tokens_per_s * 1e6)
+    # So does each batch of the front, and a batch of one prefills too.
+    assert all(point.tokens_per_s < 1 / plan.prefill_s * 512 for point in answer.front)
+    alone = plan_serving(problem(mode="interleaved", batch=1)).plan
+    assert alone.tokens_per_s == pytest.approx(512 / (alone.prefill_s + 511 * alone.step_s))
+
+
+def test_a_fleet_of_interleaved_servers_keeps_its_load_with_their_own_prefills() -> None:
+    asked = problem(mode="interleaved", batch=1, requests_per_second=40.0)
+    best = recommend(asked, {"v5e": [asked.slice]}, [asked.numerics], ["interleaved"]).best
+    busy_s = best.plan.prefill_s + 511 * best.plan.step_s
+    assert 40.0 * busy_s / best.generate_servers <= LOAD
 
 
 def test_transfer_and_prefix_cache() -> None:

@@ -40,7 +40,7 @@ from rooftop.plan.serving.search import (
     sweep_slices,
 )
 from rooftop.plan.serving.workload import ServingNumerics
-from rooftop.roofline.rules import interleaved_token_s, queue_wait_s
+from rooftop.roofline.rules import interleaved_token_s, interleaved_tokens_per_s, queue_wait_s
 
 #: Largest mean load of a server: the rest is for bursts. A planning choice, not a measurement.
 LOAD = 0.8
@@ -85,11 +85,13 @@ class Fleet:
         prices = full["input"], full["output"]
         if rate is None or bill is None or prices[0] is None or prices[1] is None:
             return None
+        into, out = prices[0], prices[1]
+        if self.plan.problem.mode == "interleaved":
+            # Tokens out of one server pay for its prefills as well.
+            out = max(out - into * work.prompt / work.generate, 0.0)
         millions = rate * 3600 * work.prompt / 1e6, rate * 3600 * work.generate / 1e6
-        idle = bill / (millions[0] * prices[0] + millions[1] * prices[1])
-        return TokenPrices(
-            input=prices[0] * idle, output=prices[1] * idle, full_load_input=prices[0], full_load_output=prices[1]
-        )
+        idle = bill / (millions[0] * into + millions[1] * out)
+        return TokenPrices(input=into * idle, output=out * idle, full_load_input=into, full_load_output=out)
 
     @property
     def is_estimate(self) -> bool:
@@ -543,7 +545,8 @@ def _interleaved(servers: _Servers) -> Iterator[Fleet]:
     work = problem.workload
     for step, (on, prefill) in zip(servers.steps, servers.shared, strict=True):
         between = interleaved_token_s(step.seconds, prefill, step.batch, work.generate)
-        served = LOAD * step.batch / (work.generate * between)
+        tokens_per_s = interleaved_tokens_per_s(step.seconds, prefill, step.batch, work.generate)
+        served = LOAD * tokens_per_s / work.generate
         wait = queue_wait_s(prefill, min(served * prefill, 0.99)) + step.seconds / 2
         plan = ServingPlan(problem=problem, generate_on=step.placement, prefill_on=on, batch=step.batch)
         count = _whole((work.requests_per_second or 1.0) / served, work.requests_per_second)

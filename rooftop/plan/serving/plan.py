@@ -25,7 +25,14 @@ from rooftop.plan.serving.phase import serving_rules
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import Link, Mode, ServingMemory, ServingProblem
 from rooftop.plan.serving.reasons import serving_reasons
-from rooftop.plan.serving.search import most_sequences, round_times, token_s
+from rooftop.plan.serving.search import (
+    most_sequences,
+    prefills_in_steps,
+    prompt_between_s,
+    round_times,
+    server_tokens_per_s,
+    token_s,
+)
 from rooftop.plan.serving.times import PlannedTimes
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.roofline import rules
@@ -34,7 +41,8 @@ from rooftop.roofline import rules
 DEFINITIONS: Mapping[str, str] = {
     "ttft_s": "from the request's arrival to its first token, which the prefill yields; no queue is counted",
     "tpot_s": "(end to end - TTFT) / (tokens out - 1): the mean time of every token but the first",
-    "tokens_per_s": "tokens that the batch generates in a second, no prefill counted",
+    "tokens_per_s": "tokens that a full server generates in a second: disaggregated, those of its steps; interleaved, "
+    "with the prefills of its sequences counted",
 }
 
 
@@ -180,7 +188,11 @@ class PlannedPrefixCache(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ServingPlanDocument(Record):
-    """A serving plan as JSON: all that its servers need, and its figures. ``ServingAnswer`` adds the search's."""
+    """A serving plan as JSON: all that its servers need, and its figures. ``ServingAnswer`` adds the search's.
+
+    ``tpot_together_s``: of sequences that start and end together, as in a closed loop of requests of one length; None
+    where that makes no difference.
+    """
 
     kind: Literal["serve"]
     schema: Literal[1]
@@ -201,6 +213,7 @@ class ServingPlanDocument(Record):
     prefill: PlannedPrefill
     ttft_s: float
     tpot_s: float
+    tpot_together_s: float | None = None
     evidence: ServingEvidence | None = None
     memory: SliceMemory
     max_batch: int
@@ -301,23 +314,28 @@ class ServingPlan:
         return self.tpot_at(self.token_s)
 
     @property
+    def tpot_together_s(self) -> float | None:
+        """Time per output token of sequences that start and end together; None where that makes no difference."""
+        if self.problem.mode != "interleaved" or prefills_in_steps(self.problem):
+            return None
+        out = self.problem.workload.generate
+        return rules.interleaved_token_s(self.token_s, self._prompt_between_s, self.batch, out, together=self.batch)
+
+    @cached_property
     def _prompt_between_s(self) -> float:
         """Seconds that the prefill of another prompt puts between two tokens."""
-        problem = self.problem
-        if problem.assumptions.engine is None:
-            return self.prompt_interval_s
-        new, context = float(problem.workload.new_prompt_tokens), problem.step_context
-        mixed_s = problem.mixed_s(self.generate_on, new, float(self.batch), context)
-        return max(float(mixed_s) - self.step_s, 0.0)
+        return prompt_between_s(self.problem, self.generate_on, self.batch)
 
     def tpot_at(self, token_s: float) -> float:
         """Time per output token if, with nothing else to do, ``token_s`` pass between two tokens of a sequence.
 
-        Interleaved, the prefills of the other sequences of the batch come between two tokens: (B - 1)/G of them each;
-        an engine does them in the same steps, which they make longer. Disaggregated, the KV's transfer comes between
-        the first and the second token.
+        Interleaved, the prefills of the other sequences of the batch come between two tokens. An engine does them in
+        the same steps, which they make longer, that of a sequence's own prefill too: (B - 1)/G of them each.
+        Disaggregated, the KV's transfer comes between the first and the second token.
         """
         out = self.problem.workload.generate
+        if prefills_in_steps(self.problem):
+            return token_s + (self.batch - 1) / out * self._prompt_between_s
         if self.problem.mode == "interleaved":
             return rules.interleaved_token_s(token_s, self._prompt_between_s, self.batch, out)
         moved = 0.0 if self.problem.book or out == 1 else self.transfer_s / (out - 1)
@@ -325,8 +343,8 @@ class ServingPlan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens generated per second by one server, no prefill counted."""
-        return self.batch / self.token_s
+        """Tokens generated per second by one full server (see DEFINITIONS)."""
+        return server_tokens_per_s(self.problem, self.generate_on, self.batch, self.token_s)
 
     @cached_property
     def memory(self) -> ServingMemory:
@@ -520,6 +538,7 @@ class ServingPlan:
             ),
             ttft_s=self.ttft_s,
             tpot_s=self.tpot_s,
+            tpot_together_s=self.tpot_together_s,
             evidence=self.evidence,
             memory=self.memory_of_slice,
             max_batch=self.max_batch,

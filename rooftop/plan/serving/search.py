@@ -17,6 +17,7 @@ from rooftop.core.rounding import ceil_div
 from rooftop.hardware import Slice
 from rooftop.plan.serving.placement import Placed, Placement, together
 from rooftop.plan.serving.problem import ServingProblem
+from rooftop.roofline.rules import interleaved_tokens_per_s
 
 #: The largest batch that is looked at.
 MOST_SEQUENCES = 2**20
@@ -184,6 +185,34 @@ def token_s(problem: ServingProblem, placement: Placed, batch: Any) -> Any:
     return round_times(problem, placement, batch).round_s / problem.draft.tokens_per_round
 
 
+def prefills_in_steps(problem: ServingProblem) -> bool:
+    """Return True if prompts are prefilled in steps that also generate, as engines do."""
+    return problem.mode == "interleaved" and problem.assumptions.engine is not None
+
+
+def prompt_between_s(problem: ServingProblem, placement: Placement, batch: int) -> float:
+    """Seconds that the prefill of a prompt on a generate server puts between two tokens of its other sequences."""
+    if not prefills_in_steps(problem):
+        return float(problem.prompt_interval_s(problem.shared_prefill(placement)))
+    new, size = float(problem.workload.new_prompt_tokens), float(batch)
+    mixed_s = float(problem.mixed_s(placement, new, size, problem.step_context))
+    return max(mixed_s - float(problem.generate_s(placement, size)), 0.0)
+
+
+def server_tokens_per_s(problem: ServingProblem, placement: Placement, batch: int, token_s: float) -> float:
+    """Tokens per second of a full generate server, between two of whose tokens ``token_s`` pass if nothing else runs.
+
+    Interleaved, it prefills the prompts of its sequences too.
+    """
+    if problem.mode == "disaggregated":
+        return batch / token_s
+    generate, between_s = problem.workload.generate, prompt_between_s(problem, placement, batch)
+    if prefills_in_steps(problem):
+        # Each of G steps has the batch's tokens, and B of the prompts make them longer.
+        return batch / (token_s + batch / generate * between_s)
+    return interleaved_tokens_per_s(token_s, between_s, batch, generate)
+
+
 def server_memory(problem: ServingProblem, placement: Placed, batch: Any) -> Any:
     """Bytes on a device of a generate server, which also prefills where the two are interleaved."""
     return problem.memory(placement, batch, prefilling=problem.mode == "interleaved", generating=True).total
@@ -332,7 +361,7 @@ def pareto(
         best_rate = 0.0
         for choice in sorted(swept.choices(), key=lambda choice: choice.seconds):
             seconds = choice.seconds
-            rate = choice.batch / seconds
+            rate = server_tokens_per_s(sized, choice.placement, choice.batch, seconds)
             if rate <= best_rate:
                 continue
             best_rate = rate

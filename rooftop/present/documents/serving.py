@@ -287,14 +287,17 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
             shown=f"{draft['gain']:+.0%} tok/s",
             note=f"{draft['tokens_per_round']:.2f} tokens a round: {draft['length']} guesses of {draft['model']} in "
             f"{format_seconds(draft['guess_s'])}, checked in {format_seconds(draft['check_s'])}")  # fmt: skip
+    prefills = ", with the prefills between" if data["mode"] == "interleaved" else ""
     yield ShownFigure("tokens_per_s", "rate", generate["tokens_per_s"], "tok/s", decode,
-        note=f"{generate['tokens_per_s_per_chip']:.4g} tok/s per chip")  # fmt: skip
+        note=f"{generate['tokens_per_s_per_chip']:.4g} tok/s per chip{prefills}")  # fmt: skip
     both = "" if draft is None else " by both models"
     yield ShownFigure("ttft_s", "TTFT", data["ttft_s"], "s", prefill, formula=data["definitions"]["ttft_s"],
         note=f"{interval_text(evidence['prefill'], evidence['ttft_s'])}; "
         f"one prefill of {data['workload']['prompt']} tokens{both}, no queue")  # fmt: skip
     why = "with the prefills of others between" if data["mode"] == "interleaved" else "with the KV's transfer"
     step_text = "a step" if data["assumptions"]["bounds"] == "book" else f"a step, {why}"
+    if data.get("tpot_together_s") is not None and data["generate"]["batch"] > 1:
+        step_text += f"; {format_seconds(data['tpot_together_s'])} if all answers start and end together"
     yield ShownFigure("tpot_s", "TPOT", data["tpot_s"], "s", decode,
         note=f"{interval_text(evidence['decode'], evidence['tpot_s'])}; {step_text}")  # fmt: skip
     yield evidence_figure(evidence["decode"])
@@ -315,14 +318,21 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
         fleet = data.get("recommendation")
         prices = None if fleet is None else fleet["best"].get("token_prices")
         load = "at full load"
+        of_output, of_input = (", prefills included", " if it only prefills") if prefills else ("", "")
         if prices is not None:
-            load = f"at {data['workload']['requests_per_second']:g} requests/s; at full load ${cost['output']:.3g} and "
-            load += f"${cost['input']:.3g}"
-            cost = prices
+            load = f"at {data['workload']['requests_per_second']:g} requests/s; at full load "
+            load += f"${prices['full_load_output']:.3g} and ${prices['full_load_input']:.3g}"
+            cost, of_output, of_input = prices, "", ""
         cited = f"; {price_text(data['slice'])}" if data["slice"].get("price_source") else ""
-        yield ShownFigure("usd_per_million_tokens", "cost", cost["output"], level=decode,
+        yield ShownFigure(
+            "usd_per_million_tokens",
+            "cost",
+            cost["output"],
+            level=decode,
             shown=f"${cost['output']:.3g}",
-            note=f"per million output tokens, ${cost['input']:.3g} per million input, {load}{cited}")  # fmt: skip
+            note=f"per million output tokens{of_output}, ${cost['input']:.3g} per million input{of_input}, {load}"
+            f"{cited}",
+        )
     cache = data["prefix_cache"]
     if cache["hit_rate"]:
         host_text = (
@@ -439,6 +449,7 @@ def simulation(data: Mapping[str, Any]) -> Document:
             subject=_simulated_servers(data),
             says=f"{requests['finished']:,} of {requests['offered']:,} requests finished, "
             f"{format_count(tokens['generated_per_second'], 'tok/s')}.",
+            details=tuple(data.get("notes", ())),
         ),
         figures=tuple(_simulated_figures(data)),
         charts=(_simulated_latencies(data), _server_table(data), _busy_bars(data)),

@@ -14,6 +14,7 @@ The duration is from the first arrival to the last token. Nothing is left out as
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -23,15 +24,19 @@ import numpy.typing as npt
 
 from rooftop import __version__
 from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import format_count, format_seconds
 from rooftop.core.records import Record, field_values
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import Mode
+from rooftop.plan.serving.search import prefills_in_steps
 from rooftop.simulate.serving.records import Deployment, ServerRole, SimulatedServer, Simulation, Stay, StepRun
 from rooftop.simulate.serving.traces import RequestTrace
 
 Floats = npt.NDArray[np.float64]
 
 _PERCENTILES = (50, 90, 95, 99)
+#: Share by which a figure may differ from a plan's, or a queue grow, without a note; and requests that make a queue.
+_BEYOND, _QUEUE = 0.05, 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +146,10 @@ class ServingFigures(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedPlan(Record):
-    """The serving plan that was simulated, with the latencies that it expects, and its calibration (None: none)."""
+    """The serving plan that was simulated, with the latencies and the rate of a full server that it expects.
+
+    ``requests_per_second`` is the rate that it was made for (None: none), ``calibrated_by`` its calibration.
+    """
 
     model: str
     max_seq_len: int
@@ -151,6 +159,9 @@ class SimulatedPlan(Record):
     batch: int
     ttft_s: float
     tpot_s: float
+    tpot_together_s: float | None
+    tokens_per_s: float
+    requests_per_second: float | None
     calibrated_by: str | None = None
 
     @classmethod
@@ -166,6 +177,9 @@ class SimulatedPlan(Record):
             batch=plan.batch,
             ttft_s=plan.ttft_s,
             tpot_s=plan.tpot_s,
+            tpot_together_s=plan.tpot_together_s,
+            tokens_per_s=plan.tokens_per_s,
+            requests_per_second=problem.workload.requests_per_second,
             calibrated_by=None if problem.slice.chip.calibrated is None else problem.slice.chip.calibrated.by,
         )
 
@@ -241,12 +255,18 @@ class _SimulationInput(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationReport(ServingFigures, _SimulationInput):
-    """The object that ``rooftop simulate --json`` writes: the input, then all figures."""
+    """The object that ``rooftop simulate --json`` writes: the input, then all figures.
+
+    ``notes`` say where requests come faster than planned or served, and why figures are not the plan's.
+    """
+
+    notes: tuple[str, ...]
 
     @classmethod
     def of(cls, plan: ServingPlan, deployment: Deployment, metrics: ServingMetrics) -> SimulationReport:
         """The report of a simulation of ``plan``."""
         return cls(
+            notes=(*overload_notes(plan, metrics), *difference_notes(plan, deployment, metrics)),
             kind="simulation",
             schema=1,
             rooftop_version=__version__,
@@ -459,3 +479,82 @@ def _weighted_spread(values: Floats, counts: Floats) -> Spread | None:
 def _spread(mean: float, percentiles: Floats, most: float) -> Spread:
     p50, p90, p95, p99 = percentiles.tolist()
     return Spread(mean=float(mean), p50=p50, p90=p90, p95=p95, p99=p99, max=float(most))
+
+
+def overload_notes(plan: ServingPlan, metrics: ServingMetrics) -> list[str]:
+    """A sentence if requests come faster than the plan's, or faster than servers finish them; else none."""
+    trace = metrics.simulation.trace
+    last, count = float(trace.arrival_s[-1]), len(trace)
+    span = last - float(trace.arrival_s[0])
+    if trace.clients is not None or not span:
+        return []
+    rate, planned = (count - 1) / span, plan.problem.workload.requests_per_second
+    first_s = np.array(metrics.simulation.requests.first_s)[~np.isnan(metrics.ttft_s)]
+    arrival_s = trace.arrival_s[~np.isnan(metrics.ttft_s)]
+    half, end = (int(np.sum((arrival_s <= at) & (first_s > at))) for at in (last - span / 2, last))
+    grows = end >= max(_QUEUE, _BEYOND * count) and end > 1.5 * half
+    # The rate of requests that are drawn differs from what was asked for.
+    above = planned is not None and rate > planned * (1 + max(_BEYOND, 3 / math.sqrt(count)))
+    if not (grows or above):
+        return []
+    comes = f"Requests come at {rate:.3g} a second"
+    if planned is not None and above:
+        comes += f", {rate / planned:.3g} times the plan's {planned:.4g}"
+    if not grows:
+        return [f"{comes}."]
+    served = _rate(metrics.finished, metrics.duration_s)
+    return [f"{comes}; servers finish {served:.3g}, and the queue grows to {end:,} requests when the last one comes."]
+
+
+def difference_notes(plan: ServingPlan, deployment: Deployment, metrics: ServingMetrics) -> list[str]:
+    """A sentence with the reasons if TPOT, or the rate of a closed loop, is not the plan's; else none."""
+    figures, trace, policy = metrics.figures, metrics.simulation.trace, deployment.policy
+    if figures.tpot_s is None:
+        return []
+    differs = []
+    if abs(figures.tpot_s.mean / plan.tpot_s - 1) > _BEYOND:
+        differs.append(f"TPOT is {format_seconds(figures.tpot_s.mean)}, planned {format_seconds(plan.tpot_s)}")
+    rate, planned = figures.tokens.generated_per_second, plan.tokens_per_s * deployment.replicas
+    if trace.clients is not None and abs(rate / planned - 1) > _BEYOND:
+        differs.append(f"{format_count(rate, 'tok/s')} were generated, planned {format_count(planned, 'tok/s')}")
+    if not differs:
+        return []
+    work, why = plan.problem.workload, []
+    if policy.batching != plan.problem.mode:
+        why.append(f"servers are {policy.batching}")
+    if policy.chunk_tokens is not None and not prefills_in_steps(plan.problem):
+        why.append("steps that generate also prefill")
+    for name, lengths, length in (
+        ("prompts", trace.prompt_tokens, work.prompt),
+        ("answers", trace.output_tokens, work.generate),
+    ):
+        if abs(float(lengths.mean()) / length - 1) > _BEYOND:
+            why.append(f"{name} have {float(lengths.mean()):,.4g} tokens in the mean, not {length:,}")
+    servers = [server for server in figures.servers if server.steps.generate]
+    batch = _rate(
+        sum(server.mean_batch * server.steps.generate for server in servers),
+        sum(server.steps.generate for server in servers),
+    )
+    if abs(batch / plan.batch - 1) > _BEYOND:
+        why.append(f"{batch:.3g} sequences generate at a time, not {plan.batch}")
+    busy = float(np.mean([server.utilisation.busy for server in servers])) if servers else 0.0
+    if trace.clients is not None and deployment.prefill_servers and busy < 1 - _BEYOND:
+        why.append(f"servers that generate are busy for {busy:.0%} of the time, as clients wait for their prefills")
+    if figures.preemptions:
+        why.append("sequences lost their pages and were prefilled again")
+    whole = policy.batching == "interleaved" and policy.chunk_tokens is None
+    full = batch >= plan.batch * (1 - _BEYOND)
+    if whole and full and plan.tpot_together_s is not None and np.ptp(trace.output_tokens) == 0:
+        why.append(
+            "answers of one length start and end together, and half of the prefills of others come before their first "
+            f"token ({format_seconds(plan.tpot_together_s)} planned for that)"
+        )
+    alone = sum(server.steps.prefill for server in servers)
+    if whole and full and alone and max(server.kv.groups for server in figures.servers) > 1:
+        why.append(
+            f"groups of devices prefill a prompt each at the same time, {metrics.finished / alone:.3g} in a step, and "
+            "the plan prices one"
+        )
+    if deployment.prefill_servers and figures.tpot_s.mean > plan.tpot_s * (1 + _BEYOND):
+        why.append("after their first token sequences wait for their KV, for a place and for the step under way")
+    return [f"{', and '.join(differs)}: {'; '.join(why)}." if why else f"{', and '.join(differs)}."]
