@@ -39,11 +39,20 @@ def read_stream(host: str, port: int, model: str, tokens: int) -> None:
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     begun_s = time.monotonic()
+    # A full queue is an answer, and not an end: the wait for a first token goes on until the server takes the request.
+    while not _read_answer(host, port, head.encode() + body, begun_s):
+        time.sleep(_EVERY_S)
+
+
+def _read_answer(host: str, port: int, request: bytes, begun_s: float) -> bool:
+    """Read an answer to its end; False if the server refused the request because its queue is full."""
     with socket.create_connection((host, port), timeout=_PATIENCE_S) as connection:
-        connection.sendall(head.encode() + body)
-        last_s, kind, tail = begun_s, "first", b""
+        connection.sendall(request)
+        last_s, kind, tail, is_first_read = begun_s, "first", b"", True
         while data := connection.recv(65536):
-            now_s = time.monotonic()
+            if is_first_read and data.startswith(b"HTTP/1.1 429 "):
+                return False
+            now_s, is_first_read = time.monotonic(), False
             if kind == "first" and b"data:" not in data:
                 tail = data
                 continue
@@ -53,6 +62,7 @@ def read_stream(host: str, port: int, model: str, tokens: int) -> None:
             say("failed", time.monotonic() - last_s)
             print(tail[-200:], file=sys.stderr, flush=True)
             time.sleep(0.2)
+    return True
 
 
 def ask_health(host: str, port: int) -> None:
