@@ -32,7 +32,7 @@ COMMAND = [
     "15T",
     "--json",
 ]
-#: Commands whose CPU seconds are measured too: large mixtures of experts, odd slices, many pods, chips for a job, fleets.
+#: Commands whose CPU seconds are measured too: mixtures of experts, odd slices, many pods, chips for a job, fleets.
 COMMANDS = [
     "plan train deepseek-v3 --on h100:8x128 --batch-tokens 4Mi --seq 4096 --json",
     "plan train deepseek-v3 --on tpu7x:8x8x16 --batch-tokens 16Mi --seq 4096 --json",
