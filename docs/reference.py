@@ -40,8 +40,8 @@ def library_page() -> str:
     text = """# The library
 
 Every verb of the command line is a function of `rooftop`. Functions take objects or the strings of the command line.
-Functions that plan and simulate take one request as well, `plan_training(PlanTraining("llama3-8b", on="v5e:4x4"))`: a
-frozen record that is written to JSON and read again (`write`, `read`), and stands in each answer under `request`. On the
+Functions that plan and simulate also take one request, `plan_training(PlanTraining("llama3-8b", on="v5e:4x4"))`: a
+frozen record with the same fields, which stands in each answer under `request`. `write` and `read` are its JSON; on the
 command line `--save-request` writes it, and `--request` reads it from its file or from an answer.
 They raise `RooftopError` (the input is wrong) and `Infeasible` (the answer is no), both of `rooftop.core.errors`.
 Results are frozen; all of them have
