@@ -68,7 +68,10 @@ This page is written by `docs/reference.py` from signatures and docstrings.
 """
     for name, function in functions.items():
         if inspect.isclass(function) and issubclass(function, Request):
-            text += f"## rooftop.{name}\n\n{_docstring(function)}\n\nThe request of `{function.verb}`: see above.\n\n"
+            text += f"## rooftop.{name}\n\n{_docstring(function)}\n\n"
+            takers = [taker for taker, taking in functions.items() if getattr(taking, "request", None) is function]
+            members = [f"- `{member.name}`: {member.about}" for member in function.settings()]
+            text += f"Its fields are those of `rooftop.{takers[0]}`.\n\n" if takers else "\n".join(members) + "\n\n"
             continue
         text += f"## rooftop.{name}\n\n```python\n{_signature(name, function)}\n```\n\n{_docstring(function)}\n\n"
     text += "## Results\n\n"

@@ -129,14 +129,6 @@ def Parsed(name: str, parse: Callable[[str, str], Any]) -> OptionType:  # as a t
     return OptionType(kinds.Parsed(name, parse))
 
 
-def parse_profile(text: str, field: str) -> tuple[int, int]:
-    """Read the first and last traced step of 'steps=A..B'. Raises RooftopError naming ``field``."""
-    match = re.fullmatch(r"steps=(\d+)\.\.(\d+)", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise RooftopError(field, text, "steps=A..B with A up to B, counted from 1: steps=10..13")
-    return int(match[1]), int(match[2])
-
-
 COUNT = OptionType(kinds.COUNT)
 DEVICES = OptionType(kinds.DEVICES)
 COUNT_OR_ZERO = OptionType(kinds.COUNT_OR_ZERO)
@@ -148,7 +140,7 @@ SHARE = OptionType(kinds.SHARE)
 GROWTH = OptionType(kinds.GROWTH)
 TIME = OptionType(kinds.TIME)
 #: First and last step of a trace.
-PROFILE = Parsed("steps=a..b", parse_profile)
+PROFILE = OptionType(kinds.PROFILE)
 DTYPE = OptionType(kinds.DTYPE)
 DTYPES = OptionType(kinds.DTYPES)
 HARDWARE_NAME = OptionType(kinds.HARDWARE_NAME)
@@ -352,20 +344,29 @@ def request_options(kind: type[Request]) -> _Decorator:
         @functools.wraps(function)
         def with_request(*, request_file: Path | None, save_request: Path | None, **values: Any) -> Any:
             own = {setting.name: values.pop(setting.name) for setting in kind.settings()}
-            request = _request(kind, own, request_file)
+            request = _request(kind.checked(), own, request_file)
             if save_request is not None:
                 request.write(save_request)
             return function(request=request, **values)
 
-        decorated: Any = with_request
-        for setting in reversed(kind.settings()):
-            decorated = _parameter(setting)(decorated)
+        with_request.__dict__["request_kind"] = kind
         reading = option(
             "--request", "request_file", group=OUTPUT, type=FILE, is_eager=True,
             help="Take the request from this file, or from an answer (JSON); options change it.",
         )  # fmt: skip
         writing = option("--save-request", group=OUTPUT, type=FILE, help="Write the request here (JSON).")
-        return reading(writing(decorated))
+        return reading(writing(field_options(kind)(with_request)))
+
+    return decorate
+
+
+def field_options(kind: type[Request], *, required: bool = True) -> _Decorator:
+    """Give a verb the fields of a request as arguments and options, all of them optional unless ``required``."""
+
+    def decorate(function: Any) -> Any:
+        for setting in reversed(kind.settings()):
+            function = _parameter(setting, required=required)(function)
+        return function
 
     return decorate
 
@@ -380,29 +381,32 @@ def _request(kind: type[Request], values: Mapping[str, Any], path: Path | None) 
     return kind.read(path, **{name: value for name, value in values.items() if sources[name] in typed})
 
 
-def _parameter(setting: Setting) -> _Decorator:
+def _parameter(setting: Setting, *, required: bool) -> _Decorator:
     """The argument or option of a field."""
-    is_given = setting.default is not dataclasses.MISSING
-    default = setting.default if is_given else None
-    attributes: dict[str, Any] = {"required": not is_given, "type": _type(setting.kind)}
+    word, default = setting.word, None if setting.default is dataclasses.MISSING else setting.default
+    attributes: dict[str, Any] = {
+        "required": required and setting.default is dataclasses.MISSING,
+        "type": _type(setting.kind),
+    }
     if default not in (None, ()):
-        attributes["default"] = default
+        attributes["default"] = setting.kind.text(default)
+    own_name = type(setting.kind) in (Kind, kinds.Pairs, kinds.Listed) or setting.kind.name == "DIR"
+    if word.metavar or own_name:
+        attributes["metavar"] = word.metavar or setting.kind.name
     if setting.is_argument:
         return click.argument(setting.name, cls=_RequestArgument, **attributes)
-    text = re.sub(r"``(\w+)``", lambda match: "--" + match[1].replace("_", "-"), setting.about)
     names = [f"--{setting.option}", setting.name]
     if isinstance(setting.kind, kinds.Flag):
         del attributes["type"]
-        if default is None:
-            names[0] = f"--{setting.option}/--no-{setting.option}"
-            attributes["default"] = None
-        else:
+        attributes["default"] = default
+        if default is False:
             attributes["is_flag"] = True
-    elif type(setting.kind) in (Kind, kinds.Pairs, kinds.Listed):
-        attributes["metavar"] = setting.kind.name
+        else:
+            names[0] = f"--{setting.option}/--no-{setting.option}"
+    text = re.sub(r"``(\w+)``", lambda match: "--" + match[1].replace("_", "-"), setting.about)
     return click.option(
-        *names, cls=_RequestOption, group=setting.word.group, help=text,
-        show_default=default is not None and default is not False, **attributes,
+        *names, cls=_RequestOption, group=word.group, help=text, multiple=word.several, envvar=word.envvar,
+        show_default=default not in (None, (), "") and default is not False, **attributes,
     )  # fmt: skip
 
 
