@@ -25,7 +25,7 @@ from rooftop.library.results import Result
 from rooftop.models import ModelConfig, count_params, from_huggingface
 from rooftop.plan.shapes import require_planned
 from rooftop.requests.request import Request
-from rooftop.requests.words import GROUPS
+from rooftop.requests.words import GROUPS, MEANINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Options of the process that every verb has.
@@ -131,7 +131,7 @@ def every_option(group: click.Group = cli, prefix: str = "") -> Iterator[tuple[s
 
 def shared_help() -> dict[str, str]:
     """The help of each shared option, as the vocabulary has it."""
-    texts: dict[str, str] = {}
+    texts = {f"--{name.replace('_', '-')}": meaning for name, meaning in MEANINGS.items()}
     for name, factory in vars(options).items():
         if name.endswith("_option") and name != "json_option":
             function = factory()(lambda: None)
