@@ -16,7 +16,7 @@ from rooftop.core.files import write_json, write_text
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype, parse_quantity
 from rooftop.core.records import field_values
 from rooftop.core.timelines import perfetto, xprof
-from rooftop.hardware import Chip, Slice, slice_sizes
+from rooftop.hardware import MOST_CHIPS, Chip, Slice, slice_sizes
 from rooftop.library.inputs import (
     AxesLike,
     CalibrationLike,
@@ -37,7 +37,7 @@ from rooftop.plan.training import answer as training
 from rooftop.plan.training.answer import TrainingAnswer
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.comparison import (
-    MOST_CHIPS,
+    MOST_SEARCHED_CHIPS,
     Aim,
     ComparedAnswerDocument,
     Limits,
@@ -215,7 +215,7 @@ def plan_training(
         budget_usd=None
         if budget is None
         else parse_quantity(str(budget).removeprefix("$"), "budget", largest=LARGEST_BUDGET),
-        chips=None if chips is None else parse_count(chips, "chips"),
+        chips=None if chips is None else parse_count(chips, "chips", largest=MOST_CHIPS),
     )
     places, comparing = _places(on, limits, smallest)
     places = calibrated_places(priced_places(places, price), calibration)
@@ -299,7 +299,7 @@ def _places(on: SlicesLike, limits: Limits, smallest: bool) -> tuple[dict[str, l
         if not is_open:
             accepted = "with a shape, such as v5p:16x16x16; or with --days, --budget, --chips or --smallest"
             raise RooftopError("on", spec.name, accepted)
-        sizes = slice_sizes(spec, MOST_CHIPS if limits.chips is None else limits.chips)
+        sizes = slice_sizes(spec, MOST_SEARCHED_CHIPS if limits.chips is None else limits.chips)
         if not sizes:
             raise RooftopError("chips", limits.chips, f"at least the smallest slice of {spec.name}")
         places[spec.name] = sizes

@@ -16,6 +16,7 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.files import read_json_object, write_text
 from rooftop.core.quantities import format_seconds, parse_bytes, parse_count, parse_quantity
 from rooftop.core.records import read_record
+from rooftop.hardware import MOST_CHIPS
 from rooftop.library.inputs import CalibrationLike, CountLike, TimeLike, rate_of, recalibrated, seconds_of
 from rooftop.library.results import Result
 from rooftop.library.serving import Progress, ServingPlanResult
@@ -179,7 +180,9 @@ def simulate(
     planned = recalibrated(planned, calibration)
     batching = batching or planned.problem.mode
     policy = Policy(
-        max_batch=planned.batch if batch_seqs is None else _at_most(batch_seqs, "batch-seqs", MOST_SEQUENCES),
+        max_batch=planned.batch
+        if batch_seqs is None
+        else parse_count(batch_seqs, "batch-seqs", largest=MOST_SEQUENCES),
         batching=batching,
         chunk_tokens=None if chunk_tokens is None else parse_count(chunk_tokens, "chunk-tokens"),
         preemption=preemption,
@@ -187,11 +190,16 @@ def simulate(
     generators = (
         math.ceil(fleet.get("generate_servers") or 1)
         if replicas is None
-        else _at_most(replicas, "replicas", MOST_SERVERS)
+        else parse_count(replicas, "replicas", largest=MOST_SERVERS)
     )
-    prefillers = None if prefill_servers is None else _at_most(prefill_servers, "prefill-servers", MOST_SERVERS)
+    prefillers = (
+        None if prefill_servers is None else parse_count(prefill_servers, "prefill-servers", largest=MOST_SERVERS)
+    )
     if prefillers is None and batching == "disaggregated":
         prefillers = math.ceil(fleet.get("prefill_servers") or planned.prefill_per_generate * generators)
+    chips = generators * planned.problem.slice.chips + (prefillers or 0) * planned.problem.prefill_server.chips
+    if chips > MOST_CHIPS:
+        raise RooftopError("replicas", f"{generators:,} ({chips:,} chips)", f"at most {MOST_CHIPS:,} chips")
     times = planned.step_times()
     if preemption == "swap" and host_dram is None:
         raise RooftopError("preemption", "swap", "swap with --host-dram, the memory that each host has for it")
@@ -321,10 +329,3 @@ def _planned(
     return planned, {
         "generate_servers": best_fleet.generate_servers, "prefill_servers": best_fleet.prefill_servers
     }  # fmt: skip
-
-
-def _at_most(value: CountLike, field: str, most: int) -> int:
-    count = parse_count(value, field)
-    if count > most:
-        raise RooftopError(field, count, f"at most {most:,}")
-    return count

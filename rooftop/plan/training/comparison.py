@@ -40,8 +40,8 @@ from rooftop.plan.training.search import Sweep, sweep
 Aim = Literal["cost", "time", "chips"]
 #: Sizes in a row that are too dear, or no faster, before larger ones are left out: one may be slow for its shape alone.
 _IN_A_ROW = 4
-#: The largest slice of a chip that is looked at, in chips.
-MOST_CHIPS = 2**15
+#: The largest slice of a chip that is looked at without a limit of the chips, in chips.
+MOST_SEARCHED_CHIPS = 2**15
 
 
 @dataclass(frozen=True, kw_only=True)
