@@ -145,7 +145,7 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPrices(Record):
-    """Dollars per million tokens of a fleet: of its bill at the asked rate, and of servers that are always busy."""
+    """Dollars per million tokens of a fleet: of its bill at the asked rate, and at full load."""
 
     input: float
     output: float
@@ -228,9 +228,9 @@ class Recommendation:
             ("TPOT", other.tpot_s, self.best.tpot_s),
         ):
             if its < ours:
-                parts.append(f"though its {name} is {format_seconds(its)}, not {format_seconds(ours)}")
+                parts.append(f"{name} {format_seconds(its)} against {format_seconds(ours)}")
         if other.is_estimate:
-            parts.append("and its times are estimates")
+            parts.append("times are estimates")
         return "; ".join(parts)
 
     @property
