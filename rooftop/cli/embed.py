@@ -143,7 +143,7 @@ class _EmbedTrainOptions(TypedDict):
 @batch_samples_option(default=1024, show_default=True)
 @option("--steps", group=RUN, type=COUNT, help="The last step of the run. [default: the end of the data]")
 @option("--evaluate", group=WORKLOAD, type=FILE, help="Data whose AUC is computed at the end.")
-@devices_option(help="Emulate N devices on the CPU. [default: the devices here]", metavar="N")
+@devices_option(help="Emulate N devices on the CPU. [default: the local devices]", metavar="N")
 @option(
     "--cores-per-device",
     group=PARALLELISM,

@@ -323,7 +323,7 @@ def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decora
 
 
 on_option = _shared("--on", group=HARDWARE, type=HARDWARE_NAME, help="CHIP:SHAPE[@SLICES], such as v5e:4x4.")
-shrink_option = _shared("--shrink", group=HARDWARE, is_flag=True, help="Shrink the plan's mesh to the devices here.")
+shrink_option = _shared("--shrink", group=HARDWARE, is_flag=True, help="Shrink the plan's mesh to the local devices.")
 price_option = _shared(
     "--price", group=HARDWARE, metavar="USD", help="Dollars per chip-hour, not the list price: 2.5, or h100=2.5,v5p=3."
 )

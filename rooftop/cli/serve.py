@@ -1,4 +1,4 @@
-"""``rooftop serve``: a checkpoint, or a serving plan of it, as OpenAI's API on the devices that are here."""
+"""``rooftop serve``: a checkpoint, or a serving plan of it, as OpenAI's API on local devices."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class _ServeOptions(TypedDict):
 )
 @weight_group_option(help="Input channels that share a scale: 32, 64 or 128 in int4 and f8_e4m3.")
 @kv_dtype_option(help="int8, or the compute dtype. [default: the latter, or the plan's]")
-@mesh_option(help="Axes on the devices here: tensor=4,expert=2. [default: the plan's]")
+@mesh_option(help="Axes on local devices: tensor=4,expert=2. [default: the plan's]")
 @option(
     "--kv-split", group=PARALLELISM, type=Name("batch", "seq"),
     help="What context splits: sequences or their tokens. [default: seq, or the plan's]",

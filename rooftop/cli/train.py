@@ -1,4 +1,4 @@
-"""``rooftop train``: a plan, or a model of any config.json, on the devices that are here."""
+"""``rooftop train``: a plan, or a model of any config.json, on local devices."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ _PROCESSES = ("coordinator", "processes", "process", "supervise", "max_restarts"
 @batch_seqs_option(help="Sequences of a step. [default: the plan's, else about 16]")
 @seq_option(help="Tokens of a sequence. [default: the plan's, else 512]")
 @option("--steps", group=RUN, type=COUNT_OR_ZERO, help="The last step of the run.")
-@mesh_option(help="Axes over the devices here: fsdp=2,tensor=2. [default: the plan's, else fsdp]")
+@mesh_option(help="Axes over the local devices: fsdp=2,tensor=2. [default: the plan's, else fsdp]")
 @microbatches_option(help="Parts of a batch whose gradients are accumulated.")
 @schedule_option()
 @chunks_option()
@@ -179,7 +179,7 @@ _PROCESSES = ("coordinator", "processes", "process", "supervise", "max_restarts"
 @json_option
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
-    """Train on the devices that are here: one CPU, emulated ones, GPUs, a TPU slice, or many processes.
+    """Train on local devices: one CPU, emulated ones, GPUs, a TPU slice, or many processes.
 
     Trains a PLAN.json of 'rooftop plan train', or a --model. The same command again, or --resume DIR, resumes the run
     from its folder. SIGTERM and Ctrl-C save at the next step.

@@ -64,7 +64,7 @@ class ServeRequest:
     takes ``step_timeout_s`` hangs.
     ``chunk_tokens`` 0 prefills prompts whole. With ``generate_at`` another process generates: 'local' starts
     it here; with ``role`` 'generate' this process is the other one. Each round guesses ``draft_length`` tokens, by the
-    ``draft`` model or by n-grams. ``shrink`` reduces the mesh to the devices here; ``devices`` emulates them. With
+    ``draft`` model or by n-grams. ``shrink`` reduces the mesh to the local devices; ``devices`` emulates them. With
     ``coordinator`` this is process ``process`` of ``processes``.
     """
 

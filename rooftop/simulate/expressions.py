@@ -193,7 +193,7 @@ class StrategyTiming(TimedRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStrategies(Provenance):
-    """Strategies timed on the devices here, and the seconds of an empty call."""
+    """Strategies timed on local devices, and the seconds of an empty call."""
 
     empty_call_s: Amount
     strategies: tuple[StrategyTiming, ...]

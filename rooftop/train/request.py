@@ -64,7 +64,7 @@ class OfTrainingPlan(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """Training of a plan or a model on the devices here, in the folder ``run``. None: the plan's value, or a default.
+    """Training of a plan or a model on local devices, in the folder ``run``. None: the plan's value, or a default.
 
     What
         ``plan`` (a TrainingPlan, a plan.json or its path) sets model, mesh, batch and numerics. On other devices than

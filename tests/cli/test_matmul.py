@@ -329,7 +329,7 @@ def test_x2_reduce_scatter_of_a_profile(rooftop: Call) -> None:
     assert scatter["time_s"] == pytest.approx(1.1185e-3, rel=1e-4)
 
 
-# Beside the compiler, and on the devices that are here.
+# Beside the compiler, and on local devices.
 
 
 def test_check_sets_xlas_collectives_beside_ours(rooftop: Call) -> None:

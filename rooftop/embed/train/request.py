@@ -23,7 +23,7 @@ class EmbeddingTrainRequest:
     """Training of a DLRM with ``tables`` (a tables.toml) on ``data`` (Criteo's TSV) in the folder ``run``.
 
     Data
-        ``batch_samples``, B, is over all ``devices`` (None: all that are here). ``steps`` is the last step of the run
+        ``batch_samples``, B, is over all ``devices`` (None: all devices). ``steps`` is the last step of the run
         (None: the end of the data). ``evaluate`` is a file whose AUC is computed at the end.
     Program
         A device without SparseCores emulates ``cores_per_device`` (None: 2). ``sample_passes`` above 1 look a batch up

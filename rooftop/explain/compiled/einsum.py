@@ -111,7 +111,7 @@ def check(expression: ShardedExpression, prices: Prices) -> EinsumCheck:
     Raises RooftopError for what cannot be compiled: a single array, arrays on hosts or single chips, GPUs.
     """
     if prices.mesh.slice.chip.kind != "tpu":
-        raise RooftopError("compile", prices.mesh.slice.name, "a TPU slice: XLA:TPU is the compiler that is here")
+        raise RooftopError("compile", prices.mesh.slice.name, "a TPU slice: only XLA:TPU is installed for it")
     request, candidates, dtype = _request(expression, prices)
     return compare(candidates, compile_ahead_of_time(request), prices, dtype)
 

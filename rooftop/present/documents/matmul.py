@@ -230,7 +230,7 @@ def collectives(data: Mapping[str, Any]) -> Document:
         f"A call that does nothing takes {format_seconds(measured['empty_call_s'])}; every time includes it.",
     ]
     if planned:
-        lines.append(f"bound, expected: planned for {data['slice']}, not for the devices that are here.")
+        lines.append(f"bound, expected: planned for {data['slice']}, not for the local devices.")
     if measured["emulated"]:
         lines.append(EMULATED)
     return Document(
