@@ -256,7 +256,6 @@ def test_arrays_larger_than_their_memory_are_said_not_to_fit(
         f"%fusion.3 = bf16[512,{rows}]{tiles} fusion(bf16[512,20480]{tiles} %a, bf16[20480,{rows}]{tiles} %b), "
         "kind=kOutput, calls=%dot"
     )
-    found = times(read_operation(text), chip("v5e")).overfull
-    assert bool(found) is bool(line)
+    assert bool(times(read_operation(text), chip("v5e")).overfull) is bool(line)
     out = rooftop("explain", "--op", text, "--on", "v5e").out
     assert line in " ".join(out.split()) if line else "does not fit" not in out

@@ -211,7 +211,7 @@ class SliceComparison:
         return "; ".join([*self._worse(offer), *self._alike(offer), *estimate])
 
     def _alike(self, offer: Offer) -> list[str]:
-        """How little tells an offer from the best, if both meet the limits alike: by the intervals of their figures.
+        """Marks of an offer that the intervals hardly tell from the best, if both meet the limits alike.
 
         "not distinguishable": either figure is within the interval of the other. "intervals overlap": only the
         intervals share some values. Nothing if they share none.
