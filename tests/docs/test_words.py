@@ -111,7 +111,7 @@ RIDDLES = {
     "of slices always busy": "at full load",
     "if all overlapped, bound": "if everything overlaps (MXU-bound)",
     "though its T": "a column",
-    " of ours\"": "the listed strategies",
+    ' of ours"': "the listed strategies",
 }
 
 
