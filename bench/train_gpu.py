@@ -3,7 +3,7 @@
     python bench/train_gpu.py -o bench/results/train_gpu.csv     # on a GPU of the catalogue
     python bench/train_gpu.py --tiny                             # toy models on whatever is here: does it run?
 
-Everything is planned first, for one device of the chip that is here (a CPU: of ``--chip``, and then no measured figure
+Everything is planned first, for one device of the local chip (a CPU: of ``--chip``, and then no measured figure
 means anything): remat and microbatches are the plan's, and so are the bound of each row, which is its time at the
 chip's peak rates, and its expected time. ``compiled_s`` is the time that rooftop reads from the schedule of the very
 executable that runs. Matmuls are in bf16; weights and moments in ``state``. The largest model has LLaMA-3 8B's layers,

@@ -37,7 +37,7 @@ from rooftop.requests.words import OUTPUT, RUN, SERVER, WORKLOAD
 
 @click.group(name="bench", cls=VerbGroup)
 def command() -> None:
-    """Measure: collectives on the devices that are here, a server under load."""
+    """Measure: collectives on local devices, a server under load."""
 
 
 class _CollectivesOptions(TypedDict):
@@ -177,7 +177,7 @@ def serve(*, output: Path | None, as_json: bool, **options: Unpack[_ReplayOption
 def calibrate(
     *, run: Path | None, on: str | None, minutes: float, devices: int | None, output: Path, as_json: bool
 ) -> int:
-    """Measure the devices that are here: matmuls, attention, HBM, collectives, calls. Plans take --calibration FILE.
+    """Measure the local devices: matmuls, attention, HBM, collectives, calls. Plans take --calibration FILE.
 
     The file is written after each measurement: the same command goes on where a killed one stopped. With RUN, the
     folder of `rooftop train plan.json`, compare three or more measured steps with their plan: which term is off

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from rooftop import __version__
 from rooftop.cli.output import VerbGroup, say, usage_line
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.extras import naming_extras
+from rooftop.core.quantities import DTYPE_ALIASES
 
 #: Verb -> (MODULE:COMMAND, one line of help). A module with one verb calls it ``command``.
 VERBS: dict[str, tuple[str, str]] = {
@@ -29,11 +31,11 @@ VERBS: dict[str, tuple[str, str]] = {
     "check": ("rooftop.cli.programs.check", "What a compiled program wastes, with prices; limits for CI."),
     "tune": ("rooftop.cli.programs.tune", "Options and shardings that make a step faster."),
     "diff": ("rooftop.cli.explain:diff", "Two runs, plans or compilations: what changed."),
-    "train": ("rooftop.cli.train", "Train a plan or a model on the devices that are here."),
-    "serve": ("rooftop.cli.serve", "Serve a checkpoint, as OpenAI's API, on the devices here."),
+    "train": ("rooftop.cli.train", "Train a plan or a model on local devices."),
+    "serve": ("rooftop.cli.serve", "Serve a checkpoint, as OpenAI's API, on local devices."),
     "embed": ("rooftop.cli.embed", "Embedding tables: limits from data, training, export."),
     "explain": ("rooftop.cli.explain", "Where time goes: measured next to compiled next to planned."),
-    "bench": ("rooftop.cli.bench", "Measure: collectives on the devices here, a server under load."),
+    "bench": ("rooftop.cli.bench", "Measure: collectives on local devices, a server under load."),
     "calibrate": ("rooftop.cli.bench:calibrate", "Measure your devices, or a run: fractions for plans."),
     "validate": ("rooftop.cli.explain:validate", "Predictions next to published measurements, misses included."),
     "ui": ("rooftop.cli.ui", "Explorers in a browser, with sliders; plans and runs too."),
@@ -94,6 +96,13 @@ def cli() -> None:
     """
 
 
+def _as_typed(error: RooftopError, words: Sequence[str]) -> RooftopError:
+    """The error about a dtype with the spelling that stands in the command line: fp8, not f8_e4m3."""
+    parts = [part for word in words for part in re.split("[=,]", word)]
+    typed = [part for part in parts if DTYPE_ALIASES.get(part.lower(), "") == error.given]
+    return RooftopError(error.field, typed[0], error.accepted) if typed and error.given not in parts else error
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point: every failure that a user can cause is one line on stderr and its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -108,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(0)
         with naming_extras():
             status = cli.main(args=words, prog_name="rooftop", standalone_mode=False)
-    except (RooftopError, Infeasible) as error:
+    except RooftopError as error:
+        _fail(str(_as_typed(error, words)), error.exit_status)
+    except Infeasible as error:
         _fail(str(error), error.exit_status)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)

@@ -64,7 +64,7 @@ class _MatmulOptions(TypedDict):
 @option("--simulate", is_flag=True, group=ASSUMPTIONS, help="Simulate each collective link by link on the torus.")
 @option("--unidirectional", is_flag=True, group=ASSUMPTIONS, help="With --simulate: rings that send one way only.")
 @option("--compile", "compiled", is_flag=True, group=RUN, help="Compile with XLA:TPU for the slice, and compare.")
-@option("--measure", is_flag=True, group=RUN, help="Run the listed strategies on the devices here, and time them.")
+@option("--measure", is_flag=True, group=RUN, help="Run the listed strategies on local devices, and time them.")
 @top_option(default="8", help="Strategies to list, or all.")
 @json_option
 def command(

@@ -1,4 +1,4 @@
-"""``rooftop serve``: a checkpoint, or a serving plan of it, as OpenAI's API on the devices that are here."""
+"""``rooftop serve``: a checkpoint, or a serving plan of it, as OpenAI's API on local devices."""
 
 from __future__ import annotations
 

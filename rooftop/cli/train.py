@@ -1,4 +1,4 @@
-"""``rooftop train``: a plan, or a model of any config.json, on the devices that are here."""
+"""``rooftop train``: a plan, or a model of any config.json, on local devices."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _PROCESSES = ("coordinator", "processes", "process", "supervise", "max_restarts"
 @json_option
 @click.pass_context
 def command(ctx: click.Context, /, as_json: bool, **_: object) -> int:
-    """Train on the devices that are here: one CPU, emulated ones, GPUs, a TPU slice, or many processes.
+    """Train on local devices: one CPU, emulated ones, GPUs, a TPU slice, or many processes.
 
     Trains a PLAN.json of 'rooftop plan train', or a --model. The same command again, or --resume DIR, resumes the run
     from its folder. SIGTERM and Ctrl-C save at the next step.

@@ -70,7 +70,7 @@ def mesh_of(sizes: Mapping[str, int], here: Local, *, layout: Mesh | None = None
     count = math.prod(shape)
     if count > len(here.devices):
         more = f"; --devices {count} emulates them" if here.devices[0].platform == "cpu" else ""
-        raise RooftopError("mesh", write_axes(sizes), f"at most the {here.name} that are here{more}")
+        raise RooftopError("mesh", write_axes(sizes), f"at most the {here.name} here{more}")
     if count < len(here.devices) and jax.process_count() > 1:
         raise RooftopError("mesh", write_axes(sizes), f"all {here.name} of the {jax.process_count()} processes")
     types = (AxisType.Explicit,) * len(AXES)

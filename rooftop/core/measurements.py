@@ -56,7 +56,7 @@ class CollectiveTiming(TimedRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCollectives(Provenance):
-    """Collectives timed on the devices here, the command that did it, and the seconds of an empty call."""
+    """Collectives timed on local devices, the command that did it, and the seconds of an empty call."""
 
     command: str
     empty_call_s: Amount

@@ -94,13 +94,13 @@ def parse_quantity(
     return value
 
 
-def parse_count(text: str | float | int, field: str) -> int:
-    """A positive whole number up to 1e15 with an optional suffix. Raises RooftopError, naming ``field``."""
+def parse_count(text: str | float | int, field: str, *, largest: int = LARGEST_COUNT) -> int:
+    """A positive whole number up to ``largest`` with an optional suffix. Raises RooftopError, naming ``field``."""
     value = _parse(text, field)
     if value != int(value):
         raise RooftopError(field, text, "a whole number")
-    if value > LARGEST_COUNT:
-        raise RooftopError(field, text, f"at most {LARGEST_COUNT:g}")
+    if value > largest:
+        raise RooftopError(field, text, f"at most {largest:,}" if largest < LARGEST_COUNT else f"at most {largest:g}")
     return int(value)
 
 

@@ -133,8 +133,12 @@ class Operation:
     @property
     def hbm_bytes(self) -> float:
         """Bytes of its operands and results in HBM, padding included, each once."""
+        return self.bytes_in(0) if self.does_work else 0.0
+
+    def bytes_in(self, memory_space: int) -> float:
+        """Bytes of its operands and results in a memory space, padding included."""
         arrays = [*self.results, *(layout for _, layout in self.operands if layout is not None)]
-        return float(sum(array.nbytes for array in arrays if array.memory_space == 0)) if self.does_work else 0.0
+        return float(sum(array.nbytes for array in arrays if array.memory_space == memory_space))
 
     @property
     def does_work(self) -> bool:
@@ -180,10 +184,32 @@ def _operands(inside: str) -> Iterator[tuple[str, TileLayout | None]]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Overfull(Record):
+    """A memory of a device of ``capacity`` bytes, which the arrays of one operation in it exceed."""
+
+    memory: Literal["hbm", "vmem"]
+    bytes: Amount
+    capacity: Amount
+
+
+def _overfull(operation: Operation, chip: Chip) -> Iterator[Overfull]:
+    """The memories of a device that have no room for the operation's arrays."""
+    rooms: tuple[tuple[Literal["hbm", "vmem"], int, float], ...] = (
+        ("hbm", 0, chip.hbm_bytes / chip.devices),
+        ("vmem", 1, chip.vmem_bytes / chip.devices),
+    )
+    for memory, space, capacity in rooms:
+        nbytes = operation.bytes_in(space)
+        if nbytes > capacity:
+            yield Overfull(memory=memory, bytes=nbytes, capacity=capacity)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OperationTimes(Record):
     """Seconds of an operation on a chip: the bound by resource at peak rates, and which binds.
 
     ``ici`` is over one axis of the network, as an open line; ``wrapped_s`` if that axis closes into a ring.
+    ``overfull`` has the memories that are too small for its arrays: the chip cannot run it as it stands.
     """
 
     chip: str
@@ -191,6 +217,7 @@ class OperationTimes(Record):
     wrapped_s: Amount | None
     intensity: Amount | None
     critical_intensity: Amount
+    overfull: tuple[Overfull, ...] = ()
 
     @derived
     def bound(self) -> Literal["", "mxu", "hbm", "ici"]:
@@ -218,6 +245,7 @@ def times(operation: Operation, chip: Chip) -> OperationTimes:
         wrapped_s=wrapped,
         intensity=matmul.flops / operation.hbm_bytes if matmul and operation.hbm_bytes else None,
         critical_intensity=peak / rates.hbm_bytes_per_s,
+        overfull=tuple(_overfull(operation, chip)),
     )
 
 

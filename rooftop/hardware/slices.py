@@ -12,7 +12,9 @@ from rooftop.core.rounding import ceil_div
 from rooftop.hardware.calibrated import Calibrated
 from rooftop.hardware.chips import Chip, Shape, chip
 
-_TEXT = re.compile(r"\s*([^:@\s]+)\s*:\s*([0-9]{1,6}(?:x[0-9]{1,6})*)\s*(?:@\s*([0-9]{1,6}))?\s*", re.IGNORECASE)
+#: Chips that a program or a fleet is planned for, at most: all that were ever built are fewer.
+MOST_CHIPS = 10_000_000
+_TEXT = re.compile(r"\s*([^:@\s]+)\s*:\s*([0-9]{1,12}(?:x[0-9]{1,12})*)\s*(?:@\s*([0-9]{1,12}))?\s*", re.IGNORECASE)
 _ACCEPTED = "CHIP:SHAPE[@SLICES], such as v5e:4x4, v5p:16x20x28, v5e:16x16@4 or h100:8x128"
 _CUBE = 4
 _CUBE_CHIPS = _CUBE**3
@@ -211,10 +213,11 @@ class Slice:
 
 
 def slice_sizes(chip: Chip, most: int) -> list[Slice]:
-    """Slices of a chip of up to ``most`` chips, ascending, one for each of about four sizes to a doubling.
+    """Slices of a chip of up to ``most`` chips (and ``MOST_CHIPS``), ascending, about four sizes to a doubling.
 
     Shapes of the catalogue, the most cubic ones of whole cubes, whole nodes of GPUs, and several whole pods over DCN.
     """
+    most = min(most, MOST_CHIPS)
     steps = sorted({part * 2**power // 4 for part in (4, 5, 6, 7) for power in range(2, 20)} | {1, 2, 3})
     shapes: list[tuple[Shape, int]] = [(shape, 1) for shape in chip.slice_shapes]
     pod = math.prod(chip.pod_shape)
@@ -257,10 +260,6 @@ def _exists(spec: Chip, shape: Shape) -> bool:
 def _is_cubes(shape: Shape) -> bool:
     """Return True if a shape is made of whole 4x4x4 cubes, which optical switches join into a torus (book, ch. 2)."""
     return all(size % _CUBE == 0 for size in shape)
-
-
-#: Chips that a program is planned for, at most: all that were ever built are fewer.
-MOST_CHIPS = 10_000_000
 
 
 def _check(spec: Slice) -> None:

@@ -116,7 +116,7 @@ def matmul(
         simulate: Simulate each collective link by link on the torus.
         bidirectional: Let simulated rings send both ways.
         compile: Compile with XLA:TPU for the slice and compare the collectives.
-        measure: Run the listed strategies on the devices here, and time them.
+        measure: Run the listed strategies on local devices, and time them.
         on_progress: Callback (done, total, label) of measurements.
 
     Raises RooftopError naming the argument that is wrong, and Infeasible for a measurement that does not fit.

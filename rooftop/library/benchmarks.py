@@ -1,4 +1,4 @@
-"""Measurements: collectives on the devices here, a server under load next to its simulation, and calibrations.
+"""Measurements: collectives on local devices, a server under load next to its simulation, and calibrations.
 
 A calibration replaces the catalogue's fractions of a chip by those of the user's own devices, or of a run.
 """
@@ -94,7 +94,7 @@ def bench_collectives(
     on: SliceLike | None = None,
     on_progress: Progress | None = None,
 ) -> CollectivesResult:
-    """Time collectives over the axes of a mesh of the devices here, for several sizes.
+    """Time collectives over the axes of a mesh of the local devices, for several sizes.
 
     Args:
         mesh: Axes and their sizes; by default one axis X of all devices.
@@ -470,9 +470,9 @@ def _slice(local: Any, where: Slice | None) -> Slice | None:
         sizes = () if chip is None else slice_sizes(chip, len(local))
         return next((size for size in sizes if size.devices == len(local)), None)
     if local[0].platform != "cpu" and (chip is None or chip.name != where.chip.name):
-        raise RooftopError("on", where.name, f"a slice of the {len(local)} x {local[0].device_kind} that are here")
+        raise RooftopError("on", where.name, f"a slice of the {len(local)} x {local[0].device_kind} here")
     if where.devices != len(local):
-        raise RooftopError("on", where.name, f"a slice of {len(local)} devices, as many as are here")
+        raise RooftopError("on", where.name, f"a slice of {len(local)} devices, as many as are local")
     return where
 
 

@@ -16,7 +16,7 @@ from rooftop.core.files import write_json, write_text
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype, parse_quantity
 from rooftop.core.records import field_values
 from rooftop.core.timelines import perfetto, xprof
-from rooftop.hardware import Chip, Slice, slice_sizes
+from rooftop.hardware import MOST_CHIPS, Chip, Slice, slice_sizes
 from rooftop.library.inputs import axes_of, calibrated_places, chip_of, model_of, priced_places, slice_of
 from rooftop.library.results import Result, ledger_rows
 from rooftop.plan.pricing import BOUNDS, OnProgress
@@ -24,7 +24,7 @@ from rooftop.plan.training import answer as training
 from rooftop.plan.training.answer import TrainingAnswer
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.comparison import (
-    MOST_CHIPS,
+    MOST_SEARCHED_CHIPS,
     Aim,
     ComparedAnswerDocument,
     Limits,
@@ -164,7 +164,7 @@ def _limits(request: PlanTraining) -> Limits:
     return Limits(
         days=None if days is None else parse_quantity(days, "days", largest=LARGEST_DAYS),
         budget_usd=None if dollars is None else parse_quantity(dollars, "budget", largest=LARGEST_BUDGET),
-        chips=None if chips is None else parse_count(chips, "chips"),
+        chips=None if chips is None else parse_count(chips, "chips", largest=MOST_CHIPS),
     )
 
 
@@ -243,7 +243,7 @@ def _places(on: SlicesLike, limits: Limits, smallest: bool) -> tuple[dict[str, l
         if not is_open:
             accepted = "with a shape, such as v5p:16x16x16; or with --days, --budget, --chips or --smallest"
             raise RooftopError("on", spec.name, accepted)
-        sizes = slice_sizes(spec, MOST_CHIPS if limits.chips is None else limits.chips)
+        sizes = slice_sizes(spec, MOST_SEARCHED_CHIPS if limits.chips is None else limits.chips)
         if not sizes:
             raise RooftopError("chips", limits.chips, f"at least the smallest slice of {spec.name}")
         places[spec.name] = sizes

@@ -403,7 +403,7 @@ def serve(
         on_progress: Called with programs compiled, programs in all, and a label.
 
     Call it in the main thread, before JAX is imported. Raises RooftopError naming the field that is wrong, and
-    Infeasible if weights or cache do not fit the devices here.
+    Infeasible if weights or cache do not fit the local devices.
     """
     from rooftop.serve.run import run
 

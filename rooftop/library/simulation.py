@@ -16,6 +16,7 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.files import read_json_object, write_text
 from rooftop.core.quantities import format_seconds, parse_bytes, parse_count, parse_quantity
 from rooftop.core.records import read_record
+from rooftop.hardware import MOST_CHIPS
 from rooftop.library.inputs import rate_of, recalibrated, seconds_of
 from rooftop.library.results import Result
 from rooftop.library.serving import Progress, ServingPlanResult
@@ -164,19 +165,22 @@ def _deployment(request: Simulate, plan: ServingPlan, fleet: Mapping[str, float 
     batching, batch_seqs, chunk_tokens = request.batching or plan.problem.mode, request.batch_seqs, request.chunk_tokens
     host_dram = request.host_dram
     policy = Policy(
-        max_batch=plan.batch if batch_seqs is None else _at_most(batch_seqs, "batch-seqs", MOST_SEQUENCES),
+        max_batch=plan.batch if batch_seqs is None else parse_count(batch_seqs, "batch-seqs", largest=MOST_SEQUENCES),
         batching=batching,
         chunk_tokens=None if chunk_tokens is None else parse_count(chunk_tokens, "chunk-tokens"),
         preemption=request.preemption,
     )
     generators = math.ceil(fleet.get("generate_servers") or 1)
     if request.replicas is not None:
-        generators = _at_most(request.replicas, "replicas", MOST_SERVERS)
+        generators = parse_count(request.replicas, "replicas", largest=MOST_SERVERS)
     prefillers = 0
     if request.prefill_servers is not None:
-        prefillers = _at_most(request.prefill_servers, "prefill-servers", MOST_SERVERS)
+        prefillers = parse_count(request.prefill_servers, "prefill-servers", largest=MOST_SERVERS)
     elif batching == "disaggregated":
         prefillers = math.ceil(fleet.get("prefill_servers") or plan.prefill_per_generate * generators)
+    chips = generators * plan.problem.slice.chips + prefillers * plan.problem.prefill_server.chips
+    if chips > MOST_CHIPS:
+        raise RooftopError("replicas", f"{generators:,} ({chips:,} chips)", f"at most {MOST_CHIPS:,} chips")
     times = plan.step_times()
     if request.preemption == "swap" and host_dram is None:
         raise RooftopError("preemption", "swap", "swap with --host-dram, the memory that each host has for it")
@@ -291,10 +295,3 @@ def _planned(plan: ServingPlanLike) -> tuple[ServingPlan, Mapping[str, float | N
     return planned, {
         "generate_servers": best_fleet.generate_servers, "prefill_servers": best_fleet.prefill_servers
     }  # fmt: skip
-
-
-def _at_most(value: CountLike, field: str, most: int) -> int:
-    count = parse_count(value, field)
-    if count > most:
-        raise RooftopError(field, count, f"at most {most:,}")
-    return count

@@ -197,7 +197,7 @@ class EmbeddingExportResult(Result):
 
 @of_request(TrainRequest)
 def train(request: TrainRequest, watch: Watch | None = None) -> TrainResult:
-    """Train a plan or a model on the devices here, or resume the run in the folder ``run``.
+    """Train a plan or a model on local devices, or resume the run in the folder ``run``.
 
     Takes a TrainRequest, and a ``watch`` for its progress, or the request's fields as keywords. In the main thread
     SIGTERM and Ctrl-C save the state at the next step; the result then says ``stopped_by``.

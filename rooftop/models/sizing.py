@@ -62,6 +62,7 @@ def small_model(name: str, vocab: int = SMALL_VOCAB, max_seq_len: int = SMALL_SE
 
     smallest = count_params(of(1, 2)).total
     if not smallest // 2 <= parameters <= _LARGEST:
-        raise RooftopError("model", name, f"{family}:N with N from {smallest:,} to 1e9 parameters")
+        accepted = f"{family}:N with N from {smallest:,} to 1e9 parameters; larger models by a name or a config.json"
+        raise RooftopError("model", name, accepted)
     shapes = (of(columns, layers) for columns in range(1, 17) for layers in range(max(columns, 2), 4 * columns + 1))
     return min(shapes, key=lambda model: abs(count_params(model).total - parameters))

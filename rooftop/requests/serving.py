@@ -78,7 +78,7 @@ class Serve(Request):
     prefill_devices: int = setting(0, kind=COUNT_OR_ZERO)
     """Disaggregated: devices that prefill."""
     mesh: Mapping[str, int] | str | None = None
-    """Axes on the devices here: tensor=4,expert=2. [default: the plan's]"""
+    """Axes on local devices: tensor=4,expert=2. [default: the plan's]"""
     kv_split: str | None = None
     """What context splits: sequences or their tokens. [default: seq, or the plan's]"""
     compute_dtype: str | None = None
@@ -99,7 +99,7 @@ class Serve(Request):
     host_pages: int = 0
     """Pages in the host's memory."""
     shrink: bool = False
-    """Shrink the plan's mesh to the devices here."""
+    """Shrink the plan's mesh to the local devices."""
     devices: int | None = None
     """Emulate N devices on the CPU."""
     coordinator: str | None = None

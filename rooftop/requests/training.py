@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Train(Request):
-    """Training of a plan or a model on the devices here, in the folder ``run``.
+    """Training of a plan or a model on local devices, in the folder ``run``.
 
     None is the plan's value, or a default.
     """
@@ -39,7 +39,7 @@ class Train(Request):
     as_is: bool = False
     """Run a plan for another slice with its own mesh and batch."""
     shrink: bool = False
-    """Shrink the plan's mesh to the devices here."""
+    """Shrink the plan's mesh to the local devices."""
     devices: int | None = setting(None, metavar="N")
     """Emulate N devices on the CPU."""
     data: str | Path | tuple[str | Path, ...] = setting(several=True)
@@ -59,7 +59,7 @@ class Train(Request):
     steps: int = setting()
     """The last step of the run."""
     mesh: Mapping[str, int] | str | None = None
-    """Axes over the devices here: fsdp=2,tensor=2. [default: the plan's, else fsdp]"""
+    """Axes over the local devices: fsdp=2,tensor=2. [default: the plan's, else fsdp]"""
     microbatches: int | None = None
     """Parts of a batch whose gradients are accumulated."""
     schedule: str | None = None
@@ -156,7 +156,7 @@ class TrainEmbedding(Request):
     evaluate: Path | str | None = None
     """Data whose AUC is computed at the end."""
     devices: int | None = setting(None, metavar="N")
-    """Emulate N devices on the CPU. [default: the devices here]"""
+    """Emulate N devices on the CPU. [default: the local devices]"""
     cores_per_device: int | None = None
     """SparseCores that a device without any emulates. [default: 2]"""
     sample_passes: int = setting(1, group=PARALLELISM)

@@ -141,7 +141,7 @@ WORDS: Mapping[str, Word] = {
 
 #: Meanings of names that verbs share, where a field says more.
 MEANINGS: Mapping[str, str] = {
-    "shrink": "Shrink the plan's mesh to the devices here.",
+    "shrink": "Shrink the plan's mesh to the local devices.",
     "price": "Dollars per chip-hour, not the list price: 2.5, or h100=2.5,v5p=3.",
     "batch_seqs": "Sequences of a step.",
     "batch_tokens": "Tokens of a step: 4M, 4Mi. Rounded to whole sequences.",

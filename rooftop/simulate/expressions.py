@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Literal
 
 from rooftop.algebra import derivatives
@@ -14,7 +15,7 @@ from rooftop.algebra.resharding import reshard
 from rooftop.algebra.steps import Step
 from rooftop.arrays import ShardedArray
 from rooftop.arrays.tiles import default_layout
-from rooftop.core.amounts import Amount, Share
+from rooftop.core.amounts import Amount, Count, Share
 from rooftop.core.errors import RooftopError
 from rooftop.core.measurements import Provenance, TimedRecord
 from rooftop.core.quantities import parse_count
@@ -111,11 +112,41 @@ class PricedStep(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HiddenCopy(Record):
+    """The size from which a product outlasts the copy of one ``array`` to or from the hosts (book, ch. 2).
+
+    The copy takes ``copy_s`` whatever the size of the dims that the array lacks, ``dims``, and the FLOPs grow with it:
+    they take longer where the product of these dims is more than ``hidden_above``; it is ``size``.
+    """
+
+    array: str
+    dims: tuple[str, ...]
+    size: Count
+    copy_s: Amount
+    hidden_above: Amount
+
+
+def _hidden_copies(strategy: Strategy, prices: Prices) -> Iterator[HiddenCopy]:
+    """The copies to and from the hosts of a streamed strategy, each against the FLOPs of its product."""
+    multiply = next(step for step in strategy.steps if step.multiplies)
+    flops_s = sum(cost.resources.get("mxu", 0.0) for cost in strategy.costs)
+    arrays = (*multiply.inputs, multiply.output)
+    sizes = {dim: size for array in arrays for dim, size in zip(array.dims, array.shape(prices.dims), strict=True)}
+    for step, cost in zip(strategy.steps, strategy.costs, strict=True):
+        array = step.output if step.output.at == "host" else step.inputs[0]
+        dims = tuple(dim for dim in sizes if dim not in array.dims)
+        if array.at == "host" and dims and flops_s:
+            size = prod(sizes[dim] for dim in dims)
+            above = size * cost.time_s / flops_s
+            yield HiddenCopy(array=str(array), dims=dims, size=size, copy_s=cost.time_s, hidden_above=above)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PricedStrategy(Record):
     """A strategy in words and as steps, with the seconds, bytes and FLOPs of one device.
 
-    ``lower_s`` are the seconds of the busiest resource, and ``time_s`` too if it is ``streamed``. ``fits``:
-    ``memory_bytes`` are no more than a device has.
+    ``lower_s`` are the seconds of the busiest resource, and ``time_s`` too if it is ``streamed``; then ``hidden`` has
+    the copies to and from the hosts. ``fits``: ``memory_bytes`` are no more than a device has.
     """
 
     rule: str
@@ -127,6 +158,7 @@ class PricedStrategy(Record):
     memory_bytes: Amount
     fits: bool
     streamed: bool
+    hidden: tuple[HiddenCopy, ...] = ()
     steps: tuple[PricedStep, ...]
 
     @classmethod
@@ -142,6 +174,7 @@ class PricedStrategy(Record):
             memory_bytes=strategy.memory_bytes,
             fits=strategy.memory_bytes <= prices.mesh.slice.device_hbm_usable_bytes,
             streamed=strategy.streamed,
+            hidden=tuple(_hidden_copies(strategy, prices)) if strategy.streamed else (),
             steps=tuple(map(PricedStep.of, strategy.steps, strategy.costs)),
         )
 
@@ -160,7 +193,7 @@ class StrategyTiming(TimedRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStrategies(Provenance):
-    """Strategies timed on the devices here, and the seconds of an empty call."""
+    """Strategies timed on local devices, and the seconds of an empty call."""
 
     empty_call_s: Amount
     strategies: tuple[StrategyTiming, ...]

@@ -716,7 +716,7 @@ class Session:
 
         yield jax, "jit", jit_
         yield jax, "live_arrays", live_arrays
-        # XLA counts memory of devices that are here.
+        # XLA counts memory of local devices.
         device_class: Any = jax.Device
         original_stats, original_number = device_class.memory_stats, device_class.local_hardware_id
         described = set(self.devices)
@@ -817,7 +817,7 @@ def _is_split(sharding: Any) -> bool:
 
 
 def _on_cpu(sharding: Any) -> bool:
-    """True for a sharding over devices that are here."""
+    """True for a sharding over local devices."""
     if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
         return False
     return all(device.platform == "cpu" for device in sharding.device_set)

@@ -297,7 +297,7 @@ def require_room(program: TrainProgram, mesh: Mesh) -> None:
     room = usable_bytes([device for device in mesh.devices.flat if device.process_index == jax.process_index()])
     if needed > room:
         raise Infeasible(
-            f"{program.model.name} does not fit the devices here",
+            f"{program.model.name} does not fit the local devices",
             f"weights and optimizer take {format_bytes(needed)} on each of the {mesh.size} devices, and one has "
             f"{format_bytes(room)}",
         )

@@ -58,7 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
         "num_attention_heads": 4, "vocab_size": 160, "num_key_value_heads": 2,
     }  # fmt: skip
+    pods = rooftop.plan_serving("llama3-8b", on="v5p:8x8x8@4", prompt=512, generate=128).to_json()
     objects: dict[str, Mapping[str, object]] = {
+        "pods.json": pods, "toomany.json": _with_slices(train, 100_000),
         "train.json": train, "serve.json": serve, "embed.json": embed, "slicetext.json": train | {"slice": "v5e:4x4"},
         "schema.json": train | {"schema": 999}, "kind.json": train | {"kind": "cake"},
         "hole.json": {key: value for key, value in train.items() if key != "ledger"},
@@ -84,6 +86,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "loop.json").symlink_to("loop.json")
     (here / "dangling.json").symlink_to("nowhere.json")
     return here
+
+
+def _with_slices(plan: Mapping[str, object], slices: int) -> dict[str, object]:
+    """The plan's JSON, with its slice said to be of so many slices."""
+    where = plan["slice"]
+    assert isinstance(where, dict)
+    return {**plan, "slice": where | {"name": f"v5e:16x16@{slices}"}}
 
 
 def _wrong(outcome: Outcome, of: BadInput, here: Path) -> str:
@@ -124,6 +133,34 @@ def test_the_list_is_long_and_covers_every_verb() -> None:
 
 def test_a_wrong_command_line_is_one_line_before_jax_is_imported(folder: Path) -> None:
     _check(QUICK, folder, light=True)
+
+
+#: Verbs that plan, compile or simulate, and how each is asked for 51,200,000 chips.
+_TOO_MANY = {
+    "chips v5p:8x8x8@100000": "slice",
+    "support llama3-8b --on v5p:8x8x8@100000": "slice",
+    "plan train llama3-8b --on v5p:8x8x8@100000 --batch-seqs 100000000": "slice",
+    "plan train llama3-8b --on v5p,v6e:16x16@200000 --batch-seqs 100000000": "slice",
+    "plan train llama3-8b --on h100:8x6400000 --batch-seqs 100000000": "slice",
+    "plan train llama3-8b --on v5p --tokens 15T --chips 51200000": "chips",
+    "plan serve llama3-8b --on v5p:8x8x8@100000": "slice",
+    "plan serve llama3-8b --on v5e:4x4 --prefill-on v5p:8x8x8@100000": "slice",
+    "plan embed tables.toml --on v5p:8x8x8@100000": "slice",
+    'matmul "A[I_X, J] * B[J, K]" --mesh X=4 --dims I=8,J=8,K=8 --on v5p:8x8x8@100000': "slice",
+    "simulate pods.json --requests-per-second 1 --replicas 10000": "replicas",
+    'compile os:getpid --args "bf16[8]" --on v5p:8x8x8@100000': "slice",
+    "compile toomany.json": "slice",
+    "tune toomany.json": "slice",
+}
+
+
+def test_every_verb_refuses_more_chips_than_were_ever_built(folder: Path) -> None:
+    commands = list(_TOO_MANY)
+    outcomes = run_lines([shlex.split(command) for command in commands], folder, seconds=LIMIT_S)
+    for command, outcome in zip(commands, outcomes, strict=True):
+        assert (outcome.status, outcome.out) == (2, ""), command
+        assert outcome.err.startswith(f"rooftop: {_TOO_MANY[command]}: got "), outcome.err
+        assert "at most 10,000,000" in outcome.err, outcome.err
 
 
 @pytest.mark.slow

@@ -329,7 +329,7 @@ def test_x2_reduce_scatter_of_a_profile(rooftop: Call) -> None:
     assert scatter["time_s"] == pytest.approx(1.1185e-3, rel=1e-4)
 
 
-# Beside the compiler, and on the devices that are here.
+# Beside the compiler, and on local devices.
 
 
 def test_check_sets_xlas_collectives_beside_ours(rooftop: Call) -> None:
@@ -406,6 +406,23 @@ def test_operands_in_host_memory_are_copied_while_others_are_multiplied(rooftop:
     assert [step["op"] for step in far["steps"]] == ["host_transfer", "host_transfer", "einsum", "host_transfer"]
     simulated = best(rooftop, "A[I_X, J]@host * B[J, K_Y] -> C[I_X, K_Y]", *dims, "--simulate")
     assert simulated["time_s"] < far["time_s"]
+    assert near["hidden"] == expected["hidden"] == []
+
+
+def test_a_streamed_product_says_from_which_batch_the_flops_outlast_its_copies(rooftop: Call) -> None:
+    """The book's B > FLOP/s over PCIe bytes/s for weights in bf16, whatever the other sizes (chapter 2)."""
+    figures = rooftop("chips", "v6e", "--json").json["figures"]
+    need = figures["flops_per_s.bf16"]["value"] / figures["pcie_bytes_per_s"]["value"]
+    for sizes in ("B=1024,D=16384,F=65536", "B=64,D=4096,F=16384"):
+        job = ("--dims", sizes, "--mesh", "X=1", "--on", "v6e:1x1")
+        copies = best(rooftop, "x[B, D]@host * A[D, F]@host -> y[B, F]@host", *job)["hidden"]
+        assert [copy["dims"] for copy in copies] == [["F"], ["B"], ["D"]]
+        assert [copy["hidden_above"] for copy in copies] == pytest.approx([need] * 3, rel=1e-6)
+        assert f"B > {need:,.0f}" in rooftop("matmul", "x[B, D] * A[D, F]@host -> y[B, F]", *job).out
+    # Halves of B and F on each of two axes: what a device copies and multiplies shrinks alike.
+    job = ("--dims", "B=1024,D=4096,F=16384", "--mesh", "X=2,Y=2", "--on", "v6e:2x2")
+    (copy,) = best(rooftop, "x[B_X, D] * A[D, F_Y]@host -> y[B_X, F_Y]", *job)["hidden"]
+    assert copy["size"] == 1024 and copy["hidden_above"] > need
 
 
 @pytest.mark.parametrize("option", ["--backward", "--compile", "--measure"])

@@ -159,6 +159,19 @@ def test_names_are_those_of_the_modules_that_read_them() -> None:
             "requests-per-second: got '1e30'; accepted: at most 1e+18",
         ),
         (("model", "llama3-8b", "--seq", "1e30"), "seq: got '1e30'; accepted: at most 1e+15"),
+        # The spelling that was typed, not the canonical one; a small model has a way on.
+        (
+            ("plan", "train", "llama3-8b", "--on", "v5e:4x4", "--batch-seqs", "16", "--matmul-dtype=FP8"),
+            "matmul dtype on v5e: got 'FP8'",
+        ),
+        (
+            ("plan", "serve", "llama3-8b", "--on", "v5e:4x4", "--matmul-dtype", "f8_e4m3"),
+            "matmul-dtype on v5e: got 'f8_e4m3'",
+        ),
+        (
+            ("model", "llama:8B"),
+            "model: got 'llama:8B'; accepted: llama:N with N from 918,144 to 1e9 parameters; larger",
+        ),
         (("matmul", "A[I, J]", "--mesh", "X=1", "--level", "best"), "level: got 'best'; accepted: one of book"),
         (("matmul", "A[I, J]", "--mesh", "X=1", "--top", "few"), "top: got 'few'; accepted: a positive number"),
         (("matmul", "A[I, J]", "--mesh", "X=1", "--dims", "I=1e30,J=2"), "dim I: got '1e30'; accepted: at most 1e+15"),

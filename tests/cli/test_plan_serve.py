@@ -271,7 +271,7 @@ def test_a_fleet_that_no_one_could_build_is_a_no(rooftop: Run) -> None:
         (("--on", "v5x"), "v5e"),
         (("--weights-dtype", "int3"), "int8"),
         (("--weights-dtype", "int8,bf16"), "one dtype each"),
-        (("--matmul-dtype", "fp8"), "matmul-dtype on v5e: got 'f8_e4m3'; accepted: "),
+        (("--matmul-dtype", "fp8"), "matmul-dtype on v5e: got 'fp8'; accepted: "),
         (("--prompt", "0"), "positive number"),
         (("--ttft", "soon"), "500ms"),
         (("--ttft", "500"), "ttft: got '500'; accepted: a time with its unit: 500ms, 1.5s, 10m"),

@@ -1,6 +1,6 @@
 """Reading compiled programs: groups against brute force, FLOPs and collectives against arithmetic and XLA's own count.
 
-No HLO is stored here: every text is what the installed compiler prints, for the CPU or for a TPU that is not there.
+No HLO is stored here: every text is what the installed compiler prints, for the CPU or for a TPU you do not have.
 """
 
 from __future__ import annotations

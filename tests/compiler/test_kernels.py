@@ -1,4 +1,4 @@
-"""FLOPs of JAX's own Pallas kernels, compiled for a TPU that is not there, against counts of the executed blocks."""
+"""FLOPs of JAX's own Pallas kernels, compiled for a TPU you do not have, against counts of the executed blocks."""
 
 from __future__ import annotations
 

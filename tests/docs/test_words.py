@@ -100,3 +100,29 @@ def test_class_names_are_unique() -> None:
 def test_folders_are_small() -> None:
     sizes = {folder: len(modules(folder)) - 1 for folder in packages()}
     assert {folder for folder in sizes if sizes[folder] > MOST_MODULES} == set()
+
+
+#: Turns of phrase that readers tripped over, and what to write.
+RIDDLES = {
+    "devices that are here": "local devices",
+    "on the devices here": "on local devices",
+    "slice that is not there": "a slice you do not have",
+    "waits, and no performance": "waits are real, speeds are not",
+    "of slices always busy": "at full load",
+    "if all overlapped, bound": "if everything overlaps (MXU-bound)",
+    "though its T": "a column",
+    ' of ours"': "the listed strategies",
+}
+
+
+def test_riddles_do_not_come_back() -> None:
+    """In the package, the page, the docs and the README; ``CHANGELOG.md`` says what was."""
+    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts += [path for suffix in ("py", "js", "html", "toml") for path in PACKAGE.rglob(f"*.{suffix}")]
+    wrong = [
+        f"{path.relative_to(ROOT)}: {phrase!r}; better: {better}"
+        for path in texts
+        for phrase, better in RIDDLES.items()
+        if phrase in path.read_text(encoding="utf-8")
+    ]
+    assert len(texts) > 400 and wrong == []

@@ -236,3 +236,26 @@ def test_operands_that_are_written_inline(operands: str) -> None:
 def test_operands_by_name_alone() -> None:
     assert read_operation("%a = f32[8] add(%x, %y)").operands == (("x", None), ("y", None))
     assert read_operation("a = f32[8] add(x, y.1)").operands == (("x", None), ("y.1", None))
+
+
+@pytest.mark.parametrize(
+    ("rows", "space", "line"),
+    [
+        (6144, "S(1)", "It does not fit: its arrays in VMEM are 279 MB, and a device of v5e has 134 MB."),
+        (128, "S(1)", ""),
+        (10**6, "", "It does not fit: its arrays in HBM are 42 GB, and a device of v5e has 16 GB."),
+        (6144, "", ""),
+    ],
+)
+def test_arrays_larger_than_their_memory_are_said_not_to_fit(
+    rooftop: Callable[..., Any], rows: int, space: str, line: str
+) -> None:
+    """The prefetch of chapter 9 into VMEM, of weights that fit and of weights that do not."""
+    tiles = f"{{1,0:T(8,128)(2,1){space}}}"
+    text = (
+        f"%fusion.3 = bf16[512,{rows}]{tiles} fusion(bf16[512,20480]{tiles} %a, bf16[20480,{rows}]{tiles} %b), "
+        "kind=kOutput, calls=%dot"
+    )
+    assert bool(times(read_operation(text), chip("v5e")).overfull) is bool(line)
+    out = rooftop("explain", "--op", text, "--on", "v5e").out
+    assert line in " ".join(out.split()) if line else "does not fit" not in out

@@ -355,7 +355,6 @@ def test_impossible_slices_name_the_nearest_ones(text, message):
         "v5e:4.0x4",
         "v5e:4x4@2@2",
         "4x4",
-        "v5e:9999999x4",
         "v5e:4x4\n4",
     ],
 )

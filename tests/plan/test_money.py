@@ -78,6 +78,8 @@ def test_a_comparison_shows_its_risk() -> None:
         low, high = offer.interval_days
         within = low <= best.days <= high or best.interval_days[0] <= offer.days <= best.interval_days[1]
         assert ("not distinguishable" in offer.why) == (within and offer is not best)
+        overlap = low <= best.interval_days[1] and best.interval_days[0] <= offer.interval_days[1]
+        assert ("intervals overlap" in offer.why) == (overlap and not within)
     # The same chips, twice as many: dollars do not tell them apart, and days do.
     alike = rooftop.plan_training("llama3-8b", on="v5p:4x4x4,v5p:4x4x8", tokens="1T", batch_seqs=512, days=365)
     assert alike.comparison is not None
@@ -85,6 +87,22 @@ def test_a_comparison_shows_its_risk() -> None:
     text = alike.page()
     for words in ("90% of days", "90% of dollars", "runs", "not distinguishable", "2025-02", "that rooftop can run"):
         assert words in text
+
+
+def test_intervals_that_only_overlap_are_marked_too() -> None:
+    """By a price at which a slice's lowest dollars lie just below, or just above, the highest of the best one."""
+    job = {"on": "v5p:4x4x4,v6e:8x8", "tokens": "1T", "batch_seqs": 512, "days": 3650}
+    prices = {"v5p": 1.0, "v6e": 1.0}
+    first = rooftop.plan_training("llama3-8b", price=prices, **job).comparison
+    assert first is not None
+    best, (other,) = first.document.best, first.document.others
+    assert best.interval_usd is not None and other.interval_usd is not None
+    for part, marked in ((0.99, True), (1.01, False)):
+        dearer = prices | {other.chip: part * best.interval_usd[1] / other.interval_usd[0]}
+        compared = rooftop.plan_training("llama3-8b", price=dearer, **job).comparison
+        assert compared is not None and compared.document.best.slice == best.slice
+        assert ("intervals overlap" in compared.document.others[0].why) == marked
+        assert "not distinguishable" not in compared.document.others[0].why
 
 
 def test_the_batch_that_is_chosen_is_said_with_half_and_twice() -> None:

@@ -107,17 +107,34 @@ def test_what_the_plan_says_adds_up(given_: Problem) -> None:
 
 @settings(max_examples=examples(20, quick=6), deadline=None)
 @given(problems)
-def test_no_recompute_means_model_flops(given_: Problem) -> None:
-    """Without remat a device executes its share of the model's FLOPs; attention runs by whole blocks."""
-    swept = sweep(replace(given_, remat="none", microbatches=1))
-    plan = best(swept)
-    tensor = plan.mesh.shape["tensor"]
-    matmuls = float(plan.ledger.flops(kernels=False)) * given_.slice.devices
-    expected = 3 * flops_per_token(given_.model, given_.workload.seq_len).matmul * given_.workload.batch_tokens
-    # Key/value heads that tensor parallelism copies, parts of MLA, and uneven stages come on top.
-    assert matmuls > expected * (1 - 2e-3)
-    if given_.model.mla is None and given_.model.kv_heads % tensor == 0 and plan.mesh.shape["stage"] == 1:
-        assert matmuls == pytest.approx(expected, rel=2e-3)
+def test_without_recompute_devices_execute_at_least_the_models_flops(given_: Problem) -> None:
+    """Key/value heads that tensor parallelism copies, parts of MLA, and uneven stages come on top."""
+    plan = best(sweep(replace(given_, remat="none", microbatches=1)))
+    assert _executed_over_model(plan) > 1 - 2e-3
+
+
+@settings(max_examples=examples(20, quick=6), deadline=None)
+@given(
+    model=st.sampled_from([name for name in MODELS if load_model(name).mla is None]),
+    on=st.sampled_from(SLICES),
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    seqs_per_group=st.sampled_from([1, 2, 4]),
+    seq_len=st.sampled_from([2048, 8192]),
+)
+def test_no_recompute_means_model_flops(model: str, on: str, tensor: int, seqs_per_group: int, seq_len: int) -> None:
+    """Without remat a device executes its share of the model's FLOPs, on meshes that divide all heads and sequences."""
+    groups = Slice.parse(on).devices // tensor
+    axes = {"fsdp": groups, "tensor": tensor}
+    plan = best(sweep(problem(model, on, groups * seqs_per_group, seq_len, axes=axes, remat="none", microbatches=1)))
+    assert load_model(model).kv_heads % tensor == 0
+    assert _executed_over_model(plan) == pytest.approx(1, rel=2e-3)
+
+
+def _executed_over_model(plan: TrainingPlan) -> float:
+    """Matmul FLOPs of all devices over the model's; attention, which runs by whole blocks, is not among them."""
+    work = plan.problem.workload
+    model = 3 * flops_per_token(plan.problem.model, work.seq_len).matmul * work.batch_tokens
+    return float(plan.ledger.flops(kernels=False)) * plan.problem.slice.devices / model
 
 
 @settings(max_examples=examples(15, quick=5), deadline=None)
@@ -416,14 +433,16 @@ def test_data_over_dcn_reduces_gradient_shards() -> None:
     assert reduce.time_s["dcn"] == pytest.approx(reduce.bytes / plan.problem.slice.chip.dcn_bytes_per_s, rel=1e-6)
 
 
-#: Plans whose programs have more than the planner knows of: see docs/accuracy.md.
+#: Figures not within 5 % of the compiled program's (memory: 3 % below to 5 % above), and why: docs/accuracy.md.
+#: A plan whose figure comes within them has to leave the list.
 _KNOWN_MISSES = {
-    name: pytest.mark.xfail(strict=True, reason=reason)
-    for name, reason in {
-        "3-5": "memory 0.968: what both layers of a trip of the loop have kept",
-        "3-20": "time 0.895: no plan leaves memory free, and XLA multiplies again what it has no room for",
-        "7-4": "5 % fewer FLOPs: no plan leaves memory free, and XLA multiplies again what it has no room for",
-    }.items()
+    "3-5": {"memory": "0.968: what both layers of a trip of the loop have kept"},
+    "3-20": {"time": "0.895: no plan leaves memory free, and XLA multiplies again what it has no room for"},
+    "7-4": {"FLOPs": "5 % fewer: no plan leaves memory free, and XLA multiplies again what it has no room for"},
+    "8-2": {"time": "1.065: rows of experts on TPU7x"},
+    "h100-fsdp": {"time": "0.941: what a layer's backward pass waits for, and no plan counts: docs/compile.md"},
+    "h200-405b": {"time": "0.947: the same, over 32 nodes"},
+    "h100-moe": {"time": "0.927: the same, with experts"},
 }
 
 
@@ -441,9 +460,7 @@ def _compiled_rows() -> list[dict[str, str]]:
     return rows
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row["name"], marks=_KNOWN_MISSES.get(row["name"], ())) for row in _compiled_rows()]
-)
+@pytest.mark.parametrize("row", [pytest.param(row, id=row["name"]) for row in _compiled_rows()])
 def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
     """The figures of the plan as it is now, by those of its compiled program as it was then."""
     model = replace(load_model(row["model"]), layers=int(row["layers"]))
@@ -460,13 +477,21 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
         experts_over_tensor=row.get("experts_over_tensor") == "yes",
     )
     plan = best(sweep(asked))
-    assert float(plan.ledger.flops(kernels=False)) == pytest.approx(float(row["compiled_flops"]), rel=0.01)
+    flops, memory, time = (
+        planned / float(row[name])
+        for planned, name in (
+            (float(plan.ledger.flops(kernels=False)), "compiled_flops"),
+            (plan.memory_bytes, "compiled_peak_bytes"),
+            (plan.expected_s, "compiled_s"),
+        )
+    )
+    within = {"FLOPs": abs(flops - 1) <= 0.01, "memory": 0.97 <= memory <= 1.05, "time": abs(time - 1) <= 0.05}
+    misses = {name for name, is_within in within.items() if not is_within}
+    assert misses == set(_KNOWN_MISSES.get(row["name"], ())), f"FLOPs {flops:.3f}, memory {memory:.3f}, time {time:.3f}"
     in_8_bits = sum(
         float(entry.count * sum(entry.flops.get(name, 0.0) for name in _8_BITS)) for entry in plan.ledger.rows
     )
     assert in_8_bits == pytest.approx(float(row.get("compiled_narrow_flops") or 0.0), rel=0.01)
-    assert 0.97 <= plan.memory_bytes / float(row["compiled_peak_bytes"]) <= 1.10
-    assert plan.expected_s == pytest.approx(float(row["compiled_s"]), rel=0.10)
     no_findings = Findings(unexpected=(), missing=(), recomputed=(), spelled=())
     moved = bytes_by_axes(join(plan.ledger, Ledger(())), no_findings)
     for entry in row["compiled_collective_bytes"].split():

@@ -150,7 +150,7 @@ def test_a_measured_number_carries_where_and_when() -> None:
 
 
 def test_more_devices_than_there_are_is_refused() -> None:
-    with pytest.raises(RooftopError, match="mesh: got 'X=4,Y=4'; accepted: at most the 8 x cpu that are here"):
+    with pytest.raises(RooftopError, match="mesh: got 'X=4,Y=4'; accepted: at most the 8 x cpu here"):
         timing.device_mesh({"X": 4, "Y": 4})
 
 

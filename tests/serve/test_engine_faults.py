@@ -230,7 +230,7 @@ def test_what_does_not_fit_or_go_together_is_one_line(folder: Path, tmp_path: Pa
         load(folder, Configuration(pages=10**12))
     with pytest.raises(RooftopError, match="a folder with a config"):
         load(tmp_path)
-    with pytest.raises(RooftopError, match="at most the devices that are here: 8"):
+    with pytest.raises(RooftopError, match="at most the local devices: 8"):
         load(folder, Configuration(mesh=(("tensor", 16),)))
     with pytest.raises(RooftopError, match="page_tokens: got 6; accepted: a multiple of 4, over which context split"):
         load(folder, Configuration(mesh=(("context", 4),), page_tokens=6))

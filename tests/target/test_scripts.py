@@ -1,4 +1,4 @@
-"""Scripts as their users write them, compiled for a slice that is not there: nothing in them knows of rooftop.
+"""Scripts as their users write them, compiled for a slice you do not have: nothing in them knows of rooftop.
 
 Matmul FLOPs are counted here by hand, from the shapes that each script writes.
 """

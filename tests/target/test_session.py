@@ -233,7 +233,7 @@ def test_memory_of_a_device_is_that_of_the_arrays_on_it(session: Session) -> Non
     del y
     assert device.memory_stats()["bytes_in_use"] == 0
     assert [one.local_hardware_id for one in jax.devices()] == [0, 1, 2, 3]
-    # Devices that are here answer as ever.
+    # Local devices answer as ever.
     here = jax.devices("cpu")[1]
     assert (here.memory_stats(), here.local_hardware_id) == (None, 1)
 

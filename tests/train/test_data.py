@@ -228,7 +228,7 @@ def test_a_loader_refuses_what_gives_no_batches() -> None:
     for change, message in (
         ({"batch": 0}, "batch: got 0"),
         ({"seed": -1}, "seed: got -1"),
-        ({"packing": pack(store, 7)}, "seq: got 7; accepted: at most 6"),
+        ({"packing": pack(store, 7)}, "data: got '6 tokens to train on'; accepted: more: a sequence of 7 at least"),
     ):
         with pytest.raises(RooftopError, match=message):
             dataclasses.replace(good, **change)

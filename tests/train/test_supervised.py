@@ -73,7 +73,7 @@ def test_a_lost_process_is_started_again(corpus: Path) -> None:
 
 def test_a_wrong_option_is_no_reason_to_start_again(corpus: Path) -> None:
     done = run(command(corpus, corpus / "wrong", steps=2, mesh="fsdp=2", supervise=True))
-    accepted = "at most the 1 x cpu that are here; --devices 2 emulates them"
+    accepted = "at most the 1 x cpu here; --devices 2 emulates them"
     assert (done.status, done.line) == (2, f"rooftop: mesh: got 'fsdp=2'; accepted: {accepted}")
     done = run(command(corpus, corpus / "wrong", steps=2, supervise=True, process=1, processes=2))
     accepted = "--coordinator HOST:PORT with it; or neither, for all processes on this machine"

@@ -474,7 +474,7 @@ def test_a_broken_plan_is_named_before_missing_options(corpus: Path) -> None:
         ),
         (
             {"mesh": "fsdp=2"},
-            "mesh: got 'fsdp=2'; accepted: at most the 1 x cpu that are here; --devices 2 emulates them",
+            "mesh: got 'fsdp=2'; accepted: at most the 1 x cpu here; --devices 2 emulates them",
         ),
         ({"decay": "cosin"}, "decay: got 'cosin'; accepted: did you mean cosine? one of constant, cosine, linear"),
         (

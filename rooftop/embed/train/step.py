@@ -1,4 +1,4 @@
-"""Programs of a training run: a step of a DLRM, and the scores of a batch, for the devices that are here.
+"""Programs of a training run: a step of a DLRM, and the scores of a batch, for the local devices.
 
 On TPUs with SparseCores lookups and updates are XLA's SparseCore operations, elsewhere the reference program; this
 decides the inputs and the layout of tables. ``lower_step`` lowers the same step for TPUs that are not here.

@@ -68,7 +68,7 @@ class Trainer:
         available = jax.devices()
         devices = request.devices or len(available)
         if devices > len(available):
-            raise RooftopError("devices", devices, f"at most the {len(available)} that are here")
+            raise RooftopError("devices", devices, f"at most the {len(available)} here")
         self.target = StepTarget.of(available[0], self._tables, request.cores_per_device)
         own = self.target.cores_per_device
         self.stacking: Stacking = stack_tables(

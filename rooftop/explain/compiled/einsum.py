@@ -111,7 +111,7 @@ def check(expression: ShardedExpression, prices: Prices) -> EinsumCheck:
     Raises RooftopError for what cannot be compiled: a single array, arrays on hosts or single chips, GPUs.
     """
     if prices.mesh.slice.chip.kind != "tpu":
-        raise RooftopError("compile", prices.mesh.slice.name, "a TPU slice: XLA:TPU is the compiler that is here")
+        raise RooftopError("compile", prices.mesh.slice.name, "a TPU slice: only XLA:TPU is installed for it")
     request, candidates, dtype = _request(expression, prices)
     return compare(candidates, compile_ahead_of_time(request), prices, dtype)
 
@@ -165,10 +165,10 @@ def _verdict(best: CheckedProgram, theirs: CheckedProgram, like: int | None, sam
     if like == 0:
         return f"XLA's collectives are those of the best strategy ({theirs})."
     if same:
-        return f"XLA chose another strategy of the same price ({theirs}; ours: {best})."
+        return f"XLA chose another strategy of the same price ({theirs}; the best of the list: {best})."
     if _near(theirs.time_s, best.time_s):
-        return f"other collectives of the same price: XLA {theirs}; ours {best}."
+        return f"other collectives of the same price: XLA {theirs}; the best of the list {best}."
     if theirs.time_s < best.time_s:
         return f"XLA found better: {theirs}, {times} for {best}."
-    which = f", number {like + 1} of ours" if like is not None else ""
+    which = f", strategy {like + 1} of the list" if like is not None else ""
     return f"the plan is better: XLA chose {theirs}{which}, {times} for {best}."

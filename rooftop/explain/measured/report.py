@@ -493,7 +493,7 @@ def verdict(
     losses = tuple(sorted(_losses(measured, programs, rows, roof), key=lambda loss: -loss.seconds))
     parts = []
     if measured.trace.kind == "cpu":
-        emulated = f"{measured.devices} devices that a CPU emulates: waits, and no performance"
+        emulated = f"{measured.devices} devices emulated on one CPU: waits are real, speeds are not"
         parts.append(emulated if measured.devices > 1 else "a CPU, of which no roofs are known")
     elif share is None and roof is None:
         parts.append("no roofline: no roof of these devices is known (--on CHIP names one)")

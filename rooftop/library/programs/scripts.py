@@ -1,4 +1,4 @@
-"""JAX programs as they are, on a slice that is not there: a script, a block of Python, and meshes for one function."""
+"""JAX programs as they are, on a slice you do not have: a script, a block of Python, and meshes for one function."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def compile_script(
     cache: bool = True,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> ScriptResult:
-    """Run your own script on a slice that is not there, and compile its programs with XLA:TPU or XLA:GPU.
+    """Run your own script on a slice you do not have, and compile its programs with XLA:TPU or XLA:GPU.
 
     Args:
         command: Words of a command line, 'python train.py --layers 2' or a list of them.
@@ -200,7 +200,7 @@ class Target:
 
 
 def target(on: SliceLike, *, min_flops: float | str | None = None, cache: bool = True) -> Target:
-    """Make a slice that is not there the devices of JAX, in a ``with`` statement.
+    """Make a slice you do not have the devices of JAX, in a ``with`` statement.
 
     Args:
         on: The slice.
@@ -218,7 +218,7 @@ def target(on: SliceLike, *, min_flops: float | str | None = None, cache: bool =
 def mesh(
     on: SliceLike, axes: AxesLike | Mesh | None = None, *, layout: str | None = None, auto: bool = False
 ) -> jax.sharding.Mesh:
-    """A JAX mesh over the devices of a slice that is not there, for ``rooftop.inspect`` and ``rooftop.target``.
+    """A JAX mesh over the devices of a slice you do not have, for ``rooftop.inspect`` and ``rooftop.target``.
 
     Args:
         on: The slice.

@@ -20,7 +20,7 @@ from rooftop.arrays.mesh import Floats
 from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_seconds
 from rooftop.core.records import Record
-from rooftop.hardware import Slice
+from rooftop.hardware import MOST_CHIPS, Slice
 from rooftop.plan.pricing import OnProgress
 from rooftop.plan.serving.answer import ServingAnswerDocument
 from rooftop.plan.serving.nearest import nearest_plans
@@ -45,9 +45,7 @@ from rooftop.roofline.rules import interleaved_token_s, interleaved_tokens_per_s
 #: Largest mean load of a server: the rest is for bursts. A planning choice, not a measurement.
 LOAD = 0.8
 #: Larger slices are not searched: heads and hidden columns split no further.
-MOST_CHIPS = 64
-#: Chips of the largest fleet that is recommended: more have never been built.
-LARGEST_FLEET = 10_000_000
+MOST_SERVER_CHIPS = 64
 Objective = Literal["cost", "chips"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
@@ -147,7 +145,7 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPrices(Record):
-    """Dollars per million tokens of a fleet: of its bill at the asked rate, and of servers that are always busy."""
+    """Dollars per million tokens of a fleet: of its bill at the asked rate, and at full load."""
 
     input: float
     output: float
@@ -230,9 +228,9 @@ class Recommendation:
             ("TPOT", other.tpot_s, self.best.tpot_s),
         ):
             if its < ours:
-                parts.append(f"though its {name} is {format_seconds(its)}, not {format_seconds(ours)}")
+                parts.append(f"{name} {format_seconds(its)} against {format_seconds(ours)}")
         if other.is_estimate:
-            parts.append("and its times are estimates")
+            parts.append("times are estimates")
         return "; ".join(parts)
 
     @property
@@ -324,11 +322,11 @@ def recommend(
     if _excess(best) > 1:
         raise Infeasible(_targets(problem), _nearest(best))
     rate = problem.workload.requests_per_second
-    if rate is not None and best.chips > LARGEST_FLEET:
-        most = rate * LARGEST_FLEET / best.chips
+    if rate is not None and best.chips > MOST_CHIPS:
+        most = rate * MOST_CHIPS / best.chips
         raise Infeasible(
             f"{problem.model.name} at {rate:,.4g} requests a second",
-            f"takes {best.chips:,.4g} chips, more than {LARGEST_FLEET:,}; those serve {most:,.4g} a second",
+            f"takes {best.chips:,.4g} chips, more than {MOST_CHIPS:,}; those serve {most:,.4g} a second",
         )
     others = [fleet for fleet in best_of_kinds[1:] if _excess(fleet) <= 1]
     shown = {fleet.plan.problem.slice.chip.name for fleet in (best, *others)}
@@ -395,8 +393,8 @@ def _nearest(fleet: Fleet) -> str:
 
 
 def candidate_slices(like: Slice) -> list[Slice]:
-    """Slices of the chip that are searched: all of the catalogue up to ``MOST_CHIPS``."""
-    return [slice_ for slice_ in slices_of(like) if slice_.chips <= MOST_CHIPS]
+    """Slices of the chip that are searched: all of the catalogue up to ``MOST_SERVER_CHIPS``."""
+    return [slice_ for slice_ in slices_of(like) if slice_.chips <= MOST_SERVER_CHIPS]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -392,7 +392,7 @@ class ServingPlan:
 
     @property
     def cost_per_million_tokens(self) -> dict[str, float | None]:
-        """Dollars per million tokens in (prefilled) and out (generated), of slices that are always busy."""
+        """Dollars per million tokens in (prefilled) and out (generated), at full load."""
         prices = self.problem.prefill_server.price_usd_per_hour, self.problem.slice.price_usd_per_hour
         prompts_per_s = 1 / self.prompt_interval_s
         rates = self.problem.workload.prompt * prompts_per_s, self.tokens_per_s

@@ -40,8 +40,8 @@ from rooftop.plan.training.search import Sweep, sweep
 Aim = Literal["cost", "time", "chips"]
 #: Sizes in a row that are too dear, or no faster, before larger ones are left out: one may be slow for its shape alone.
 _IN_A_ROW = 4
-#: The largest slice of a chip that is looked at, in chips.
-MOST_CHIPS = 2**15
+#: The largest slice of a chip that is looked at without a limit of the chips, in chips.
+MOST_SEARCHED_CHIPS = 2**15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,23 +208,28 @@ class SliceComparison:
     def why(self, offer: Offer) -> str:
         """The reason why an offer is not the one that is recommended: limits that it misses, or what it costs more."""
         estimate = ["its times are estimates"] if offer.is_estimate else []
-        same = [] if self._is_distinguishable(offer) else ["not distinguishable"]
-        return "; ".join([*self._worse(offer), *same, *estimate])
+        return "; ".join([*self._worse(offer), *self._alike(offer), *estimate])
 
-    def _is_distinguishable(self, offer: Offer) -> bool:
-        """False if an offer and the best meet the limits alike, and either is within the interval of the other."""
+    def _alike(self, offer: Offer) -> list[str]:
+        """Marks of an offer that the intervals hardly tell from the best, if both meet the limits alike.
+
+        "not distinguishable": either figure is within the interval of the other. "intervals overlap": only the
+        intervals share some values. Nothing if they share none.
+        """
         if offer is self.best or self.aim == "chips" or (offer.excess(self.limits) <= 1) != self.meets:
-            return True
+            return []
         figures = []
         for one in (self.best, offer):
             # Dollars of a step, or its seconds: all slices have the same batch.
             price = one.slice.price_usd_per_hour if self.aim == "cost" else 1.0
             if one.plan is None or price is None:
-                return True
+                return []
             interval = one.plan.interval_s or (one.plan.expected_s, one.plan.expected_s)
             figures.append((one.plan.expected_s * price, [seconds * price for seconds in interval]))
         (ours, (our_low, our_high)), (its, (its_low, its_high)) = figures
-        return not (its_low <= ours <= its_high or our_low <= its <= our_high)
+        if its_low <= ours <= its_high or our_low <= its <= our_high:
+            return ["not distinguishable"]
+        return ["intervals overlap"] if its_low <= our_high and our_low <= its_high else []
 
     def _worse(self, offer: Offer) -> list[str]:
         """The limits that an offer misses, or its figures next to the best ones; nothing for the best itself."""

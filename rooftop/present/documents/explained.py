@@ -521,6 +521,11 @@ def _operation(op: Mapping[str, Any]) -> Iterator[Chart]:
         over = f" over {moved['members']} devices" if moved["members"] else ""
         after.append(f"It moves as {moved['kind']}{over} {format_bytes(moved['bytes'])} a device.")
     if op["times"]:
+        after += [
+            f"It does not fit: its arrays in {memory['memory'].upper()} are {format_bytes(memory['bytes'])}, and "
+            f"a device of {op['times']['chip']} has {format_bytes(memory['capacity'])}."
+            for memory in op["times"]["overfull"]
+        ]
         after += _times(op["times"], op["hbm_bytes"])
     title = f"{op['op']}: {op['opcode']}" + (f", calls {op['calls']}" if op["calls"] else "")
     yield Items(title=title, items=tuple(Item(text) for text in texts))

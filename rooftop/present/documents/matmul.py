@@ -96,6 +96,23 @@ def _strategies(data: Mapping[str, Any]) -> Iterator[Chart]:
         return
     yield _steps(best["steps"], "")
     yield prose(f"{format_seconds(best['time_s'])} in all, {best['bound']} binds; {_price(best, data['level'])}.")
+    if best["hidden"]:
+        yield _hidden(best["hidden"])
+
+
+def _hidden(copies: Sequence[Mapping[str, Any]]) -> Table:
+    """The sizes from which the FLOPs outlast copies to and from the hosts."""
+    rows = [
+        (
+            copy["array"],
+            format_seconds(copy["copy_s"]),
+            f"{' '.join(copy['dims'])} > {copy['hidden_above']:,.0f}",
+            f"{copy['size']:,}",
+        )
+        for copy in copies
+    ]
+    names = columns("copy over PCIe", "time", "FLOPs outlast it from", "here", text=1)
+    return Table(title="", columns=names, rows=tuple(rows))
 
 
 def _price(strategy: Mapping[str, Any], level: str) -> str:
@@ -213,7 +230,7 @@ def collectives(data: Mapping[str, Any]) -> Document:
         f"A call that does nothing takes {format_seconds(measured['empty_call_s'])}; every time includes it.",
     ]
     if planned:
-        lines.append(f"bound, expected: planned for {data['slice']}, not for the devices that are here.")
+        lines.append(f"bound, expected: planned for {data['slice']}, not for the local devices.")
     if measured["emulated"]:
         lines.append(EMULATED)
     return Document(

@@ -212,8 +212,8 @@ def _comparison(data: Mapping[str, Any]) -> tuple[Chart, ...]:
             section="Slices",
             about=f"Each with {counted(own['batch_tokens'] // own['seq_len'], 'sequence')} of {own['seq_len']:,} "
             "tokens a step, on its best mesh that fits and that rooftop can run. 90%: the interval; runs: published "
-            "runs that it rests on; not distinguishable: within another's interval."
-            + (f" Dollars a chip-hour: {prices}." if prices else ""),
+            "runs that it rests on; not distinguishable: one figure is within the other's interval; intervals overlap: "
+            "only the intervals share values." + (f" Dollars a chip-hour: {prices}." if prices else ""),
             columns=tuple(
                 TableColumn(
                     name, "text" if name in text else "number", wrap=name in ("mesh", ""), drop=drops.get(name, 0)

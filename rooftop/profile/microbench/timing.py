@@ -100,7 +100,7 @@ def devices(count: int | None = None) -> list[jax.Device]:
             how = "a CPU emulates no more"
     else:
         how = f"JAX_PLATFORMS=cpu emulates up to {EMULATED_AT_MOST}"
-    raise RooftopError("devices", count, f"at most the {len(local)} x {local[0].device_kind} that are here; {how}")
+    raise RooftopError("devices", count, f"at most the {len(local)} x {local[0].device_kind} here; {how}")
 
 
 def device_mesh(axes: Mapping[str, int]) -> DeviceMesh:

@@ -82,7 +82,7 @@ class PagedEngine:
 
     @property
     def devices(self) -> str:
-        """Number and kind of the devices that are here."""
+        """Number and kind of the local devices."""
         devices = jax.devices()
         return f"{len(devices)} x {devices[0].device_kind}"
 

@@ -251,7 +251,7 @@ def _meshes(configuration: Configuration, here: Sequence[jax.Device]) -> list[li
         raise RooftopError("prefill_devices", configuration.prefill_devices, f"{per_copy}, as many as the mesh has")
     count = 2 if split else copies
     if count * per_copy > len(here):
-        raise RooftopError("mesh", _written(sizes), f"at most the devices that are here: {len(here)}")
+        raise RooftopError("mesh", _written(sizes), f"at most the local devices: {len(here)}")
     if jax.process_count() > 1 and count * per_copy < len(here):
         accepted = f"all {len(here)} devices of the {jax.process_count()} processes"
         raise RooftopError("mesh", _written(sizes), accepted)

@@ -83,7 +83,7 @@ class Loader:
     With a ``seed``, for training: epoch after epoch, the sequences in another order in each, so that every token is an
     input once in each; a batch may begin in one epoch and end in the next. Without one, for evaluation: the sequences
     once, in order, the last batch filled up with padding. Raises RooftopError for a batch below 1, a negative seed, or
-    sequences to train on that are longer than all documents together.
+    documents to train on that are together shorter than one sequence.
     """
 
     store: TokenStore
@@ -99,8 +99,9 @@ class Loader:
         if self.seed < 0:
             raise RooftopError("seed", self.seed, "a whole number from 0")
         if self.packing.seq_len > self.packing.tokens:
-            accepted = f"at most {self.packing.tokens}, the tokens that there are to train on"
-            raise RooftopError("seq", self.packing.seq_len, accepted)
+            length = self.packing.seq_len
+            accepted = f"more: a sequence of {length} at least, or a shorter one with --seq"
+            raise RooftopError("data", f"{self.packing.tokens} tokens to train on", accepted)
 
     @property
     def steps_per_epoch(self) -> int:

@@ -45,8 +45,8 @@ async function home(catalogue) {
   const found = await Promise.all(Object.keys(catalogue.explorers).map((key) => json(`/api/${key}/controls`)));
   append(main,
     h("h1", {}, "What a model costs, before it runs"),
-    h("p", { class: "lede" }, "Each page asks the same Python model that the command line does, and shows the command that "
-      + "says the same. Its state is in its address."),
+    h("p", { class: "lede" }, "Each page uses the planner of the command line and shows the equivalent command. "
+      + "Share a view by its URL."),
     h("div", { class: "cards" },
       found.map((each) => h("a", { class: "card panel", href: `/${each.name}` }, h("h2", {}, each.title), h("p", {}, each.summary, " ", h("span", { class: "chapter" }, each.chapter)))),
       h("a", { class: "card panel", href: "/open" }, h("h2", {}, "Open a file"),
