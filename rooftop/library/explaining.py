@@ -281,7 +281,7 @@ def validate(
         calibration: A calibration file of `rooftop calibrate`, or its fractions, for training on its chip.
         compiled: Compile our programs of runs on TPUs for their own slices too, small slices first. What is compiled
             is in the cache of ``compile``: a second call goes on from there.
-        only: Compare the runs of training alone whose names have this in them.
+        only: Compare the runs of training alone whose names, which have source, model and slice, have this in them.
         timeout: Seconds, or '10m', after which a compilation is given up.
         on_progress: Called with runs compiled, their number, and the run.
 
@@ -304,20 +304,19 @@ def validate(
     own = calibration_of(calibration)
     assumptions = Assumptions() if assume is None else Assumptions().with_hidden(assume)
     path = None if runs is None else Path(runs)
-    engines = EngineReport(comparisons=(), unusable=())
-    if is_engine_table(path):
-        engines = engine_report(path)
-    if path is not None and (engines.comparisons or engines.unusable):
-        serving = ServingReport(comparisons=(), unusable=())
-        published = PublishedRuns(runs=(), unusable=(), serving_rows=0)
-    else:
-        serving = serving_report(path)
-        published = validation.load_published(path, training=not serving.comparisons)
+    # Reading takes little time: what is refused is refused before anything is priced.
+    of_engines = path is not None and is_engine_table(path)
+    published = PublishedRuns(runs=(), unusable=(), serving_rows=0) if of_engines else validation.load_published(path)
+    engines, serving = EngineReport(comparisons=(), unusable=()), ServingReport(comparisons=(), unusable=())
     if only is not None:
-        serving = replace(serving, comparisons=())
+        names = [run.id for run in published.runs]
         published = replace(published, runs=tuple(run for run in published.runs if only in run.id))
         if not published.runs:
-            raise RooftopError("only", only, "a part of the name of a run of training in the table (--json lists them)")
+            accepted = f"a part of the name of a run of training, such as {names[0]}" if names else "runs of training"
+            raise RooftopError("only", only, accepted)
+    else:
+        engines = engine_report(path) if of_engines or path is None else engines
+        serving = serving if of_engines else serving_report(path)
     runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, own)
     predicted, notes, unpredicted = [], {}, {}
     plans = []

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.quantities import DTYPE_BYTES, format_bytes
+from rooftop.core.quantities import DTYPE_BYTES, parse_count
 from rooftop.hardware import Slice
 from rooftop.hardware import chip as find_chip
-from rooftop.models import ModelConfig, count_params, load_model
+from rooftop.models import ModelConfig, load_model
 from rooftop.plan.serving.engines.kernels import ENGINES
 from rooftop.plan.serving.workload import ServingNumerics
-from rooftop.validation.readings import Gap
+from rooftop.validation.readings import Gap, require_room
 from rooftop.validation.serving_runs import serving_readings
 from rooftop.validation.table import TableRow, read_table, table_columns
 
@@ -95,13 +95,18 @@ class EngineRun:
 
 @dataclass(frozen=True, kw_only=True)
 class UnusableEngineRun:
-    """A row that says too little, or has a bad cell."""
+    """A row that says too little, has a bad cell, or is of a run that cannot be priced."""
 
     source: str
     model: str
     engine: str
     why: str
     line: int
+
+    @classmethod
+    def of(cls, run: EngineRun, why: str) -> UnusableEngineRun:
+        """A run that was read."""
+        return cls(source=run.source, model=run.model.name, engine=run.engine, why=why, line=run.line)
 
 
 def is_engine_table(path: Path | None) -> bool:
@@ -113,7 +118,10 @@ def load_engine_runs(path: Path | None = None) -> tuple[list[EngineRun], list[Un
     """The runs of a table, by default of the one that comes with rooftop, and the rows that cannot be used."""
     runs: list[EngineRun] = []
     unusable: list[UnusableEngineRun] = []
-    for row in read_table(path, columns=ENGINE_COLUMNS, packaged=_TABLE):
+    rows = read_table(path, columns=ENGINE_COLUMNS, packaged=_TABLE)
+    if not rows:
+        raise RooftopError("table of runs", str(path), "a table with at least one row")
+    for row in rows:
         try:
             runs.append(_run(row))
         except (Gap, RooftopError) as why:
@@ -146,7 +154,8 @@ def _run(row: TableRow) -> EngineRun:
         (prefill_on, generate_on), assumed = _workers(row, model, chip, engine)
     numerics, from_numerics = _numerics(row, model, own, find_chip(chip).flops_per_s)
     for workers in (generate_on,) if prefill_on is None else (prefill_on, generate_on):
-        _check_room(row, model, numerics, workers)
+        column = "tp" if mode == "agg" else "request_rate_or_note"
+        require_room(row, column, model, numerics, workers.slice)
     prompt, margin = row.required_count("isl"), source.get("margin")
     return EngineRun(
         id=_id(row),
@@ -232,7 +241,8 @@ def _workers(
     sizes = _sizes_of_columns(row)
     assumed: tuple[str, ...] = ()
     if sizes is None:
-        sizes = _sizes_of_note(row.cells["request_rate_or_note"])
+        field = row.field("request_rate_or_note")
+        sizes = _sizes_of_note(row.cells["request_rate_or_note"], field)
         if set(sizes) != set(_ROLES):
             raise row.error(
                 "request_rate_or_note",
@@ -241,7 +251,7 @@ def _workers(
         note = _note_of_source(row, model, chip, engine, sizes)
         if note is not None:
             sizes, assumed = (
-                _sizes_of_note(note),
+                _sizes_of_note(note, field),
                 (f"{note}: attention DP and experts as {row.cells['source']} has them",),
             )
     prefill, decode = (_group(row, chip, *sizes[role][:3]) for role in _ROLES)
@@ -264,12 +274,13 @@ def _sizes_of_columns(row: TableRow) -> dict[str, _Sizes] | None:
     }
 
 
-def _sizes_of_note(note: str) -> dict[str, _Sizes]:
-    """Servers by role from 'prefill workers 1 x tp1 dp8 ep8, decode workers ...'."""
-    return {
-        role: (int(count), int(tensor), int(copies or 1), int(experts or 1))
-        for role, count, tensor, copies, experts in _WORKERS.findall(note)
-    }
+def _sizes_of_note(note: str, field: str) -> dict[str, _Sizes]:
+    """Servers by role from 'prefill workers 1 x tp1 dp8 ep8, decode workers ...'. Raises RooftopError for a 0."""
+    servers: dict[str, _Sizes] = {}
+    for role, *sizes in _WORKERS.findall(note):
+        count, tensor, copies, experts = (parse_count(size or 1, field) for size in sizes)
+        servers[role] = count, tensor, copies, experts
+    return servers
 
 
 def _note_of_source(
@@ -288,26 +299,13 @@ def _note_of_source(
         ):
             continue
         note: str | None = facts["configurations"].get(_id(row).rsplit("_", 1)[-1])
-        if note is not None and {role: one[:2] for role, one in _sizes_of_note(note).items()} == {
+        if note is not None and {
+            role: one[:2] for role, one in _sizes_of_note(note, row.field("request_rate_or_note")).items()
+        } == {
             role: one[:2] for role, one in sizes.items()
         }:
             return note
     return None
-
-
-def _check_room(row: TableRow, model: ModelConfig, numerics: ServingNumerics, workers: Workers) -> None:
-    """Raise RooftopError for a server whose memory the weights alone overfill: its sizes are not all stated."""
-    weights, room = (
-        count_params(model).total * numerics.weight_bytes,
-        workers.slice.chips * workers.slice.chip.hbm_bytes,
-    )
-    if weights > room:
-        column = "tp" if row.cells["mode"].lower() == "agg" else "request_rate_or_note"
-        raise row.error(
-            column,
-            f"servers that have room for the weights: {format_bytes(weights)} in {numerics.weights}, and "
-            f"{workers.slice.name} has {format_bytes(room)}",
-        )
 
 
 def _group(row: TableRow, chip: str, count: int, tensor: int, copies: int) -> Workers:

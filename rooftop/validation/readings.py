@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.quantities import DTYPE_BYTES
+from rooftop.core.quantities import DTYPE_BYTES, format_bytes, parse_count, parse_quantity
 from rooftop.hardware import Chip, Slice, chip
-from rooftop.models import ModelConfig, MoE, load_model
+from rooftop.models import ModelConfig, MoE, count_params, load_model
 from rooftop.models.activations import CHECKPOINTS
+from rooftop.plan.serving.workload import ServingNumerics
 from rooftop.validation.table import TableRow
 
 #: Architecture columns that a model cannot be built without.
@@ -206,6 +207,17 @@ def _model_facts(name: str) -> Mapping[str, Any]:
     return facts
 
 
+def require_room(row: TableRow, column: str, model: ModelConfig, numerics: ServingNumerics, on: Slice) -> None:
+    """Raise RooftopError for a server whose memory the weights alone overfill: it is not what ran."""
+    weights, room = count_params(model).total * numerics.weight_bytes, on.chips * on.chip.hbm_bytes
+    if weights > room:
+        raise row.error(
+            column,
+            f"servers that have room for the weights: {format_bytes(weights)} in {numerics.weights}, and {on.name} has "
+            f"{format_bytes(room)}",
+        )
+
+
 def read_mesh(row: TableRow, devices: int) -> tuple[Mapping[str, int] | None, tuple[str, ...]]:
     """The stated mesh axes greater than 1, outermost first (stage, data, fsdp, context, tensor); None: not stated.
 
@@ -216,7 +228,11 @@ def read_mesh(row: TableRow, devices: int) -> tuple[Mapping[str, int] | None, tu
     stated = {axis: row.count(column) for column, axis in _MESH_COLUMNS.items()}
     noted = {word: re.search(rf"\b{word}=(\d+)", row.cells["where_found"], re.I) for word in ("cp", "ep")}
     context, expert = (
-        row.count(word) if row.cells.get(word) else int(note[1]) if (note := noted[word]) else None
+        row.count(word)
+        if row.cells.get(word)
+        else parse_count(note[1], row.field("where_found"))
+        if (note := noted[word])
+        else None
         for word in ("cp", "ep")
     )  # fmt: skip
     sizes = {axis: size or 1 for axis, size in stated.items()} | {"context": context or 1}
@@ -239,7 +255,7 @@ def read_mesh(row: TableRow, devices: int) -> tuple[Mapping[str, int] | None, tu
 def read_microbatch(row: TableRow) -> int | None:
     """Sequences per microbatch and replica: a number, or 'N per device'; None: not stated."""
     per_device = re.fullmatch(r"(\d+) per device", row.cells["microbatch"])
-    return row.count("microbatch") if per_device is None else int(per_device[1])
+    return row.count("microbatch") if per_device is None else parse_count(per_device[1], row.field("microbatch"))
 
 
 def read_dtype(row: TableRow) -> str:
@@ -276,7 +292,7 @@ def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
         raise row.error("recompute", accepted)
     offloaded = tuple(name.strip() for name in re.split(r"[+,]", custom[1]) if name.strip())
     assumed = () if offloaded else ("what is offloaded is not stated",)
-    capacity = float(custom[2]) if custom[2] else None
+    capacity = parse_quantity(custom[2], row.field("recompute")) if custom[2] else None
     if capacity is not None:
         assumed = (*assumed, f"an expert has slots for {custom[2]} times its share of tokens, full or not")
     return Remat(published=word, policy="custom", offloaded=offloaded, capacity=capacity), assumed

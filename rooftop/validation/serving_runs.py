@@ -122,6 +122,7 @@ def _run(row: TableRow, measured: Mapping[str, float], lines: tuple[int, ...], t
     if seconds is None:
         raise Gap("no metric gives the time of a step")
     numerics = _numerics(row, facts)
+    readings.require_room(row, "num_chips", model, numerics, on)
     assumed = (*from_model, *from_slice, *from_mesh, *facts.get("assumed", ()))
     if phase == "prefill" and context is None:
         assumed += tuple(facts.get("assumed_prefill", ()))
