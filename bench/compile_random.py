@@ -107,13 +107,13 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
     """Distribution of the figures over the rows, in a few lines."""
     every = list(rows)
     compiled = [line for line in every if line["compiled_s"]]
-    done = [line for line in compiled if not _is_lower_bound(line)]
+    done = [line for line in compiled if not _is_tight(line)]
     lines = [f"- {len(every)} plans; {len(every) - len(compiled)} do not compile or do not fit."]
-    tight = [line for line in compiled if _is_lower_bound(line)]
+    tight = [line for line in compiled if _is_tight(line)]
     if tight:
         ratios = ((row["name"], float(row["planned_s"]) / float(row["compiled_s"])) for row in tight)
         bounds = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios)
-        lines.append(f"- {len(tight)} leave no room in HBM, and their time is a lower bound: {bounds}. Of the others:")
+        lines.append(f"- {len(tight)} leave no room in HBM, and their time is too short: {bounds}. Of the others:")
     for name, what in (("flops", "matmul FLOPs"), ("peak_bytes", "peak memory"), ("s", "expected time")):
         ratios = sorted(float(line[f"planned_{name}"]) / float(line[f"compiled_{name}"]) for line in done)
         near = sum(0.95 <= ratio <= 1.05 for ratio in ratios)
@@ -127,7 +127,7 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _is_lower_bound(line: Mapping[str, Any]) -> bool:
+def _is_tight(line: Mapping[str, Any]) -> bool:
     """True for a plan that leaves the compiler no room in HBM."""
     return float(line["planned_peak_bytes"]) > (1 - HEADROOM) * Slice.parse(line["slice"]).chip.hbm_usable_bytes
 

@@ -216,6 +216,11 @@ class TrainingSpec:
         )
         return next_multiple(self.sequences, self.ways(*axes["batch"]) * self.microbatches), int(positions)
 
+    @classmethod
+    def plain(cls, model: ModelConfig, kind: str) -> TrainingSpec:
+        """The spec of one short sequence on one device of a ``kind``: what refuses it, refuses the model there."""
+        return cls(model=model, axes={}, sequences=1, seq_len=LANES, kernel=KERNEL_OF_CHIP[kind], attention_block=LANES)
+
     def runnable(self) -> TrainingSpec:
         """The spec with dtypes and an optimizer that programs have, where it asks for others."""
 
@@ -242,6 +247,7 @@ class ServingSpec:
     ``weights`` of the layers, or of their experts alone (``only_experts``), in groups of ``weight_group`` inputs that
     share a scale (None: a whole column), ``tables`` of the embedding and the unembedding, ``kv`` of the cache,
     ``matmul`` of the matmuls. ``kv_sharing`` layers share one cache. ``drafted``: a draft model guesses.
+    ``priced_as``: an engine of others that has these formats.
     """
 
     model: ModelConfig
@@ -259,6 +265,7 @@ class ServingSpec:
     kv_sharing: int = 1
     disaggregated: bool = False
     drafted: bool = False
+    priced_as: str | None = None
 
     def ways(self, *axes: str) -> int:
         """Devices along mesh axes together; 1 for an axis that the mesh does not have."""
@@ -505,7 +512,7 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
 def _engine_axes(spec: ServingSpec) -> str | None:
     for axis, size in spec.axes.items():
         if size > 1 and axis not in ENGINE_AXES:
-            return f"no engine splits a model over {axis}: {', '.join(ENGINE_AXES)}"
+            return f"rooftop serve splits no model over {axis}: {', '.join(ENGINE_AXES)}"
     return None
 
 
@@ -513,7 +520,7 @@ def _engine_weights(spec: ServingSpec) -> str | None:
     if spec.engine_weights is not None:
         return None
     scales = "a scale for each column" if spec.weight_group is None else f"groups of {spec.weight_group}"
-    return f"no engine has weights in {spec.weights} with {scales}: {_weight_formats()}"
+    return f"rooftop serve has no weights in {spec.weights} with {scales}: {_weight_formats()}"
 
 
 def published_weights(model: ModelConfig, axes: Mapping[str, int] | None = None) -> KeptWeights | None:
@@ -581,19 +588,22 @@ def _weight_formats() -> str:
 
 
 def _engine_tables(spec: ServingSpec) -> str | None:
-    return None if spec.tables == "bf16" else f"no engine has embedding tables in {spec.tables}: bf16"
+    return None if spec.tables == "bf16" else f"rooftop serve has no embedding tables in {spec.tables}: bf16"
 
 
 def _engine_cache(spec: ServingSpec) -> str | None:
-    return None if spec.kv in ENGINE_CACHES else f"no engine has a cache in {spec.kv}: {', '.join(ENGINE_CACHES)}"
+    if spec.kv in ENGINE_CACHES:
+        return None
+    other = "" if spec.priced_as is None else f"; `--engine {spec.priced_as}` prices it"
+    return f"rooftop serve has no KV cache in {spec.kv} (it has {', '.join(ENGINE_CACHES)}){other}"
 
 
 def _engine_matmuls(spec: ServingSpec) -> str | None:
-    return None if spec.matmul == "bf16" else f"no engine multiplies in {spec.matmul} yet: bf16"
+    return None if spec.matmul == "bf16" else f"rooftop serve multiplies in bf16, not in {spec.matmul}"
 
 
 def _kv_sharing(spec: ServingSpec) -> str | None:
-    return None if spec.kv_sharing == 1 else f"no engine has {spec.kv_sharing} layers share a cache"
+    return None if spec.kv_sharing == 1 else f"rooftop serve has no cache that {spec.kv_sharing} layers share"
 
 
 def _pages(spec: ServingSpec) -> str | None:
@@ -605,7 +615,7 @@ def _pages(spec: ServingSpec) -> str | None:
 
 def _draft(spec: ServingSpec) -> str | None:
     if spec.drafted and spec.disaggregated:
-        return "no engine sends a draft model's cache to a generate server: plan with --batching interleaved"
+        return "rooftop serve sends no draft model's cache to a generate server: plan with --batching interleaved"
     return None
 
 
@@ -648,9 +658,9 @@ def _prefill(spec: ServingSpec) -> str | None:
     if axes is None:
         return None
     if spec.prefill_ring and ways(axes, *SEQUENCE_AXES) > 1:
-        return "no engine splits a prompt over context in a ring: plan without --prefill-mesh"
+        return "rooftop serve splits no prompt over context in a ring: plan without --prefill-mesh"
     for error in engine_mesh_errors(model, axes):
-        return f"no engine prefills over {error.field} of {error.given}, only {error.accepted}"
+        return f"rooftop serve prefills over no {error.field} of {error.given}, only {error.accepted}"
     if max(ways(sizes, *STAGE_AXES) for sizes in (axes, spec.axes)) > 1 and _split(axes) != _split(spec.axes):
         return "a cache of pipeline stages can only be sent to the same mesh: plan with --batching interleaved"
     copies = [engine_heads(model, sizes).cached for sizes in (axes, spec.axes)]
@@ -672,7 +682,7 @@ def _numbers(heads: tuple[int, ...]) -> str:
 
 def _engine_mesh(spec: ServingSpec) -> str | None:
     error = next(engine_mesh_errors(spec.model, spec.axes), None)
-    return None if error is None else f"no engine has {error.field} of {error.given}, only {error.accepted}"
+    return None if error is None else f"rooftop serve has no {error.field} of {error.given}, only {error.accepted}"
 
 
 #: What an engine can be, in the order in which obstacles are listed.

@@ -121,16 +121,18 @@ class Strategy:
     """One way to do an einsum: its steps in order, each with its cost.
 
     ``memory_bytes`` is the most that one device holds at once: the operands as they stand and what is being made.
+    ``streamed``: pieces of arrays on hosts come and go while others are multiplied.
     """
 
     steps: tuple[Step, ...]
     costs: tuple[Cost, ...]
     memory_bytes: float
+    streamed: bool = False
 
     @property
     def time_s(self) -> float:
-        """Seconds, one step after another: each needs the result of the one before."""
-        return sum(cost.time_s for cost in self.costs)
+        """Seconds, one step after another: each needs the result of the one before; streamed, those of the longest."""
+        return self.lower_s if self.streamed else sum(cost.time_s for cost in self.costs)
 
     @property
     def resources(self) -> dict[str, float]:
@@ -148,8 +150,13 @@ class Strategy:
 
     @property
     def lower_s(self) -> float:
-        """Seconds if all resources overlapped perfectly: those of the busiest."""
-        return max(self.resources.values(), default=0.0)
+        """Seconds if all resources overlapped perfectly: those of the busiest. PCIe carries both ways at once."""
+        busy: dict[tuple[str, bool], float] = {}
+        for step, cost in zip(self.steps, self.costs, strict=True):
+            for name, seconds in cost.resources.items():
+                way = name, name == "pcie" and step.output.at == "host"
+                busy[way] = busy.get(way, 0.0) + seconds
+        return max(busy.values(), default=0.0)
 
     @property
     def flops(self) -> float:

@@ -61,7 +61,7 @@ def support(*, name: str, on: str, as_json: bool) -> None:
     """Say what rooftop does with a model on a chip, and with which evidence: before you trust a figure.
 
     Lists the verbs that work, or why one does not; the published runs next to which its times stand; and the source of
-    every rate of the chip: measured, counted in compiled programs, borrowed from another chip, or a bound.
+    every rate of the chip: measured, counted in compiled programs, borrowed from another chip, or at peak.
     """
     from rooftop.library import catalogue
 

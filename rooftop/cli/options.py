@@ -258,10 +258,6 @@ def _quantity_or_zero(text: str, field: str) -> float:
     return parse_quantity(text, field, largest=LARGEST_QUANTITY, zero=True)
 
 
-def _price(text: str, field: str) -> float:
-    return parse_quantity(text, field, largest=1e6)
-
-
 def _devices(text: str, field: str) -> int:
     count = parse_count(text, field)
     if count > _MOST_EMULATED:
@@ -284,8 +280,6 @@ SHARE = Parsed("share", parse_share)
 GROWTH = Parsed("share", parse_growth)
 #: Seconds, as a float, of a time with its unit.
 TIME = Parsed("time", parse_seconds)
-#: Dollars per chip-hour.
-PRICE = Parsed("usd", _price)
 #: First and last step of a trace.
 PROFILE = Parsed("steps=a..b", parse_profile)
 DTYPE = Dtype()
@@ -330,7 +324,9 @@ def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decora
 
 on_option = _shared("--on", group=HARDWARE, type=HARDWARE_NAME, help="CHIP:SHAPE[@SLICES], such as v5e:4x4.")
 shrink_option = _shared("--shrink", group=HARDWARE, is_flag=True, help="Shrink the plan's mesh to the devices here.")
-price_option = _shared("--price", group=HARDWARE, type=PRICE, help="Dollars per chip-hour, not the list price.")
+price_option = _shared(
+    "--price", group=HARDWARE, metavar="USD", help="Dollars per chip-hour, not the list price: 2.5, or h100=2.5,v5p=3."
+)
 figure_option = _shared(
     "--figure",
     "figures",

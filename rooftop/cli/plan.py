@@ -100,7 +100,7 @@ class _TrainingOptions(TypedDict):
     assume: str | None
     calibration: Path | None
     bounds: str
-    price: float | None
+    price: str | None
     alternatives: int
 
 
@@ -211,7 +211,7 @@ class _FrontOptions(TypedDict):
     assume: str | None
     calibration: Path | None
     bounds: str
-    price: float | None
+    price: str | None
 
 
 class _ServingOptions(_FrontOptions):

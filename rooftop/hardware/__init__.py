@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from rooftop.hardware.calibrated import AttentionCurve, Calibrated, CollectiveFit, MatmulFit
-from rooftop.hardware.chips import Chip, Figure, catalogue, chip, chip_of_kind
+from rooftop.hardware.chips import GIVEN, Chip, Figure, catalogue, chip, chip_of_kind
 from rooftop.hardware.slices import PhysicalAxis, Slice, slice_sizes
 
 __all__ = [
+    "GIVEN",
     "AttentionCurve",
     "Calibrated",
     "Chip",

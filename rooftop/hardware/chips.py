@@ -63,6 +63,8 @@ class Figure:
     date: str
 
 
+#: The source of a figure that a user gives.
+GIVEN = "given"
 #: What JAX takes of a GPU's memory, and the bytes that CUDA takes before: "jax-gpu-memory" in the catalogue.
 JAX_SHARE, CUDA_BYTES = 0.95, 502e6
 
@@ -133,6 +135,11 @@ class Chip:
         return self.hbm_usable_bytes / JAX_SHARE + CUDA_BYTES
 
     @property
+    def price_source(self) -> str | None:
+        """Source and date of the price, or "given"; None without a price."""
+        return None if self.price_usd_per_hour is None else self.sources.get("price_usd_per_hour", GIVEN)
+
+    @property
     def figures(self) -> dict[str, Figure]:
         """Every figure with its unit, source and date, one entry per dtype of ``flops_per_s``."""
         values: dict[str, Any] = {f"flops_per_s.{dtype}": rate for dtype, rate in self.flops_per_s.items()}
@@ -160,10 +167,10 @@ class Chip:
                 raise unknown("figure", name, known)
             if name == "flops_per_s":
                 changed[name] = dict(self.flops_per_s) | _rates(value)
-                sources |= {f"flops_per_s.{dtype}": "given" for dtype in value}
+                sources |= {f"flops_per_s.{dtype}": GIVEN for dtype in value}
                 continue
             changed[name] = self._checked(name, value)
-            sources[name] = "given"
+            sources[name] = GIVEN
         return dataclasses.replace(self, **changed, sources=sources)
 
     def _checked(self, name: str, value: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
-from rooftop.capabilities import SERVING, ServingSpec, model_obstacle, obstacles
+from rooftop.capabilities import SERVING, TRAINING, ServingSpec, TrainingSpec, obstacles
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import counted, format_bytes, format_count, parse_count
@@ -464,7 +464,7 @@ def _verbs(model: ModelConfig, chip: Chip) -> Iterator[Supported]:
             yield Supported(verb=verb, answer="no", note=f"accepted: {error.accepted}")
         return
     yield Supported(verb="plan", answer="yes", note="training and serving")
-    obstacle = model_obstacle(model)
+    obstacle = next(obstacles(TRAINING, TrainingSpec.plain(model, chip.kind)), None)
     compiler = _compiler(chip)
     compiles = obstacle is None and compiler.answer == "yes"
     yield Supported(verb="compile", answer="yes" if compiles else "no", note=obstacle or compiler.note)

@@ -76,19 +76,66 @@ CalibrationLike: TypeAlias = "Calibrated | OfFractions | Path | str"
 AxesLike: TypeAlias = Mapping[str, int] | str
 #: Seconds, or a time with its unit: '500ms'.
 TimeLike: TypeAlias = float | str
+#: Dollars per chip-hour: of the chip that is asked for, or by chip: 'h100=2.5,v5p=3'.
+PriceLike: TypeAlias = float | str | Mapping[str, float | str]
 #: A whole number, or its text: '4Mi'.
 CountLike: TypeAlias = int | str
 
 
-def slice_of(on: SliceLike, *, price: float | str | None = None) -> Slice:
-    """The slice that is meant; ``price`` replaces its dollars per chip-hour. Raises RooftopError."""
+def slice_of(on: SliceLike) -> Slice:
+    """The slice that is meant. Raises RooftopError."""
     if isinstance(on, str):
         on = Slice.parse(on)
-    where = on if isinstance(on, Slice) else on.slice
+    return on if isinstance(on, Slice) else on.slice
+
+
+def priced_places(places: Mapping[str, Sequence[Slice]], price: PriceLike | None) -> dict[str, list[Slice]]:
+    """Slices by name, with the given dollars per chip-hour in place of list prices.
+
+    Raises RooftopError for one number where several chips are asked for, and for a chip that is not among them.
+    """
     if price is None:
-        return where
-    priced = where.chip.replace(price_usd_per_hour=parse_quantity(price, "price", smallest=1e-6, largest=1e6))
-    return Slice(priced, where.shape, where.num_slices)
+        return {name: list(slices) for name, slices in places.items()}
+    prices = _prices(price, list(dict.fromkeys(one.chip.name for slices in places.values() for one in slices)))
+    result: dict[str, list[Slice]] = {}
+    for name, slices in places.items():
+        # All slices of a name are of one chip.
+        usd = prices.get(slices[0].chip.name)
+        spec = slices[0].chip if usd is None else slices[0].chip.replace(price_usd_per_hour=usd)
+        result[name] = [one if usd is None else Slice(spec, one.shape, one.num_slices) for one in slices]
+    return result
+
+
+def _prices(price: PriceLike, chips: Sequence[str]) -> dict[str, float]:
+    """Dollars per chip-hour by chip. Raises RooftopError."""
+
+    def dollars(value: float | str) -> float:
+        return parse_quantity(value, "price", smallest=1e-6, largest=1e6)
+
+    if isinstance(price, Mapping):
+        entries = [(str(name), usd) for name, usd in price.items()]
+    elif isinstance(price, str) and "=" in price:
+        pairs = (entry.partition("=") for entry in price.split(","))
+        entries = [(name.strip(), usd.strip()) for name, _, usd in pairs]
+    else:
+        usd = dollars(price)
+        if len(chips) > 1:
+            raise RooftopError(
+                "price", price, "a price for each chip: " + ",".join(f"{name}={usd:g}" for name in chips)
+            )
+        return {chips[0]: usd}
+    prices: dict[str, float] = {}
+    for entry, value in entries:
+        try:
+            name = chip(entry).name
+        except RooftopError:
+            # A chip of a user's own, or none.
+            name = entry
+        if name not in chips or name in prices:
+            once = "once for each chip" if name in prices else "of a chip that is asked for"
+            raise RooftopError("price", f"{entry}={value}", f"CHIP=USD {once}: {', '.join(chips)}")
+        prices[name] = dollars(value)
+    return prices
 
 
 def calibration_of(calibration: CalibrationLike | None) -> Calibrated | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,11 +22,13 @@ from rooftop.library.inputs import (
     CalibrationLike,
     CountLike,
     ModelLike,
+    PriceLike,
     SliceLike,
     axes_of,
     calibrated_places,
     chip_of,
     model_of,
+    priced_places,
     slice_of,
 )
 from rooftop.library.results import Result, ledger_rows
@@ -110,8 +112,9 @@ class TrainingPlanResult(Result):
         )
 
     def raise_if_infeasible(self) -> None:
-        """Raise Infeasible, with the missing bytes or the nearest slice, if no plan fits or meets the limits."""
+        """Raise Infeasible, with the nearest that is one, if no plan fits, no program runs it, or it misses a limit."""
         self.answer.require_fit()
+        self.answer.require_executable()
         if self.comparison is not None:
             self.comparison.require_met()
 
@@ -162,7 +165,7 @@ def plan_training(
     assume: str | None = None,
     calibration: CalibrationLike | None = None,
     bounds: str = "usable",
-    price: float | str | None = None,
+    price: PriceLike | None = None,
     alternatives: CountLike = 5,
     on_progress: OnProgress | None = None,
 ) -> TrainingPlanResult:
@@ -199,12 +202,13 @@ def plan_training(
         assume: Shares of transfers that hide behind compute: 'weight_gather=1,tensor=0.5'.
         calibration: A calibration file of `rooftop calibrate`, or its fractions: they replace the catalogue's.
         bounds: 'usable' HBM and XLA's memory, or the 'book' arithmetic.
-        price: Dollars per chip-hour, instead of the list price.
+        price: Dollars per chip-hour, instead of the list price; by chip where several are asked for: 'h100=2.5,v5p=3'.
         alternatives: Runners-up to keep.
         on_progress: Called with mesh shapes or slices priced, their number, and a label.
 
-    A plan that does not fit or misses a limit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises
-    Infeasible if slices are compared and nothing fits any, and RooftopError naming the argument that is wrong.
+    A plan that does not fit, that no program runs or that misses a limit is returned: ``raise_if_infeasible`` raises
+    Infeasible for it. Raises Infeasible if slices are compared and nothing fits any, and RooftopError naming the
+    argument that is wrong.
     """
     limits = Limits(
         days=None if days is None else parse_quantity(days, "days", largest=LARGEST_DAYS),
@@ -213,15 +217,18 @@ def plan_training(
         else parse_quantity(str(budget).removeprefix("$"), "budget", largest=LARGEST_BUDGET),
         chips=None if chips is None else parse_count(chips, "chips"),
     )
-    places, comparing = _places(on, price, limits, smallest)
-    places = calibrated_places(places, calibration)
+    places, comparing = _places(on, limits, smallest)
+    places = calibrated_places(priced_places(places, price), calibration)
+    if limits.days is not None or limits.budget_usd is not None:
+        _require_a_price(places)
     config, where = model_of(model), next(iter(places.values()))[0]
     seq = min(_SEQ, config.max_seq_len) if seq is None else seq
+    batch_given = batch_tokens is not None or batch_seqs is not None
     if comparing:
         for name, value in (("mesh", mesh), ("layout", layout)):
             if value is not None:
                 raise RooftopError(name, value, "this with one slice, such as --on v5p:16x16x16, and no limits")
-        if batch_tokens is None and batch_seqs is None:
+        if not batch_given:
             batch_seqs = max(1, round(_usual_batch(tokens) / parse_count(seq, "seq")))
     if mesh is not None and layout is not None:
         raise RooftopError("layout", layout, "--mesh or --layout, not both: a layout says the sizes too")
@@ -253,7 +260,7 @@ def plan_training(
         return TrainingPlanResult(answer=training.plan_training(problem, alternatives=count, on_progress=on_progress))
     aim: Aim = "chips" if smallest else "time" if limits.days is None else "cost"
     compared = compare(problem, places, limits, aim, on_progress)
-    answer = training.answer_of(searched_on(compared.best), alternatives=count)
+    answer = training.answer_of(searched_on(compared.best), alternatives=count, batch_given=batch_given)
     return TrainingPlanResult(answer=answer, comparison=compared)
 
 
@@ -265,9 +272,16 @@ def _usual_batch(tokens: CountLike | None) -> int:
     return batch
 
 
-def _places(
-    on: SlicesLike, price: float | str | None, limits: Limits, smallest: bool
-) -> tuple[dict[str, list[Slice]], bool]:
+def _require_a_price(places: Mapping[str, Sequence[Slice]]) -> None:
+    """Raise RooftopError, with the chips, if none has a price: their dollars cannot be compared."""
+    chips = dict.fromkeys(slices[0].chip for slices in places.values())
+    if all(spec.price_usd_per_hour is None for spec in chips):
+        names = [spec.name for spec in chips]
+        prices = ",".join(f"{name}=USD" for name in names)
+        raise RooftopError("price", None, f"dollars per chip-hour, --price {prices}: no list price is known")
+
+
+def _places(on: SlicesLike, limits: Limits, smallest: bool) -> tuple[dict[str, list[Slice]], bool]:
     """The slices that are meant, by the names that were given, and whether they are compared. Raises RooftopError."""
     if isinstance(on, str):
         names: Sequence[SliceLike | Chip] = [name.strip() for name in on.split(",")]
@@ -278,14 +292,13 @@ def _places(
     for name in names:
         is_chip = isinstance(name, Chip) or (isinstance(name, str) and ":" not in name)
         if not smallest and not is_chip:
-            where = slice_of(cast(SliceLike, name), price=price)
+            where = slice_of(cast(SliceLike, name))
             places[where.name] = [where]
             continue
         spec = chip_of(cast("Chip | str", name)) if is_chip else slice_of(cast(SliceLike, name)).chip
         if not is_open:
             accepted = "with a shape, such as v5p:16x16x16; or with --days, --budget, --chips or --smallest"
             raise RooftopError("on", spec.name, accepted)
-        spec = slice_of(Slice(spec, spec.slice_shapes[0]), price=price).chip
         sizes = slice_sizes(spec, MOST_CHIPS if limits.chips is None else limits.chips)
         if not sizes:
             raise RooftopError("chips", limits.chips, f"at least the smallest slice of {spec.name}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -28,16 +29,19 @@ from rooftop.library.inputs import (
     CountLike,
     ModelLike,
     OnSlice,
+    PriceLike,
     TimeLike,
     axes_of,
     calibrated_places,
     chip_of,
     model_of,
+    priced_places,
     rate_of,
     seconds_of,
     slice_of,
 )
 from rooftop.library.results import Result, flat, ledger_rows
+from rooftop.models import ModelConfig
 from rooftop.models.stored import MXFP4_GROUP, KeptWeights
 from rooftop.plan.pricing import BOUNDS
 from rooftop.plan.serving import answer as serving
@@ -131,10 +135,14 @@ class ServingPlanResult(Result):
         )
 
     def raise_if_infeasible(self) -> None:
-        """Raise Infeasible if the batch does not fit, or the plan misses a target of one slice."""
+        """Raise Infeasible if the batch does not fit, a target of one slice is missed, or our engine does not run it.
+
+        Another engine runs the plans that are priced for it, and nothing the book's arithmetic.
+        """
         self.plan.require_fit()
         if self.recommendation is None:
             self.plan.require_targets()
+        self.answer.require_executable()
 
     def write_plan(self, path: Path | str) -> None:
         """Write plan.json. Raises RooftopError if the path cannot be written."""
@@ -209,7 +217,7 @@ def plan_serving(
     engine: str | None = None,
     calibration: CalibrationLike | None = None,
     bounds: str = "usable",
-    price: float | str | None = None,
+    price: PriceLike | None = None,
     objective: str = "cost",
     contexts: Sequence[CountLike] | str | None = None,
     on_progress: Progress | None = None,
@@ -250,13 +258,14 @@ def plan_serving(
             then in the weights' dtype unless ``matmul_dtype`` says otherwise.
         calibration: A calibration file of `rooftop calibrate`, or its fractions: they replace the catalogue's.
         bounds: 'usable' HBM, or the 'book' arithmetic.
-        price: Dollars per chip-hour, instead of the list price.
+        price: Dollars per chip-hour, instead of the list price; by chip where several are searched: 'h100=2.5,v5p=3'.
         objective: Minimize 'cost' or 'chips' in a search.
         contexts: Contexts of the front; by default the workload's.
         on_progress: Called with kinds of servers priced, their number, and a label, while chips are searched.
 
-    A plan that does not fit or misses a target is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises
-    Infeasible if a search finds no servers that do, and RooftopError naming the argument that is wrong.
+    A plan that does not fit, misses a target or is not executable is returned: ``raise_if_infeasible`` raises
+    Infeasible for it. Raises Infeasible if a search finds no servers that do, and RooftopError naming the argument that
+    is wrong.
     """
     if objective not in OBJECTIVES:
         raise unknown("for", objective, (*OBJECTIVES, "pareto"))
@@ -308,7 +317,7 @@ def serving_front(
     assume: str | None = None,
     calibration: CalibrationLike | None = None,
     bounds: str = "usable",
-    price: float | str | None = None,
+    price: PriceLike | None = None,
     on_progress: Progress | None = None,
 ) -> ServingFrontResult:
     """The fastest and cheapest ways to generate over slices, number formats and batches; see ``plan_serving``.
@@ -358,11 +367,11 @@ def _question(
     engine: str | None = None,
     calibration: CalibrationLike | None,
     bounds: str,
-    price: float | str | None,
+    price: PriceLike | None,
 ) -> _Question:
     """The problem, with everything read and checked. Raises RooftopError naming the argument that is wrong."""
-    where, searching = _servers(on, price)
-    where = calibrated_places(where, calibration)
+    where, searching = _servers(on)
+    where = calibrated_places(priced_places(where, price), calibration)
     for name, value in (("mesh", mesh), ("prefill-mesh", prefill_mesh), ("prefill-on", prefill_on)):
         if searching and value is not None:
             raise RooftopError(name, value, "this with one slice, such as --on v5e:4x4")
@@ -397,64 +406,77 @@ def _question(
         engine=None if engine is None else one_of("engine", engine, tuple(ENGINES)),
     )
     longest_prompt = max(1, config.max_seq_len - answer_tokens)
-    problem = ServingProblem(
-        model=config,
-        slice=first,
-        workload=ServingWorkload(
-            prompt=min(PROMPT, longest_prompt) if prompt is None else parse_count(prompt, "prompt"),
-            generate=answer_tokens,
-            batch_seqs=None if batch_seqs is None else parse_count(batch_seqs, "batch-seqs"),
-            context=None if context is None else parse_count(context, "context"),
-            requests_per_second=rate_of(requests_per_second),
-            ttft_s=None if ttft is None else seconds_of(ttft, "ttft"),
-            tpot_s=None if tpot is None else seconds_of(tpot, "tpot"),
-            hit_rate=parse_share(hit_rate, "hit-rate"),
-        ),
-        numerics=numerics[0],
-        assumptions=assumptions if assume is None else assumptions.with_shares(assume),
-        mode=modes[0],
-        bounds=one_of("bounds", bounds, BOUNDS),
-        axes=None if mesh is None else axes_of(mesh),
-        prefill_axes=None if prefill_mesh is None else axes_of(prefill_mesh),
-        kv_split=None if kv_split is None else one_of("kv-split", kv_split, KV_SPLITS),
-        link=one_of("link", link, LINKS),
-        draft=None
-        if draft is None
-        else DraftModel(
-            model=model_of(draft),
-            length=parse_count(draft_length, "draft-length"),
-            acceptance=parse_share(acceptance, "acceptance"),
-        ),
-        host_bytes=None if host_dram is None else float(parse_bytes(host_dram, "host-dram")),
-        prefill_slice=prefill_slice,
-    )
+    with _published_by(config, asked=weights_dtype is not None):
+        problem = ServingProblem(
+            model=config,
+            slice=first,
+            workload=ServingWorkload(
+                prompt=min(PROMPT, longest_prompt) if prompt is None else parse_count(prompt, "prompt"),
+                generate=answer_tokens,
+                batch_seqs=None if batch_seqs is None else parse_count(batch_seqs, "batch-seqs"),
+                context=None if context is None else parse_count(context, "context"),
+                requests_per_second=rate_of(requests_per_second),
+                ttft_s=None if ttft is None else seconds_of(ttft, "ttft"),
+                tpot_s=None if tpot is None else seconds_of(tpot, "tpot"),
+                hit_rate=parse_share(hit_rate, "hit-rate"),
+            ),
+            numerics=numerics[0],
+            assumptions=assumptions if assume is None else assumptions.with_shares(assume),
+            mode=modes[0],
+            bounds=one_of("bounds", bounds, BOUNDS),
+            axes=None if mesh is None else axes_of(mesh),
+            prefill_axes=None if prefill_mesh is None else axes_of(prefill_mesh),
+            kv_split=None if kv_split is None else one_of("kv-split", kv_split, KV_SPLITS),
+            link=one_of("link", link, LINKS),
+            draft=None
+            if draft is None
+            else DraftModel(
+                model=model_of(draft),
+                length=parse_count(draft_length, "draft-length"),
+                acceptance=parse_share(acceptance, "acceptance"),
+            ),
+            host_bytes=None if host_dram is None else float(parse_bytes(host_dram, "host-dram")),
+            prefill_slice=prefill_slice,
+        )
     capacity, cached = problem.workload.held_tokens, problem.workload.context
     if not problem.book and cached is not None and cached > capacity:
         raise RooftopError("context", cached, f"at most {capacity:,}: the prompt and its answer")
     return _Question(problem=problem, where=where, numerics=numerics, modes=modes, searching=searching)
 
 
-def _servers(on: ServersLike, price: float | str | None) -> tuple[dict[str, list[Slice]], bool]:
+@contextmanager
+def _published_by(model: ModelConfig, *, asked: bool) -> Iterator[None]:
+    """Say of weights that an engine does not have, and that nobody ``asked`` for, where they come from."""
+    try:
+        yield
+    except RooftopError as error:
+        if asked or not error.field.startswith("weights-dtype"):
+            raise
+        choice = error.accepted.partition(",")[0]
+        value, accepted = f"{error.given}, as {model.name} is published", f"{error.accepted}: --weights-dtype {choice}"
+        raise RooftopError(error.field, value, accepted) from None
+
+
+def _servers(on: ServersLike) -> tuple[dict[str, list[Slice]], bool]:
     """Slices that servers may be, by chip, and whether chips are searched. Raises RooftopError."""
     if isinstance(on, str):
         names: Sequence[Chip | str] = [name.strip() for name in on.split(",")]
         if ":" in on and len(names) > 1:
             raise RooftopError("on", on, "one slice, such as v5e:4x4, or chips without shapes, such as v5e,v6e")
         if ":" in on:
-            where = slice_of(on, price=price)
+            where = slice_of(on)
             return {where.chip.name: [where]}, False
     elif isinstance(on, Chip):
         names = [on]
     elif isinstance(on, Sequence):
         names = on
     else:
-        where = slice_of(on, price=price)
+        where = slice_of(on)
         return {where.chip.name: [where]}, False
     result = {}
     for name in names:
         spec = chip_of(name)
-        like = slice_of(Slice(spec, spec.slice_shapes[0]), price=price)
-        result[spec.name] = candidate_slices(like)
+        result[spec.name] = candidate_slices(Slice(spec, spec.slice_shapes[0]))
     return result, True
 
 

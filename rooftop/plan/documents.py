@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rooftop.core.records import Record, derived
-from rooftop.hardware import Calibrated, Slice
+from rooftop.hardware import GIVEN, Calibrated, Slice
 from rooftop.models import ModelConfig, count_params
 from rooftop.models.stored import StoredWeights
 
@@ -35,24 +35,37 @@ class PlannedModel(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSlice(Record):
-    """The slice of a plan, with its chips and devices, and the calibration of its chip (None: the catalogue's)."""
+    """The slice of a plan: its chips and devices, the calibration of its chip (None: the catalogue's), and its price.
+
+    ``price_source`` is the source and date of a list price, or "given".
+    """
 
     name: str
     chips: int
     devices: int
     calibrated: Calibrated | None = None
+    price_usd_per_hour: float | None = None
+    price_source: str | None = None
 
     @classmethod
     def of(cls, slice_: Slice) -> PlannedSlice:
         """The record of a slice."""
         return cls(
-            name=slice_.name, chips=slice_.chips, devices=slice_.devices, calibrated=slice_.chip.calibrated
-        )  # fmt: skip
+            name=slice_.name,
+            chips=slice_.chips,
+            devices=slice_.devices,
+            calibrated=slice_.chip.calibrated,
+            price_usd_per_hour=slice_.chip.price_usd_per_hour,
+            price_source=slice_.chip.price_source,
+        )
 
     @property
     def hardware(self) -> Slice:
         """The slice. Raises RooftopError on a name that is none, and on the calibration of another chip."""
-        return Slice.parse(self.name).with_calibration(self.calibrated)
+        where = Slice.parse(self.name).with_calibration(self.calibrated)
+        if self.price_source != GIVEN:
+            return where
+        return Slice(where.chip.replace(price_usd_per_hour=self.price_usd_per_hour), where.shape, where.num_slices)
 
 
 @dataclass(frozen=True, kw_only=True)

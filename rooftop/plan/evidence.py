@@ -38,7 +38,8 @@ from rooftop.models import ModelConfig
 
 Kind = Literal["dense", "experts"]
 Phase = Literal["train", "decode", "prefill", "tpot", "ttft"]
-Level = Literal["expected", "bound", "calibrated"]
+#: An estimate has no published run of its kind, and a bound is arithmetic at peak rates, which nothing can beat.
+Level = Literal["expected", "estimate", "bound", "calibrated"]
 #: Phase, chip and kind of model.
 Category = tuple[Phase, str, Kind]
 
@@ -169,8 +170,9 @@ def measured_ratio(
 class Evidence(Record):
     """Published runs next to which a planned time stands, and the share of it that a run takes.
 
-    ``level`` is 'bound' if no run of the kind was measured on the chip, and 'calibrated' if the fractions of the chip
-    are those that a user has measured, ``calibrated_by`` a file: published runs then say how far whole steps stray.
+    ``level`` is 'estimate' if no run of the kind was measured on the chip, 'bound' for the book's arithmetic, and
+    'calibrated' if the fractions of the chip are those that a user has measured, ``calibrated_by`` a file: published
+    runs then say how far whole steps stray.
     ``factor`` are the 5th and 95th percentile of measured / expected; ``mean_error`` and ``mean_absolute_error`` are of
     expected / measured - 1. ``unlike`` says in which way the plan is outside the evidence, which widens the interval.
     """
@@ -193,7 +195,9 @@ class Evidence(Record):
             published = replace(self, calibrated_by=None).text if self.runs else f"no published runs ({self.subject})"
             return f"calibrated by {self.calibrated_by}; {published}"
         if self.level == "bound":
-            return f"a bound: nothing measured on this chip ({self.subject})"
+            return f"a bound: {self.subject}"
+        if self.level == "estimate":
+            return f"an estimate: {'; '.join(self.unlike) or f'nothing measured on this chip ({self.subject})'}"
         assert self.mean_absolute_error is not None
         models = "1 model" if self.models == 1 else f"{self.models} models"
         text = (
@@ -201,6 +205,21 @@ class Evidence(Record):
             f"{self.mean_absolute_error:.1%} off on average"
         )
         return "; ".join((text, *self.unlike))
+
+    @classmethod
+    def without_runs(cls, level: Literal["estimate", "bound"], subject: str, *unlike: str) -> Evidence:
+        """The evidence for a time that no published run says anything about: it gives no interval."""
+        return cls(
+            level=level,
+            subject=subject,
+            runs=0,
+            models=0,
+            frameworks=(),
+            mean_error=None,
+            mean_absolute_error=None,
+            factor=None,
+            unlike=unlike,
+        )
 
     def calibrated(self, calibration: Calibrated | None) -> Evidence:
         """The evidence for a plan by fractions that a user has measured; the same without any."""
@@ -305,11 +324,6 @@ def write_ratios(ratios: Iterable[MeasuredRatio], path: Path) -> None:
         writer.writerows(ratio.cells for ratio in ratios)
 
 
-def was_measured(question: Question) -> bool:
-    """True if a published run of the kind was measured on the chip: expected times are no mere bounds then."""
-    return any(one.category == question.category for one in measured_ratios())
-
-
 def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = None) -> Evidence:
     """The evidence for a planned time among ``ratios``: by default those of all published runs.
 
@@ -346,17 +360,7 @@ def _unscaled(question: Question, ratios: Sequence[MeasuredRatio], unlike: Seque
     same = [one for one in family if one.phase == question.phase]
     own = same if question.under_load else [one for one in same if one.category == question.category]
     if not own:
-        return Evidence(
-            level="bound",
-            subject=str(question),
-            runs=0,
-            models=0,
-            frameworks=(),
-            mean_error=None,
-            mean_absolute_error=None,
-            factor=None,
-            unlike=(),
-        )
+        return Evidence.without_runs("estimate", str(question))
     if question.under_load:
         return _evidence(question, own, _pooled_factor(own, len(unlike)), unlike)
     ran = {one.framework for one in same}

@@ -14,8 +14,9 @@ from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.core.records import Record, derived
 from rooftop.core.timelines import Lanes
 
-#: The evidence of a figure: a bound, an expectation, an exact count, a measurement, a simulation, a rule of thumb.
-Level = Literal["bound", "expected", "exact", "measured", "simulated", "rule"]
+#: The evidence of a figure: a bound (nothing can beat it), an estimate (priced, nothing measured), an expectation
+#: (priced, with measurements), an exact count, a measurement, a simulation, a rule of thumb.
+Level = Literal["bound", "estimate", "expected", "exact", "measured", "simulated", "rule"]
 
 #: A place where a heading may be hyphened.
 HYPHEN = "\N{SOFT HYPHEN}"

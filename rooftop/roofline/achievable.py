@@ -26,7 +26,7 @@ from rooftop.hardware import chip as find_chip
 
 #: Smallest and largest size of a dim among the matmuls that were compiled; sizes outside are priced as the nearest.
 MEASURED_DIMS: tuple[int, int] = (1024, 32768)
-NO_MEASUREMENT = "no measurement: bound"
+NO_MEASUREMENT = "no measurement: at peak"
 
 #: Scores that fill one vector register: the unit in which attention kernels are counted.
 _REGISTER = 1024

@@ -114,7 +114,8 @@ class PricedStep(Record):
 class PricedStrategy(Record):
     """A strategy in words and as steps, with the seconds, bytes and FLOPs of one device.
 
-    ``lower_s`` are the seconds of the busiest resource. ``fits``: ``memory_bytes`` are no more than a device has.
+    ``lower_s`` are the seconds of the busiest resource, and ``time_s`` too if it is ``streamed``. ``fits``:
+    ``memory_bytes`` are no more than a device has.
     """
 
     rule: str
@@ -125,6 +126,7 @@ class PricedStrategy(Record):
     flops: Amount
     memory_bytes: Amount
     fits: bool
+    streamed: bool
     steps: tuple[PricedStep, ...]
 
     @classmethod
@@ -139,6 +141,7 @@ class PricedStrategy(Record):
             flops=strategy.flops,
             memory_bytes=strategy.memory_bytes,
             fits=strategy.memory_bytes <= prices.mesh.slice.device_hbm_usable_bytes,
+            streamed=strategy.streamed,
             steps=tuple(map(PricedStep.of, strategy.steps, strategy.costs)),
         )
 
@@ -241,6 +244,8 @@ def _moved(einsum: Einsum, prices: Prices, *, overlapped: bool) -> Iterator[Stra
             steps=tuple(step for part in parts for step in part.steps),
             costs=tuple(cost for part in parts for cost in part.costs),
             memory_bytes=max(part.memory_bytes for part in parts),
+            # The bound of a program that streams them is the longest part.
+            streamed=prices.kind == "bound" and all(array.at in ("", "host") for array in einsum.arrays),
         )
 
 

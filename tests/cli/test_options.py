@@ -141,7 +141,10 @@ def test_names_are_those_of_the_modules_that_read_them() -> None:
         (("plan", "train", "llama3-8b", "--schedule", "1f2b"), "schedule: got '1f2b'; accepted: did you mean 1f1b"),
         (("plan", "train", "llama3-8b", "--weights-dtype", "int3"), "weights-dtype: got 'int3'; accepted: did you"),
         (("plan", "train", "llama3-8b", "--tokens", "1e30"), "tokens: got '1e30'; accepted: at most 1e+15"),
-        (("plan", "train", "llama3-8b", "--price", "1e300"), "price: got '1e300'; accepted: at most 1e+06"),
+        (
+            ("plan", "train", "llama3-8b", "--on", "v5e:4x4", "--batch-seqs", "16", "--price", "1e300"),
+            "price: got '1e300'; accepted: at most 1e+06",
+        ),
         (("simulate", "plan.json", "--duration", "1e300s"), "duration: got '1e300s'; accepted: at most 1e+09s"),
         (
             ("plan", "serve", "--requests-per-second", "1e30"),

@@ -26,7 +26,9 @@ def test_json_is_one_object_that_follows_the_schema(rooftop: Run) -> None:
     assert (answer.status, answer.err) == (0, "")
     jsonschema.validate(answer.json, schema(TrainingAnswerDocument))
     assert answer.json["model"]["params"] == 8_030_261_248
-    assert answer.json["slice"] == {"name": "v5p:4x4x4", "chips": 64, "devices": 64, "calibrated": None}
+    where = {"name": "v5p:4x4x4", "chips": 64, "devices": 64, "calibrated": None}
+    price = {"price_usd_per_hour": 4.2, "price_source": "Scaling Book, ch. 8 (Google Cloud), 2025-02"}
+    assert answer.json["slice"] == where | price
     assert answer.json["workload"] == {"batch_tokens": 2**20, "seq_len": 4096, "tokens": 1e12, "asked_tokens": None}
     hours = answer.json["days"] * 24
     assert answer.json["cost_usd"] == pytest.approx(hours * 64 * 4.2)
@@ -139,14 +141,18 @@ def test_changes_are_those_that_programs_run(rooftop: Run) -> None:
     """Int8 matmuls and collective matmuls run; a plan in int4 is priced, and says that no program runs it."""
     job = ("plan", "train", "llama3-8b", "--on", "v5p:4x4x4", "--batch-seqs", "32", "--mesh", "fsdp=16,tensor=4")
     out = rooftop(*job).out
-    possible, _, missing = out[out.index("What would change it") :].partition("What no program runs")
+    possible, _, missing = out[out.index("What would change it") :].partition("What rooftop's program does not run")
     assert "ICI twice as fast" in possible and "int8 matmuls in the layers" in possible
     assert not missing
     off = rooftop(*job, "--no-collective-matmuls").out
     assert "collective matmuls over tensor" in off[off.index("What would change it") :]
     planned = rooftop(*job, "--matmul-dtype", "int4")
-    assert planned.out.splitlines()[0].endswith("(not executable)")
-    assert rooftop(*job, "--matmul-dtype", "int4", "--json").json["executable"] is False
+    assert planned.status == 1
+    assert planned.out.startswith(
+        "Not executable: no program multiplies in int4: bf16, int8, f8_e4m3; nearest that runs:"
+    )
+    answer = rooftop(*job, "--matmul-dtype", "int4", "--json")
+    assert (answer.status, answer.json["executable"]) == (1, False)
     assert rooftop(*job, "--matmul-dtype", "int8", "--json").json["executable"] is True
     assert "; int8 matmuls in the layers" in rooftop(*job, "--matmul-dtype", "int8").out
 

@@ -56,7 +56,7 @@ def plan_file(rooftop: Run, tmp_path: Path) -> str:
 @pytest.mark.parametrize("mode", ["interleaved", "disaggregated"])
 def test_at_low_load_latencies_are_those_of_the_plan(rooftop: Run, tmp_path: Path, mode: str) -> None:
     path = tmp_path / "plan.json"
-    planned = plan(rooftop, path, "--prompt", "8192", "--generate", "512", "--batch-seqs", "1", "--batching", mode)
+    planned = plan(rooftop, path, "--prompt", "7680", "--generate", "512", "--batch-seqs", "1", "--batching", mode)
     report = rooftop("simulate", str(path), "--requests-per-second", "0.001", "--duration", "20000s", "--json").json
     assert report["deployment"]["batching"] == mode
     assert report["ttft_s"]["p50"] == pytest.approx(planned["ttft_s"], rel=0.01)
@@ -189,7 +189,8 @@ def test_a_batch_of_one_request_of_one_token_has_no_times_between_tokens(rooftop
 
 def test_drafts_are_not_simulated(rooftop: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    plan(rooftop, path, "--prompt", "100", "--generate", "10", "--draft", "llama3-8b", "--batch-seqs", "1")
+    plan(rooftop, path, "--prompt", "100", "--generate", "10", "--draft", "llama3-8b", "--batch-seqs", "1",
+         "--batching", "interleaved")  # fmt: skip
     answer = rooftop("simulate", str(path), "--requests-per-second", "1")
     assert answer.status == 2
     assert "draft" in answer.err

@@ -110,6 +110,10 @@ def test_a_report_sets_each_stack_beside_the_plan(plan: EmbedPlan) -> None:
     assert own["planned_bytes"] == plan.memory["total"]["pipelined"]
     assert "xla_tpu_rerun_latency_hiding_scheduler_post_sc_assignment" in own["options"]
     assert data["steps"]["sequential"]["options"] == {}
+    # The first words are of stacks alone: whole steps have their own figure.
+    over = own["needed_bytes"] / own["planned_bytes"] - 1
+    assert report.verdict.startswith("stacks as planned within 5%; memory of whole steps over the plan's: sequential ")
+    assert f"pipelined {over:+.0%}; at most" in report.verdict
 
 
 def test_a_stack_that_differs_is_named(plan: EmbedPlan) -> None:

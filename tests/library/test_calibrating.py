@@ -159,15 +159,15 @@ def test_a_chip_without_runs_is_calibrated_and_no_bound() -> None:
     assert result.evidence.calibrated_by is None
 
 
-@pytest.mark.parametrize(("calibration", "is_bound"), [(None, True), (Calibrated(chip="v6e", by="x"), False)])
+@pytest.mark.parametrize(("calibration", "is_estimate"), [(None, True), (Calibrated(chip="v6e", by="x"), False)])
 def test_a_fleet_on_a_chip_without_runs_is_a_bound_unless_calibrated(
-    calibration: Calibrated | None, is_bound: bool
+    calibration: Calibrated | None, is_estimate: bool
 ) -> None:
     result = rooftop.plan_serving(
         "llama3-8b", on="v6e", requests_per_second=2, ttft="2s", tpot="50ms", calibration=calibration
     )
     assert result.recommendation is not None
-    assert result.recommendation.best.is_bound is is_bound
+    assert result.recommendation.best.is_estimate is is_estimate
 
 
 def test_serving_plans_and_simulations_take_it() -> None:

@@ -37,7 +37,7 @@ def test_support_agrees_with_the_plan() -> None:
     plan = rooftop.plan_training("llama3-8b", on="v5e:4x4", batch_seqs=32).to_json()
     assert plan["evidence"]["level"] == result.record.evidence["train"].level == "expected"
     assert plan["executable"] is True
-    assert rooftop.support("llama3-8b", on="v3").record.evidence["train"].level == "bound"
+    assert rooftop.support("llama3-8b", on="v3").record.evidence["train"].level == "estimate"
 
 
 def test_an_unknown_chip_or_model_is_refused() -> None:

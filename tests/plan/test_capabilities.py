@@ -161,24 +161,27 @@ def spec(**more: Any) -> ServingSpec:
 @pytest.mark.parametrize(
     ("more", "obstacle"),
     [
-        ({"axes": {"stage": 33}}, "no engine has mesh axis stage of 33, only at most one for each of 32 layers"),
+        ({"axes": {"stage": 33}}, "rooftop serve has no mesh axis stage of 33, only at most one for each of 32 layers"),
         ({"axes": {"stage": 2}, "drafted": True}, "an engine with a draft model has one stage, not 2"),
         ({"axes": {"fsdp": 3, "tensor": 4}}, "a divisor of a D of 4096"),
         ({"weights": "int4"}, "weights in int4 with a scale for each column"),
         ({"weights": "int8", "weight_group": 64}, "groups of 64"),
         ({"weights": "f16"}, "weights in f16"),
-        ({"kv": "f8_e4m3"}, "a cache in f8_e4m3"),
-        ({"matmul": "int8"}, "no engine multiplies in int8"),
-        ({"kv_sharing": 2}, "2 layers share a cache"),
+        ({"kv": "f8_e4m3"}, "rooftop serve has no KV cache in f8_e4m3 (it has bf16, int8)"),
+        ({"matmul": "int8"}, "multiplies in bf16, not in int8"),
+        ({"kv_sharing": 2}, "no cache that 2 layers share"),
         ({"axes": {"context": 32}, "kv_split": "seq"}, "pages of 16 tokens cannot be split 32 ways"),
         ({"axes": {"data": 2}, "disaggregated": True}, "one copy, not 2 over data"),
         ({"drafted": True, "disaggregated": True}, "--batching interleaved"),
         ({"axes": {"expert": 2}}, "has no experts"),
         ({"weights": "int4", "weight_group": 128, "axes": {"tensor": 32}}, "do not divide the 448 columns of an MLP"),
         ({"tokens": 8193}, "was made for 8,192 tokens, not 8,193"),
-        ({"prefill_axes": {"context": 2, "tensor": 4}, "prefill_ring": True}, "splits a prompt over context in a ring"),
+        (
+            {"prefill_axes": {"context": 2, "tensor": 4}, "prefill_ring": True},
+            "splits no prompt over context in a ring",
+        ),
         ({"prefill_axes": {"tensor": 16}}, "a cache of key/value heads 0 0 1 1 2 2 3 3 ... (16 in all)"),
-        ({"prefill_axes": {"expert": 2}}, "no engine prefills over mesh axis expert of 2"),
+        ({"prefill_axes": {"expert": 2}}, "rooftop serve prefills over no mesh axis expert of 2"),
     ],
 )
 def test_engines_name_what_they_lack(more: dict[str, Any], obstacle: str) -> None:

@@ -262,7 +262,7 @@ def test_the_command_writes_what_the_schema_says(rooftop: Callable[..., Answer],
     written = tmp_path / "plan.json"
     shown = rooftop("plan", "embed", str(file), "--on", "v5p:2x2x1", "--dense-flops", "1M", "-o", str(written))
     assert json.loads(written.read_text()) == said.json
-    assert "bound by" in shown.out and "user" in shown.out and "pipelined" in shown.out
+    assert "-bound" in shown.out and "user" in shown.out and "pipelined" in shown.out
 
 
 @pytest.mark.parametrize(

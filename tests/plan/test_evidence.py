@@ -207,12 +207,12 @@ def test_runs_of_other_phases_say_how_far_models_stray() -> None:
     assert (few.runs, many.runs) == (3, 3)
 
 
-def test_without_a_run_on_the_chip_a_plan_is_a_bound() -> None:
+def test_without_a_run_on_the_chip_a_plan_is_an_estimate() -> None:
     evidence = evidence_for(_question(chip="v3"), _FOUR)
-    assert (evidence.level, evidence.factor, evidence.interval_s(1.0)) == ("bound", None, None)
-    assert evidence.text == "a bound: nothing measured on this chip (training of dense models on v3)"
-    assert evidence_for(_question(kind="experts"), _FOUR).level == "bound"
-    assert evidence_for(_question(phase="decode"), _FOUR).level == "bound"
+    assert (evidence.level, evidence.factor, evidence.interval_s(1.0)) == ("estimate", None, None)
+    assert evidence.text == "an estimate: nothing measured on this chip (training of dense models on v3)"
+    assert evidence_for(_question(kind="experts"), _FOUR).level == "estimate"
+    assert evidence_for(_question(phase="decode"), _FOUR).level == "estimate"
 
 
 def test_evidence_says_which_runs_and_how_far_off() -> None:
@@ -280,7 +280,7 @@ def test_a_plan_carries_its_interval() -> None:
     step, evidence = plan["step"], plan["evidence"]
     assert isinstance(step, dict)
     assert isinstance(evidence, dict)
-    assert (step["interval_s"], evidence["level"]) == (None, "bound")
+    assert (step["interval_s"], evidence["level"]) == (None, "estimate")
 
 
 def test_a_serving_plan_carries_its_intervals() -> None:
@@ -292,4 +292,4 @@ def test_a_serving_plan_carries_its_intervals() -> None:
         assert low <= plan[name] <= high
     evidence = rooftop.plan_serving("llama3-8b", on="v6e:2x2").to_json()["evidence"]
     assert isinstance(evidence, dict)
-    assert (evidence["decode"]["level"], evidence["tpot_s"]) == ("bound", None)
+    assert (evidence["decode"]["level"], evidence["tpot_s"]) == ("estimate", None)

@@ -527,12 +527,12 @@ def test_where_a_server_runs_may_be_fixed() -> None:
     assert best.plan.problem.prefill_server.name == "v5e:8x8"
 
 
-def test_a_chip_without_measurements_says_that_its_times_are_bounds() -> None:
+def test_a_chip_without_measurements_says_that_its_times_are_estimates() -> None:
     where = {name: candidate_slices(Slice.parse(on)) for name, on in (("v5e", "v5e:4x4"), ("v3", "v3:4x4"))}
     recommendation = recommend(problem(requests_per_second=10.0), where, [INT8], ["disaggregated"], "chips")
     by_chip = {fleet.plan.problem.slice.chip.name: fleet for fleet in (recommendation.best, *recommendation.others)}
-    assert (by_chip["v5e"].is_bound, by_chip["v3"].is_bound) == (False, True)
-    assert "and its times are bounds" in recommendation.why(by_chip["v3"])
+    assert (by_chip["v5e"].is_estimate, by_chip["v3"].is_estimate) == (False, True)
+    assert "and its times are estimates" in recommendation.why(by_chip["v3"])
 
 
 def test_the_front_over_chips_is_faster_or_cheaper() -> None:

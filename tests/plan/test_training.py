@@ -576,7 +576,7 @@ def test_a_search_leaves_the_compiler_room_in_hbm() -> None:
     assert tight.fits
     assert "room for the compiler" in [reason.rule for reason in tight.reasons if not reason.holds]
     assert not tight.leaves_room
-    assert tight.document.step.is_lower_bound
+    assert not tight.document.step.leaves_room
     roomy = plan_training(asked).plan
     assert roomy.memory_bytes <= asked.roomy_bytes < asked.capacity
     assert roomy.leaves_room
@@ -585,7 +585,7 @@ def test_a_search_leaves_the_compiler_room_in_hbm() -> None:
     assert book.roomy_bytes == book.capacity
 
 
-def test_a_plan_without_room_is_a_lower_bound_and_names_the_nearest_with_room() -> None:
+def test_a_plan_without_room_is_too_short_an_estimate_and_names_the_nearest_with_room() -> None:
     asked = problem("qwen3-32b", "v5p:2x2x2", seqs=8, seq_len=2048)
     pinned = plan_training(replace(asked, axes={"fsdp": 2, "tensor": 4}, remat="none", microbatches=1))
     own = pinned.nearest_with_room
@@ -602,7 +602,7 @@ def test_a_plan_without_room_is_a_lower_bound_and_names_the_nearest_with_room() 
     assert larger.memory_bytes <= small.roomy_bytes < answer.plan.memory_bytes
     assert answer.nearest_executable is None
     lines = training_plan(answer.to_json()).verdict.details
-    assert any(line.startswith("its time is a lower bound: at 99% of HBM") for line in lines)
+    assert any(line.startswith("its time is an estimate, and too short: at 99% of HBM") for line in lines)
     assert any(line.startswith("nearest with room: v6e:4x4 as ") for line in lines)
     assert plan_training(asked).nearest_with_room is None
 

@@ -26,11 +26,11 @@ ANSWERS = {
     "serve": (("plan", "serve", "llama3-8b", "--on", "v5e:2x4"), ("largest batch", "Why")),
     "fleet": (
         ("plan", "serve", "llama3-8b", "--on", "v5e", "--requests-per-second", "10", "--ttft", "1s", "--tpot", "50ms"),
-        ("Recommended:", "an hour at list prices", "Runner-up"),
+        ("Recommended:", "an hour at list prices", "Fleets compared"),
     ),
     "one chip": (
         ("plan", "serve", "qwen3-0.6b", "--on", "v5p", "--requests-per-second", "1", "--ttft", "1s", "--tpot", "50ms"),
-        ("Recommended: 1 x v5p:1x1x1", "1 chip, $", "none", "a bound: nothing measured"),
+        ("Recommended: 1 x v5p:1x1x1", "1 chip, $", "none", "an estimate: nothing measured"),
     ),
     "simulation": (
         ("simulate", "{plan}", "--concurrency", "4"),

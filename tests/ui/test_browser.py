@@ -286,7 +286,7 @@ def test_a_level_leads_to_its_word(page: Page, site: str) -> None:
     page.click("[data-figure=expected_s] .level a")
     page.wait_for_selector("body[data-ready]")
     assert page.url.endswith("/glossary#expected")
-    assert page.inner_text("#expected + dd").startswith("the time that a plan counts on")
+    assert page.inner_text("#expected + dd").startswith("a planned time with evidence")
 
 
 def test_an_error_of_a_file_has_the_colour_of_errors(page: Page, site: str) -> None:

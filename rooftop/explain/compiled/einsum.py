@@ -15,6 +15,7 @@ from rooftop.compiler.compiling import Compiled, CompileRequest, compile_ahead_o
 from rooftop.compiler.ledger import read_ledger
 from rooftop.compiler.machine.schedule import ScheduleTimeline, timeline
 from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import Row
 from rooftop.core.quantities import dtype_bytes, format_seconds
 from rooftop.explain.compiled.checks import CheckedCollective, CheckedProgram, EinsumCheck
 from rooftop.roofline.collectives import price
@@ -31,7 +32,6 @@ def planned_program(strategy: Strategy, prices: Prices) -> CheckedProgram:
         for step, cost in zip(strategy.steps, strategy.costs, strict=True)
         if step.collective is not None
     ]
-    dtype = next((step.inputs[0].dtype for step in strategy.steps if step.multiplies), "bf16")
     return CheckedProgram(
         collectives=tuple(
             CheckedCollective(
@@ -48,7 +48,9 @@ def planned_program(strategy: Strategy, prices: Prices) -> CheckedProgram:
         ),
         flops=strategy.flops,
         communication_s=sum(cost.time_s for _, _, cost in moving),
-        compute_s=_compute_s(strategy.flops, dtype, prices),
+        compute_s=sum(
+            cost.time_s for step, cost in zip(strategy.steps, strategy.costs, strict=True) if step.collective is None
+        ),
     )
 
 
@@ -70,12 +72,12 @@ def compiled_program(compiled: Compiled, schedule: ScheduleTimeline, prices: Pri
                 source=moved.source,
             )
         )
-    flops = float(read_ledger(compiled.module, compiled.mesh.shape, compiled.mesh).flops())
+    ledger = read_ledger(compiled.module, compiled.mesh.shape, compiled.mesh)
     return CheckedProgram(
         collectives=tuple(collectives),
-        flops=flops,
+        flops=float(ledger.flops()),
         communication_s=communication_s,
-        compute_s=_compute_s(flops, dtype, prices),
+        compute_s=sum(_matmul_s(row, dtype, prices) for row in ledger),
     )
 
 
@@ -86,6 +88,9 @@ def compare(candidates: Sequence[Strategy], compiled: Compiled, prices: Prices, 
     ours = [planned_program(candidate, prices) for candidate in candidates]
     best = ours[0]
     like = next((place for place, candidate in enumerate(ours) if candidate.keys == theirs.keys), None)
+    if like is not None:
+        # The same program: the compiler's bytes of HBM may differ in what it fuses.
+        theirs = replace(theirs, compute_s=ours[like].compute_s)
     same = like == 0 or (like is not None and _near(ours[like].time_s, best.time_s))
     return EinsumCheck(
         program=theirs,
@@ -141,8 +146,13 @@ def _plain(arrays: Iterable[ShardedArray], prices: Prices) -> CompileRequest:
     return CompileRequest(mesh=prices.mesh, program="rooftop.programs.einsum.sharded:lower", arguments=arguments)
 
 
-def _compute_s(flops: float, dtype: str, prices: Prices) -> float:
-    return flops / prices.mesh.slice.device_flops_per_s(dtype) if flops else 0.0
+def _matmul_s(row: Row, dtype: str, prices: Prices) -> float:
+    """Seconds of the matmuls of a row as strategies price theirs: the longer of FLOPs and HBM; 0 of other rows."""
+    flops = float(sum(row.flops.values()))
+    if not flops:
+        return 0.0
+    peak_s = flops / prices.mesh.slice.device_flops_per_s(dtype)
+    return float(row.count) * max(peak_s, float(row.hbm_bytes) / prices.rates.hbm_bytes_per_s)
 
 
 def _near(one: float, other: float) -> bool:

@@ -217,9 +217,11 @@ class EmbedReport:
     def verdict(self) -> str:
         """One line."""
         off = [f"{stack.stack} {stack.part} {stack.ratio - 1:+.1%}" for stack in self.stacks if not stack.holds]
-        said = (
-            f"SparseCore memory as planned within {TOLERANCE:.0%}" if not off else f"not as planned: {'; '.join(off)}"
+        whole = ", ".join(
+            f"{name} {self.needed_bytes(name) / self.plan.memory['total'][name] - 1:+.0%}" for name in STEPS
         )
+        said = f"stacks as planned within {TOLERANCE:.0%}" if not off else f"stacks not as planned: {'; '.join(off)}"
+        said += f"; memory of whole steps over the plan's: {whole}"
         if self.plan.obstacles:
             said = f"compiles, though the plan refuses it ({self.plan.obstacles[0]})"
         needed = max(self.needed_bytes(step) for step in STEPS)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from rooftop.core.errors import Infeasible
 from rooftop.core.records import Record, field_values
 from rooftop.hardware import Slice
 from rooftop.plan.serving.batches import BatchRule, search_batches
@@ -60,10 +61,20 @@ class ServingAnswer:
 
     @cached_property
     def nearest(self) -> tuple[NearestServing, ...]:
-        """The nearest plans that fit and that an engine runs; empty if this one is such a plan."""
-        if self.plan.fits and not self.plan.obstacles:
+        """The nearest plans that fit and that our engine runs; empty if this one fits and is not refused."""
+        if self.plan.fits and not self.plan.is_refused:
             return ()
         return tuple(NearestServing.of(plan) for plan in nearest_plans(self.plan.problem))
+
+    def require_executable(self) -> None:
+        """Raises Infeasible, with the nearest plan that runs, if our engine has to run the plan and cannot."""
+        if self.plan.is_refused:
+            problem, near = self.plan.problem, next(iter(self.nearest), None)
+            raise Infeasible(
+                f"rooftop serve does not run {problem.model.name} on {problem.slice.name} as it is planned",
+                self.plan.obstacles[0],
+                None if near is None else f"batch {near.batch} on {near.slice}",
+            )
 
     @property
     def document(self) -> ServingAnswerDocument:

@@ -21,7 +21,6 @@ from rooftop.core.errors import Infeasible
 from rooftop.core.quantities import format_seconds
 from rooftop.core.records import Record
 from rooftop.hardware import Slice
-from rooftop.plan.evidence import Question, was_measured
 from rooftop.plan.pricing import OnProgress
 from rooftop.plan.serving.answer import ServingAnswerDocument
 from rooftop.plan.serving.nearest import nearest_plans
@@ -76,11 +75,26 @@ class Fleet:
         return None if price is None else price * self.chips
 
     @property
-    def is_bound(self) -> bool:
-        """True if no decoding of the kind of model was measured on the chip: its times are bounds, and flatter it."""
-        problem = self.plan.problem
-        asked = Question.of("decode", problem.model, problem.slice, round(problem.step_context))
-        return problem.slice.chip.calibrated is None and not was_measured(asked)
+    def token_prices(self) -> TokenPrices | None:
+        """Dollars per million tokens at the asked rate, and at full load; None without a rate or a price.
+
+        The bill is split between tokens in and out as at full load, so that both at the rate make up the bill.
+        """
+        work, full = self.plan.problem.workload, self.plan.cost_per_million_tokens
+        rate, bill = work.requests_per_second, self.usd_per_hour
+        prices = full["input"], full["output"]
+        if rate is None or bill is None or prices[0] is None or prices[1] is None:
+            return None
+        millions = rate * 3600 * work.prompt / 1e6, rate * 3600 * work.generate / 1e6
+        idle = bill / (millions[0] * prices[0] + millions[1] * prices[1])
+        return TokenPrices(
+            input=prices[0] * idle, output=prices[1] * idle, full_load_input=prices[0], full_load_output=prices[1]
+        )
+
+    @property
+    def is_estimate(self) -> bool:
+        """True if no decoding of the kind of model was measured on the chip: its times may flatter it."""
+        return self.plan.evidence.decode.level == "estimate"
 
     def score(self, objective: Objective) -> float:
         """The figure to minimise."""
@@ -120,13 +134,28 @@ class Fleet:
             usd_per_hour=self.usd_per_hour,
             ttft_s=self.ttft_s,
             tpot_s=self.tpot_s,
-            is_bound=self.is_bound,
+            is_estimate=self.is_estimate,
+            token_prices=self.token_prices,
+            price_usd_per_hour=problem.slice.chip.price_usd_per_hour,
+            price_source=problem.slice.chip.price_source,
+            evidence_runs=self.plan.evidence.decode.runs,
+            executable=not self.plan.obstacles,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenPrices(Record):
+    """Dollars per million tokens of a fleet: of its bill at the asked rate, and of servers that are always busy."""
+
+    input: float
+    output: float
+    full_load_input: float
+    full_load_output: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class FleetDocument(Record):
-    """Servers for a rate of requests as JSON."""
+    """Servers for a rate of requests as JSON. ``price_usd_per_hour`` is of one chip, ``evidence_runs`` of decoding."""
 
     name: str
     mode: Mode
@@ -142,7 +171,12 @@ class FleetDocument(Record):
     usd_per_hour: float | None
     ttft_s: float
     tpot_s: float
-    is_bound: bool
+    is_estimate: bool
+    token_prices: TokenPrices | None = None
+    price_usd_per_hour: float | None = None
+    price_source: str | None = None
+    evidence_runs: int = 0
+    executable: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,12 +187,21 @@ class LostFleet(FleetDocument):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LostChip(Record):
+    """A chip of which no fleet is within the targets, and what comes nearest."""
+
+    chip: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecommendationDocument(Record):
     """The best fleet, the others with the reasons why they lost, and the largest load of a server, as JSON."""
 
     objective: Objective
     best: FleetDocument
     others: tuple[LostFleet, ...]
+    left_out: tuple[LostChip, ...] = ()
     load: float
     searched: int
 
@@ -169,6 +212,7 @@ class Recommendation:
 
     best: Fleet
     others: Sequence[Fleet]
+    left_out: Sequence[LostChip] = ()
     objective: Objective
     searched: int
 
@@ -176,7 +220,7 @@ class Recommendation:
         """The reason why ``other`` lost."""
         best, lost = self.best.score(self.objective), other.score(self.objective)
         if lost == inf:
-            return "no price is known"
+            return f"no list price: --price {other.plan.problem.slice.chip.name}=USD"
         what = {"cost": "dollars an hour", "chips": "chips"}[self.objective]
         parts = [f"{lost:,.4g} {what} against {best:,.4g}, {lost / best - 1:+.0%}"]
         for name, its, ours in (
@@ -185,8 +229,8 @@ class Recommendation:
         ):
             if its < ours:
                 parts.append(f"though its {name} is {format_seconds(its)}, not {format_seconds(ours)}")
-        if other.is_bound:
-            parts.append("and its times are bounds")
+        if other.is_estimate:
+            parts.append("and its times are estimates")
         return "; ".join(parts)
 
     @property
@@ -196,6 +240,7 @@ class Recommendation:
             objective=self.objective,
             best=self.best.document,
             others=tuple(LostFleet(**vars(other.document), why=self.why(other)) for other in self.others),
+            left_out=tuple(self.left_out),
             load=LOAD,
             searched=self.searched,
         )
@@ -284,7 +329,16 @@ def recommend(
             f"takes {best.chips:,.4g} chips, more than {LARGEST_FLEET:,}; those serve {most:,.4g} a second",
         )
     others = [fleet for fleet in best_of_kinds[1:] if _excess(fleet) <= 1]
-    return Recommendation(best=best, others=others, objective=objective, searched=searched)
+    shown = {fleet.plan.problem.slice.chip.name for fleet in (best, *others)}
+    nearest: dict[str, Fleet] = {}
+    for fleet in best_of_kinds:
+        nearest.setdefault(fleet.plan.problem.slice.chip.name, fleet)
+    left_out = [
+        LostChip(chip=name, why=_nearest(nearest[name]) if name in nearest else "not one sequence fits")
+        for name in dict.fromkeys(slices[0].chip.name for slices in where.values())
+        if name not in shown
+    ]
+    return Recommendation(best=best, others=others, left_out=left_out, objective=objective, searched=searched)
 
 
 def _smallest_server(problem: ServingProblem, slices: Sequence[Slice]) -> str | None:

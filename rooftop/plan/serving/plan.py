@@ -394,6 +394,15 @@ class ServingPlan:
         apart = self.problem.mode == "disaggregated"
         return self.problem.obstacles(self.generate_on, self.prefill_on if apart else None)
 
+    @property
+    def is_refused(self) -> bool:
+        """True if ``rooftop serve`` has to run the plan and cannot.
+
+        Other engines run the plans that are priced for them, and nothing runs the book's arithmetic.
+        """
+        problem = self.problem
+        return bool(self.obstacles) and not problem.book and problem.assumptions.engine is None
+
     def step_times(self) -> PlannedTimes:
         """Seconds of any step of these servers, for a simulation of requests.
 
@@ -536,15 +545,24 @@ class ServingPlan:
     def evidence(self) -> ServingEvidence:
         """Published decode steps and prefills of the chip and kind of model, and the intervals that they give.
 
-        Of a plan for an engine, published benchmarks of engines under load.
+        Of a plan for an engine, published benchmarks of engines under load. No run speaks for the book's arithmetic,
+        nor for a prefill at an MFU that was given.
         """
         problem = self.problem
         calibration, context = problem.slice.chip.calibrated, round(problem.step_context)
         phases: tuple[Phase, Phase] = ("decode", "prefill") if problem.assumptions.engine is None else ("tpot", "ttft")
-        decode = evidence_for(Question.of(phases[0], problem.model, problem.slice, context)).calibrated(calibration)
-        prefill = evidence_for(
-            Question.of(phases[1], problem.model, problem.prefill_server, problem.workload.prompt)
-        ).calibrated(calibration)
+        asked = (
+            Question.of(phases[0], problem.model, problem.slice, context),
+            Question.of(phases[1], problem.model, problem.prefill_server, problem.workload.prompt),
+        )
+        decode, prefill = (
+            Evidence.without_runs("bound", "arithmetic at nominal peaks, as in the book")
+            if problem.book
+            else evidence_for(question).calibrated(calibration)
+            for question in asked
+        )
+        if (mfu := problem.assumptions.mfu) is not None:
+            prefill = Evidence.without_runs("estimate", str(asked[1]), f"a prefill at the MFU given, {mfu:.0%}")
         return ServingEvidence(
             decode=decode,
             prefill=prefill,

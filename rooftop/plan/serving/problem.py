@@ -21,7 +21,7 @@ from rooftop.arrays.rules import (
     STAGE_AXES,
     ways,
 )
-from rooftop.capabilities import KV_SPLITS, SERVING, KvSplit, ServingSpec, engine_heads, obstacles
+from rooftop.capabilities import ENGINE_CACHES, KV_SPLITS, SERVING, KvSplit, ServingSpec, engine_heads, obstacles
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Ledger, Number, Row
 from rooftop.core.quantities import dtype_bytes
@@ -412,14 +412,27 @@ class ServingProblem:
             kv_sharing=numerics.kv_sharing,
             disaggregated=self.mode == "disaggregated",
             drafted=self.draft is not None,
+            priced_as=None if numerics.kv in ENGINE_CACHES else self.other_engine,
         )
 
+    @cached_property
+    def other_engine(self) -> str | None:
+        """An engine of others whose kernels are known for this problem; None without one."""
+        for engine in ENGINES:
+            try:
+                self._require_engine(engine)
+            except RooftopError:
+                continue
+            return engine
+        return None
+
     def obstacles(self, generate: Placement, prefill: Placement | None = None) -> list[str]:
-        """Reasons why no engine has these placements; empty if one does."""
+        """Reasons why ``rooftop serve`` has not these placements; empty if one does."""
         if self.book:
             return ["the book's arithmetic spreads everything evenly: plan with --bounds usable"]
         if self.assumptions.engine is not None:
-            return [f"{ENGINES[self.assumptions.engine]} runs it, and no program of ours: plan without --engine"]
+            name = ENGINES[self.assumptions.engine]
+            return [f"priced for {name}, to be run by {name}; `rooftop serve` does not run it"]
         return list(obstacles(SERVING, self.spec(generate, prefill)))
 
     def cache_kind(self, placement: Placement) -> tuple[object, ...]:

@@ -21,10 +21,13 @@ from rooftop.plan.training.reasons import shortfall
 from rooftop.plan.training.search import Sweep, best_of, plan_of, searched_switches, sweep
 from rooftop.plan.training.strategies import Choice, Strategies
 from rooftop.plan.training.workload import MOST_TOKENS
+from rooftop.roofline.achievable import fractions
 from rooftop.roofline.overlap import overlap
 
 #: Layouts (the best ones of the search) among which a changed job looks again.
 LOOK_AGAIN = 32
+#: Tokens of a sequence from which attention takes most of a step, and its kernels decide.
+_LONG = 65536
 #: A change that gains less is not worth a line.
 WORTH_SAYING = 0.005
 
@@ -44,6 +47,17 @@ class WhatIf(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OtherBatch(Record):
+    """Half or twice the batch of a plan: its step, MFU, days and dollars on the best mesh near the plan's."""
+
+    batch_tokens: int
+    step_s: float
+    mfu: float
+    days: float | None
+    cost_usd: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingAnswerDocument(TrainingPlanDocument):
     """plan.json of a training run."""
 
@@ -51,6 +65,7 @@ class TrainingAnswerDocument(TrainingPlanDocument):
     what_if: tuple[WhatIf, ...]
     nearest_executable: NearestPlan | None
     nearest_with_room: NearestPlan | None = None
+    other_batches: tuple[OtherBatch, ...] = ()
     searched: int
 
 
@@ -58,7 +73,7 @@ class TrainingAnswerDocument(TrainingPlanDocument):
 class TrainingAnswer:
     """The best plan, the runners-up, and the changes that would help; ``searched`` is the number of candidates.
 
-    ``nearest_with_room`` is set if the plan leaves the compiler none.
+    ``nearest_with_room`` is set if the plan leaves the compiler none, and ``other_batches`` if the batch was not given.
     """
 
     plan: TrainingPlan
@@ -66,6 +81,7 @@ class TrainingAnswer:
     what_if: list[WhatIf]
     nearest_executable: NearestPlan | None
     nearest_with_room: NearestPlan | None
+    other_batches: Sequence[OtherBatch] = ()
     searched: int
 
     @property
@@ -78,12 +94,23 @@ class TrainingAnswer:
             what_if=tuple(self.what_if),
             nearest_executable=self.nearest_executable,
             nearest_with_room=self.nearest_with_room,
+            other_batches=tuple(self.other_batches),
             searched=self.searched,
         )
 
     def to_json(self) -> dict[str, Any]:
         """plan.json as plain JSON values."""
         return self.document.to_json()
+
+    def require_executable(self) -> None:
+        """Raises Infeasible, with the nearest plan that programs run, if none runs the plan as it stands."""
+        if self.plan.obstacles:
+            near = self.nearest_executable
+            raise Infeasible(
+                f"no program trains {self.plan.problem.model.name} on {self.plan.problem.slice.name} as it is planned",
+                self.plan.obstacles[0],
+                None if near is None else near.text,
+            )
 
     def require_fit(self) -> None:
         """Raises Infeasible, saying by how many bytes and in which class, if even the smallest does not fit."""
@@ -112,8 +139,10 @@ def search_of(problem: Problem, on_progress: OnProgress | None = None) -> Sweep:
     return sweep(problem, on_progress=on_progress)
 
 
-def answer_of(searched: Sweep, *, alternatives: int = 5, on_progress: OnProgress | None = None) -> TrainingAnswer:
-    """The answer that follows from a search."""
+def answer_of(
+    searched: Sweep, *, alternatives: int = 5, batch_given: bool = True, on_progress: OnProgress | None = None
+) -> TrainingAnswer:
+    """The answer that follows from a search; with half and twice the batch if that was not given."""
     best = searched.plan(searched.best)
     near = nearest_executable(best, on_progress) if best.obstacles or not best.fits else None
     roomy = None if best.leaves_room or near is not None else nearest_with_room(best, on_progress)
@@ -126,6 +155,7 @@ def answer_of(searched: Sweep, *, alternatives: int = 5, on_progress: OnProgress
             for candidate in searched.alternatives(alternatives)
         ],
         what_if=what_if(searched, best),
+        other_batches=[] if batch_given else list(_other_batches(searched, best)),
         nearest_executable=None if near is None else NearestPlan.of(near),
         nearest_with_room=None if roomy is None else NearestPlan.of(roomy),
         searched=searched.searched,
@@ -137,22 +167,46 @@ def what_if(searched: Sweep, best: TrainingPlan) -> list[WhatIf]:
 
     Those that programs run come first, then the others; the most helpful of both first.
     """
-    score = np.where(searched.fits, searched.expected_s, np.inf).min(axis=1)
-    near = np.argsort(score, kind="stable")[:LOOK_AGAIN]
+    near = _near_layouts(searched)
     answers = []
     for change in _changes(searched.problem):
-        within = _candidates(change.problem, searched.strategies.layouts[near], searched.strategies.choices)
+        within = _candidates(change.problem, near, searched.strategies.choices)
         seconds, candidate = best_of(change.problem, within)
         if np.isfinite(seconds):
             rate = change.problem.workload.batch_tokens / seconds
             gain = rate / best.tokens_per_s - 1
             if gain >= WORTH_SAYING:
                 spec = plan_of(change.problem, within, candidate).spec
-                obstacle = next(_new_obstacles(best.spec, spec), None)
+                obstacle = change.obstacle or next(_new_obstacles(best.spec, spec), None)
                 answers.append(
                     WhatIf(change=change.text, step_s=seconds, tokens_per_s=rate, gain=gain, obstacle=obstacle)
                 )
     return sorted(answers, key=lambda answer: (answer.obstacle is not None, -answer.gain))
+
+
+def _near_layouts(searched: Sweep) -> Layouts:
+    """The best layouts of a search, among which a changed job looks again."""
+    score = np.where(searched.fits, searched.expected_s, np.inf).min(axis=1)
+    return searched.strategies.layouts[np.argsort(score, kind="stable")[:LOOK_AGAIN]]
+
+
+def _other_batches(searched: Sweep, best: TrainingPlan) -> Iterator[OtherBatch]:
+    """Half and twice the batch, where they fit."""
+    workload, near = searched.problem.workload, _near_layouts(searched)
+    for seqs in (workload.batch_seqs // 2, 2 * workload.batch_seqs):
+        tokens = seqs * workload.seq_len
+        if not 1 <= tokens <= MOST_TOKENS:
+            continue
+        job = replace(searched.problem, workload=replace(workload, batch_tokens=tokens, asked_tokens=None))
+        seconds, _ = best_of(job, _candidates(job, near, searched.strategies.choices))
+        if np.isfinite(seconds):
+            yield OtherBatch(
+                batch_tokens=tokens,
+                step_s=seconds,
+                mfu=best.mfu * (tokens / seconds) / best.tokens_per_s,
+                days=job.days_at(seconds),
+                cost_usd=job.cost_usd_at(seconds),
+            )
 
 
 def _candidates(problem: Problem, layouts: Layouts, choices: Sequence[Choice]) -> Strategies:
@@ -166,10 +220,11 @@ def _candidates(problem: Problem, layouts: Layouts, choices: Sequence[Choice]) -
 
 @dataclass(frozen=True, kw_only=True)
 class JobChange:
-    """A job with one change."""
+    """A job with one change. ``obstacle``: the reason why our program does not run it, beyond those of its spec."""
 
     text: str
     problem: Problem
+    obstacle: str | None = None
 
 
 def _changes(problem: Problem) -> Iterator[JobChange]:
@@ -193,6 +248,15 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
     if problem.numerics.matmul == "bf16" and (dtype := next(faster_dtypes, None)) is not None:
         narrow = replace(problem, numerics=replace(problem.numerics, matmul=dtype))
         yield JobChange(text=f"{dtype} matmuls in the layers", problem=narrow)
+    # Published kernels were counted for heads of 128, over long sequences.
+    known = fractions(chip).kernels if problem.model.d_head == 128 and workload.seq_len >= _LONG else {}
+    for name in known:
+        theirs = replace(assumptions, attention_kernels=name, fused_attention_gradients=True)
+        yield JobChange(
+            text=f"the attention kernels of published runs ({name})",
+            problem=replace(problem, assumptions=theirs),
+            obstacle="MaxText runs them; rooftop's program has JAX's splash kernels in smaller blocks",
+        )
     faster = _chip(problem, lambda figures: {"ici_bytes_per_s": 2 * figures.ici_bytes_per_s})
     yield JobChange(text="ICI twice as fast", problem=faster)
     larger_hbm = _chip(problem, lambda figures: {"hbm_usable_bytes": 2 * figures.hbm_usable_bytes})

@@ -15,7 +15,7 @@ A slice whose lower bounds are worse than the best plan of its chip is ruled out
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import inf
@@ -30,7 +30,7 @@ from rooftop.hardware import Slice
 from rooftop.models import flops_per_token
 from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.answer import TrainingAnswerDocument
-from rooftop.plan.training.nearest import OUTLINE_AXES, nearest_executable, refusal, smallest_chips
+from rooftop.plan.training.nearest import OUTLINE_AXES, NearestPlan, nearest_executable, refusal, smallest_chips
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
@@ -98,12 +98,12 @@ class Offer:
         return max(ratios, default=0.0)
 
     @property
-    def is_bound(self) -> bool:
-        """True if its times are bounds, which flatter it.
+    def is_estimate(self) -> bool:
+        """True if its times are estimates, which may flatter it.
 
         No training of the kind of model was measured on the chip, or the plan leaves the compiler no room in HBM.
         """
-        return self.plan is not None and (self.plan.evidence.level == "bound" or not self.plan.leaves_room)
+        return self.plan is not None and (self.plan.evidence.level == "estimate" or not self.plan.leaves_room)
 
     def score(self, aim: Aim) -> tuple[float, float, int]:
         """Sort key of slices that meet all limits: the figure to minimise, then time and chips."""
@@ -114,7 +114,11 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class OfferDocument(PlanSummary):
-    """A slice of a comparison with its best plan as JSON; ``why`` it is not the one that is recommended."""
+    """A slice of a comparison with its best plan as JSON; ``why`` it is not the one that is recommended.
+
+    Intervals are the 5th and 95th percentile of ``days`` and ``cost_usd``, of the same evidence as those of its plan.
+    ``price_usd_per_hour`` is of one chip.
+    """
 
     chip: str
     slice: str
@@ -123,8 +127,13 @@ class OfferDocument(PlanSummary):
     tokens_per_s: float
     days: float | None
     cost_usd: float | None
+    interval_days: tuple[float, float] | None = None
+    interval_usd: tuple[float, float] | None = None
+    evidence_runs: int = 0
+    price_usd_per_hour: float | None = None
+    price_source: str | None = None
     meets: bool
-    is_bound: bool
+    is_estimate: bool
     why: str
 
 
@@ -198,8 +207,24 @@ class SliceComparison:
 
     def why(self, offer: Offer) -> str:
         """The reason why an offer is not the one that is recommended: limits that it misses, or what it costs more."""
-        bound = ["its times are bounds"] if offer.is_bound else []
-        return "; ".join([*self._worse(offer), *bound])
+        estimate = ["its times are estimates"] if offer.is_estimate else []
+        same = [] if self._is_distinguishable(offer) else ["not distinguishable"]
+        return "; ".join([*self._worse(offer), *same, *estimate])
+
+    def _is_distinguishable(self, offer: Offer) -> bool:
+        """False if an offer and the best meet the limits alike, and either is within the interval of the other."""
+        if offer is self.best or self.aim == "chips" or (offer.excess(self.limits) <= 1) != self.meets:
+            return True
+        figures = []
+        for one in (self.best, offer):
+            # Dollars of a step, or its seconds: all slices have the same batch.
+            price = one.slice.price_usd_per_hour if self.aim == "cost" else 1.0
+            if one.plan is None or price is None:
+                return True
+            interval = one.plan.interval_s or (one.plan.expected_s, one.plan.expected_s)
+            figures.append((one.plan.expected_s * price, [seconds * price for seconds in interval]))
+        (ours, (our_low, our_high)), (its, (its_low, its_high)) = figures
+        return not (its_low <= ours <= its_high or our_low <= its <= our_high)
 
     def _worse(self, offer: Offer) -> list[str]:
         """The limits that an offer misses, or its figures next to the best ones; nothing for the best itself."""
@@ -208,7 +233,7 @@ class SliceComparison:
             return missed
         ours, its = self.best.score(self.aim), offer.score(self.aim)
         if its[0] == inf:
-            return ["no price is published"]
+            return [_unpriced(offer)]
         name = {"cost": "dollars", "time": "time", "chips": "chips"}[self.aim]
         more = f"{its[0] / ours[0] - 1:+.0%} {name}"
         if self.aim != "time" and offer.token_s < self.best.token_s:
@@ -228,8 +253,13 @@ class SliceComparison:
             tokens_per_s=plan.tokens_per_s,
             days=plan.days,
             cost_usd=plan.cost_usd,
+            interval_days=_over(plan.interval_s, plan.problem.days_at),
+            interval_usd=_over(plan.interval_s, plan.problem.cost_usd_at),
+            evidence_runs=plan.evidence.runs,
+            price_usd_per_hour=offer.slice.chip.price_usd_per_hour,
+            price_source=offer.slice.chip.price_source,
             meets=offer.excess(self.limits) <= 1,
-            is_bound=offer.is_bound,
+            is_estimate=offer.is_estimate,
             why=self.why(offer),
             **field_values(plan.summary),
         )
@@ -433,13 +463,28 @@ class _Looker:
         return replace(offer, plan=plan, step_s=float(searched.expected_s[searched.best]))
 
 
+def _over(
+    interval_s: tuple[float, float] | None, figure_at: Callable[[float], float | None]
+) -> tuple[float, float] | None:
+    """The figure at both ends of an interval of step times; None without an interval, or without the figure."""
+    if interval_s is None:
+        return None
+    low, high = map(figure_at, interval_s)
+    return None if low is None or high is None else (low, high)
+
+
+def _unpriced(offer: Offer) -> str:
+    """The price that is missing, and how to give it."""
+    return f"no list price: --price {offer.slice.chip.name}=USD"
+
+
 def _missed(offer: Offer, limits: Limits) -> Iterator[str]:
     """The limits that an offer misses, in words."""
     if limits.days is not None and offer.days is not None and offer.days > limits.days:
         yield f"{offer.days:,.1f} days, not {limits.days:g}"
     if limits.budget_usd is not None:
         if offer.cost_usd is None:
-            yield "no price is published"
+            yield _unpriced(offer)
         elif offer.cost_usd > limits.budget_usd:
             yield f"${offer.cost_usd:,.0f}, not ${limits.budget_usd:,.0f}"
     if limits.chips is not None and offer.slice.chips > limits.chips:
@@ -460,8 +505,7 @@ def _nearest(problem: Problem, on_progress: OnProgress | None) -> str | None:
     searched = sweep(problem)
     if (plan := nearest_executable(searched.plan(searched.best), on_progress)) is None:
         return None
-    sequences = counted(plan.problem.workload.batch_seqs, "sequence")
-    return f"{sequences} a step on {plan.problem.slice.name}: {format_seconds(plan.expected_s)} a step"
+    return NearestPlan.of(plan).text
 
 
 def _nothing(problem: Problem, sizes: Sequence[Slice], limits: Limits) -> str:

@@ -19,11 +19,13 @@ from rooftop.arrays.mesh import Floats, Ints
 from rooftop.arrays.rules import AXES, BATCH_AXES
 from rooftop.capabilities import TRAINING, obstacles
 from rooftop.core.errors import RooftopError
-from rooftop.hardware import Slice, slice_sizes
+from rooftop.core.quantities import counted, format_seconds
+from rooftop.hardware import Slice, catalogue, slice_sizes
 from rooftop.models import count_params
 from rooftop.models.activations import POLICIES
 from rooftop.plan.layouts import Layouts
 from rooftop.plan.pricing import OnProgress
+from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import free_layouts, searched_layouts, sweep
@@ -53,6 +55,12 @@ class NearestPlan(PlanSummary):
     tokens_per_s: float
     matmul: str
 
+    @property
+    def text(self) -> str:
+        """The plan in a few words, for an error."""
+        sequences = counted(self.batch_seqs, "sequence")
+        return f"{sequences} a step on {self.slice}: {format_seconds(self.expected_s)} a step"
+
     @classmethod
     def of(cls, plan: TrainingPlan) -> NearestPlan:
         """The record of a plan."""
@@ -69,11 +77,14 @@ class NearestPlan(PlanSummary):
 
 
 def nearest_executable(plan: TrainingPlan, on_progress: OnProgress | None = None) -> TrainingPlan | None:
-    """The nearest plan that is executable and fits; None if there is none, as for a kernel that a model cannot have."""
+    """The nearest plan that is executable and fits; None if there is none, as for a part that no program has.
+
+    Where no mesh runs on the chip, as with a kernel that the model cannot have, it is on a chip of another kind.
+    """
     problem = runnable(plan.problem)
-    if refusal(problem) is not None:
-        return None
     search = _Search(plan=plan, on_progress=on_progress)
+    if refusal(problem) is not None:
+        return search.on_other_chips(problem)
     state, own = smallest_chips(problem), problem.slice.chips
     for asked in _relaxed(problem) if own >= state else ():
         search.own_slice(asked)
@@ -200,6 +211,24 @@ class _Search:
                 workload = replace(problem.workload, batch_tokens=seqs * problem.workload.seq_len)
                 if self._look(replace(problem, slice=size, workload=workload), axes=axes):
                     break
+
+    def on_other_chips(self, problem: Problem) -> TrainingPlan | None:
+        """The plan on a chip of another kind that programs run, the most alike in FLOP/s, on slices about as fast."""
+        asked = problem.slice
+        others = [chip for chip in catalogue().values() if chip.kind != asked.chip.kind]
+        peak = asked.chip.flops_per_s["bf16"]
+        for chip in sorted(others, key=lambda chip: abs(log(chip.flops_per_s["bf16"] / peak))):
+            sizes = slice_sizes(chip, asked.chips * MOST_CHIPS_RATIO)
+            sizes.sort(key=lambda size: abs(log(size.flops_per_s("bf16") / asked.flops_per_s("bf16"))))
+            free = replace(
+                problem, slice=sizes[0], axes=None, mesh=None, remat=None, microbatches=None, assumptions=Assumptions()
+            )
+            if refusal(free) is not None:
+                continue
+            for size in [size for size in sizes if size.chips // size.num_slices >= smallest_chips(free)][:_ROOMY]:
+                if self._look(replace(free, slice=size), axes=OUTLINE_AXES):
+                    return self.best
+        return None
 
     def _look(
         self, problem: Problem, within: Layouts | None = None, axes: Sequence[str] = AXES, *, hopeful: bool = False

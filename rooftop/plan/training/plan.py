@@ -90,8 +90,9 @@ class PlannedMemory(Record):
 class PlannedStep(Record):
     """Seconds of a step: each resource at its peak, the bounds, the expectation, and what nothing hides by axis.
 
-    ``interval_s``: the 5th and 95th percentile around the expectation; None without evidence. ``is_lower_bound``: the
-    plan leaves the compiler no room in HBM, and the expectation has nothing of the work that it repeats for that.
+    ``interval_s``: the 5th and 95th percentile around the expectation; None without evidence. ``lower_s``: all of
+    the plan's work at peak rates, overlapped. ``leaves_room``: False for a plan that leaves the compiler no room in
+    HBM; its expectation has nothing of the work that the compiler repeats for that.
     """
 
     mxu_s: float
@@ -107,7 +108,7 @@ class PlannedStep(Record):
     lower_by_resource_s: Mapping[str, float]
     exposed_s: Mapping[str, float]
     interval_s: tuple[float, float] | None = None
-    is_lower_bound: bool = False
+    leaves_room: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -441,7 +442,7 @@ class TrainingPlan:
                 lower_by_resource_s=self.lower_s,
                 exposed_s=self.exposed_s(),
                 interval_s=self.interval_s,
-                is_lower_bound=not self.leaves_room,
+                leaves_room=self.leaves_room,
             ),
             evidence=self.evidence,
             mfu=self.mfu,

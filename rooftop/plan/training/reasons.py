@@ -50,9 +50,9 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         formula="HBM / bytes per parameter >= parameters",
         value=problem.capacity / per_parameter,
         limit=float(parameters),
-        text=f"One device holds the state of {format_count(problem.capacity / per_parameter)} parameters at "
+        text=f"A device holds the state of {format_count(problem.capacity / per_parameter)} parameters at "
         f"{per_parameter:.3g} B each; the model has {format_count(parameters)}"
-        + ("." if state <= problem.capacity else ", so the state must be sharded."),
+        + ("." if state <= problem.capacity else ", so its state must be sharded."),
     )
     total = scalar(problem.memory(step).total)
     if problem.roomy_bytes < total <= problem.capacity:
@@ -78,7 +78,7 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         formula="tokens per device >= C / W_hbm" + ("" if moe is None else " x E / (k x expert ways)"),
         value=local,
         limit=batch,
-        text=f"A matmul sees {format_count(local)} tokens; it needs {batch:.0f} to outlast the reading of its weights.",
+        text=f"A matmul sees {format_count(local)} tokens; {batch:.0f} suffice to cover reading its weights.",
     )
 
 

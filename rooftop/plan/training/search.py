@@ -197,6 +197,11 @@ def sweep(
         if on_progress is not None:
             on_progress(len(best), len(starts), f"mesh shapes on {problem.slice.name}")
         near, left, count = left[:count], left[count:], 2 * count
+        if priced and len(finer) > len(starts):
+            # Bounds are loose where one layout of a shape has cheap sums between slices, and another cheap gathers.
+            could = feasible[near.shape] & (near.bounds <= slowest)
+            near = _finer(problem, whole, could, near, finer)
+            near = replace(near, bounds=scored(shapes[near.shape], near.bounds)).in_order.within(slowest)
         if executable:
             plain = replace(options[0], remat="none", microbatches=1)
             runs = np.array([_runs(problem, shapes[shape], plain) for shape in near.shape], np.bool_)
@@ -221,11 +226,6 @@ def sweep(
         priced.append((seconds, members, of_shape))
         slowest = _slowest(best, ranked)
         left = left.within(slowest)
-        if len(priced) == 1 and len(finer) > len(starts) and len(left):
-            # Bounds are loose where one layout of a shape has cheap sums between slices, and another cheap gathers.
-            could = feasible[left.shape] & (left.bounds <= slowest)
-            left = _finer(problem, whole, could, left, finer)
-            left = replace(left, bounds=scored(shapes[left.shape], left.bounds)).in_order.within(slowest)
     if executable and limit < problem.capacity and not np.isfinite(list(best.values())).any():
         # What leaves the compiler room is not run; what is run may still fit.
         return sweep(

@@ -9,6 +9,7 @@ from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.present.document import Bar, Bars, Document, ShownFigure, ShownVerdict, Table, TableColumn
 from rooftop.present.documents.parts import (
+    bound_text,
     calibrated_text,
     ledger_bars,
     ledger_table,
@@ -72,7 +73,8 @@ def _shortfall(data: Mapping[str, Any]) -> str:
 
 def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
     for mode, step in data["step"].items():
-        yield ShownFigure(mode, f"{mode} step", step["expected_s"], "s", "expected", note=f"bound by {step['bound']}")
+        yield ShownFigure(mode, f"{mode} step", step["expected_s"], "s", "estimate",
+            note=f"an estimate, {bound_text(step['bound'])}")  # fmt: skip
     yield ShownFigure("ids", "ids of a host", data["host"]["ids"], level="expected",
         shown=f"{data['host']['ids']:,.0f}",
         note=f"prepared for a step; {format_bytes(data['memory']['inputs'])} sent to each device")  # fmt: skip

@@ -95,7 +95,17 @@ def _strategies(data: Mapping[str, Any]) -> Iterator[Chart]:
         yield prose("Nothing to do: it already is sharded so.")
         return
     yield _steps(best["steps"], "")
-    yield prose(f"{format_seconds(best['time_s'])} in all, {best['bound']} binds; {_PRICES[data['level']]}.")
+    yield prose(f"{format_seconds(best['time_s'])} in all, {best['bound']} binds; {_price(best, data['level'])}.")
+
+
+def _price(strategy: Mapping[str, Any], level: str) -> str:
+    """The sense of a strategy's time."""
+    if any(step["op"] in ("gather_to_chip", "scatter_from_chip") for step in strategy["steps"]):
+        return "times are simulated link by link, by shortest paths"
+    if strategy["streamed"]:
+        serial = format_seconds(sum(step["time_s"] for step in strategy["steps"]))
+        return f"a lower bound at peak rates, with copies to and from the hosts next to the rest; {serial} one by one"
+    return _PRICES[level]
 
 
 def _steps(steps: Sequence[Mapping[str, Any]], title: str) -> Table:

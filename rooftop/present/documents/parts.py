@@ -9,7 +9,7 @@ from typing import Any
 from rooftop.arrays import Mesh
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
-from rooftop.hardware import Slice
+from rooftop.hardware import GIVEN, Slice
 from rooftop.present.document import (
     Bar,
     Bars,
@@ -79,7 +79,8 @@ def reasons(data: Mapping[str, Any]) -> Items:
         section="Why",
         items=tuple(
             Item(
-                reason["text"],
+                # Without its rule a yes or no has no sense.
+                reason["text"] if reason["text"].startswith(reason["rule"]) else f"{reason['rule']}: {reason['text']}",
                 mark="yes" if reason["holds"] else "no",
                 note=f"{reason['source']}; {reason['formula']}",
                 good=reason["holds"],
@@ -279,8 +280,8 @@ def rooflines(
     computes = [entry for entry in timed if entry[2].intensity]
     copies = [entry for entry in timed if entry[2].hbm_bytes and not entry[2].flops]
     rest = len(timed) - len(computes) - len(copies)
-    has = "row has" if rest == 1 else "rows have"
-    missing = f" {rest} {has} no HBM traffic that is known, and no place here." if rest else ""
+    are = "row is not drawn: its" if rest == 1 else "rows are not drawn: their"
+    missing = f" {rest} {are} HBM traffic is unknown." if rest else ""
     charts: list[Chart] = []
     if computes:
         knees = [roof.flops_per_s / roof.hbm_bytes_per_s for roof in roofs]
@@ -443,6 +444,12 @@ def _front_note(point: Mapping[str, Any]) -> str:
     return "\n".join(texts)
 
 
+def bound_text(resource: str) -> str:
+    """The resource that binds, as an adjective: 'HBM-bound'."""
+    names = {"pcie": "PCIe", "sparsecore": "SparseCore", "tensorcore": "TensorCore", "host": "host"}
+    return f"{names.get(resource, resource.upper())}-bound"
+
+
 def exposed_text(exposed: Mapping[str, float], step_s: float) -> str:
     """The seconds that each axis does not hide, with their share of a step."""
     return ", ".join(f"{name} {format_seconds(s)} ({s / step_s:.0%})" for name, s in exposed.items())
@@ -470,16 +477,36 @@ def calibrated_text(where: Mapping[str, Any]) -> str:
     return "" if calibrated is None else f", calibrated by {calibrated['by']}"
 
 
-def level_of(evidence: Mapping[str, Any]) -> Level:
-    """The level of a planned time: 'bound' without evidence."""
-    return "bound" if evidence["level"] == "bound" else "expected"
+def price_text(priced: Mapping[str, Any]) -> str:
+    """The price of a chip-hour with its source and date: '$4.2 a chip-hour (list: Scaling Book, ch. 8, 2025-02)'."""
+    source = priced.get("price_source")
+    cited = "" if source is None else " (given)" if source == GIVEN else f" (list: {source})"
+    return f"${priced['price_usd_per_hour']:g} a chip-hour{cited}"
+
+
+def prices_text(priced: Iterable[Mapping[str, Any]]) -> str:
+    """Prices of a chip-hour by chip, those of one source together: 'v5e $1.2, v5p $4.2 (list: Scaling Book, 2025-02)'.
+
+    Empty where no source is known.
+    """
+    by_source: dict[str, dict[str, None]] = {}
+    for one in priced:
+        if (source := one.get("price_source")) is not None:
+            cited = source if source == GIVEN else f"list: {source}"
+            by_source.setdefault(cited, {})[f"{one['chip']} ${one['price_usd_per_hour']:g}"] = None
+    return "; ".join(f"{', '.join(prices)} ({cited})" for cited, prices in by_source.items())
+
+
+def level_of(evidence: str) -> Level:
+    """The level of a planned time, by that of its evidence: those calibrated by a user are expected too."""
+    return "bound" if evidence == "bound" else "estimate" if evidence == "estimate" else "expected"
 
 
 def interval_text(evidence: Mapping[str, Any], interval_s: Sequence[float] | None) -> str:
     """The interval of a planned time: 'expected; 90% interval 1.9 s to 2.3 s'."""
-    level = "calibrated" if evidence["level"] == "calibrated" else "expected"
+    level = evidence["level"]
     if interval_s is None:
-        return "a bound" if evidence["level"] == "bound" else f"{level}; no interval"
+        return {"bound": "a bound", "estimate": "an estimate"}.get(level, f"{level}; no interval")
     low, high = interval_s
     return f"{level}; 90% interval {format_seconds(low)} to {format_seconds(high)}"
 

@@ -8,13 +8,12 @@ from typing import Any
 from rooftop.arrays.rules import SEQUENCE_AXES, ways
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
+from rooftop.hardware import GIVEN
 from rooftop.present.document import (
     Bar,
     Bars,
     Chart,
     Document,
-    Item,
-    Items,
     ShownFigure,
     ShownVerdict,
     Table,
@@ -22,6 +21,7 @@ from rooftop.present.document import (
     columns,
 )
 from rooftop.present.documents.parts import (
+    bound_text,
     busy,
     calibrated_text,
     evidence_figure,
@@ -34,16 +34,19 @@ from rooftop.present.documents.parts import (
     memory_bars,
     obstacles,
     of_ledgers,
+    price_text,
+    prices_text,
     prose,
     reasons,
     rooflines,
     roofs_of_slice,
+    sentence,
     stored_figures,
     written_by,
 )
 
-#: Points of a front that are printed, and runners-up of a fleet; the data has all.
-_POINTS, _OTHERS = 12, 6
+#: Points of a front that are printed; the data has all.
+_POINTS = 12
 _CLASSES = ("weights", "scales", "kv", "activations")
 #: Latencies: their label, their key, and the key of the planned one.
 _LATENCIES = (
@@ -73,12 +76,12 @@ def serving_plan(data: Mapping[str, Any]) -> Document:
             if fleet is None
             else f"{_recommended(data)}: {fleet['best']['name']}{calibrated_text(data['slice'])}",
             no=_no(data),
-            details=(*_fleet(data), *(() if fleet is None else (subject,)), *_layouts(data)),
+            details=(*_fleet(data), *_other_engine(data), *(() if fleet is None else (subject,)), *_layouts(data)),
         ),
         figures=tuple(_figures(data)),
         charts=(
             *_others(fleet),
-            *obstacles(data, *_nearest(data)),
+            *(obstacles(data, *_nearest(data)) if data["assumptions"]["engine"] is None else ()),
             _where(generate["ledger"], "Where a generate step goes (ms on one device)", "Generate"),
             *_pictures(generate["ledger"], where, "a generate step", ""),
             _where(prefill["ledger"], "Where a prefill goes (ms on one device)", "Prefill"),
@@ -108,12 +111,18 @@ def _no(data: Mapping[str, Any]) -> str:
         reason = f"does not fit: {format_bytes(memory['total'])} of {format_bytes(memory['capacity'])} a device"
     elif missed := list(_missed(data)):
         return f"misses {' and '.join(missed)}; nearest is with batch {data['generate']['batch']}"
-    elif data["obstacles"] and data["assumptions"]["bounds"] != "book":
+    elif _is_refused(data):
         reason = f"not executable: {data['obstacles'][0]}"
     else:
         return ""
     near = [_near(data, item) for item in data["nearest"]]
     return reason + (f"; nearest: {', or '.join(near)}" if near else "; no slice of this chip has a plan that runs")
+
+
+def _is_refused(data: Mapping[str, Any]) -> bool:
+    """True if our engine has to run the plan and cannot: not of another engine's, nor of the book's arithmetic."""
+    assumptions = data["assumptions"]
+    return bool(data["obstacles"]) and assumptions["bounds"] != "book" and assumptions["engine"] is None
 
 
 def _too_long(data: Mapping[str, Any]) -> str:
@@ -167,7 +176,13 @@ def _nearest(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _recommended(data: Mapping[str, Any]) -> str:
-    return "Recommended" if data["executable"] else "Cheapest, but no program runs it"
+    return "Cheapest, but no program runs it" if _is_refused(data) else "Recommended"
+
+
+def _other_engine(data: Mapping[str, Any]) -> Iterator[str]:
+    """The engine that runs the plan, if it is not ours."""
+    if data["assumptions"]["engine"] is not None:
+        yield sentence(data["obstacles"][0])
 
 
 def _fleet(data: Mapping[str, Any]) -> Iterator[str]:
@@ -175,7 +190,12 @@ def _fleet(data: Mapping[str, Any]) -> Iterator[str]:
     if (fleet := data.get("recommendation")) is None:
         return
     best = fleet["best"]
-    money = "" if best["usd_per_hour"] is None else f", ${best['usd_per_hour']:,.2f} an hour at list prices"
+    at = "at the given price" if best.get("price_source") == GIVEN else "at list prices"
+    money = (
+        f", no list price: --price {best['chip']}=USD"
+        if best["usd_per_hour"] is None
+        else f", ${best['usd_per_hour']:,.2f} an hour {at}"
+    )
     per_request = " for each request a second" if data["workload"]["requests_per_second"] is None else ""
     yield (
         f"  {counted(best['chips'], 'chip')}{money}{per_request}; TTFT {format_seconds(best['ttft_s'])} with its "
@@ -194,24 +214,73 @@ def _layouts(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _others(fleet: Mapping[str, Any] | None) -> tuple[Chart, ...]:
-    """The fleets that lost, and why."""
-    if fleet is None or not fleet["others"]:
+    """The recommended fleet next to the best of each other chip, and of each mode."""
+    if fleet is None or not (fleet["others"] or fleet.get("left_out")):
         return ()
-    ranks = ["Runner-up", *["Then"] * _OTHERS]
-    items = tuple(
-        Item(f"{rank}: {other['name']}\n  {other['why']}")
-        for rank, other in zip(ranks, fleet["others"][:_OTHERS], strict=False)
+    best = fleet["best"]
+    seen = {(best["chip"], best["mode"])}
+    others = []
+    for other in fleet["others"]:
+        # Fleets of one chip and mode differ in their number formats: the best of them stands for all.
+        if (kind := (other["chip"], other["mode"])) not in seen:
+            seen.add(kind)
+            others.append(other)
+    figure = "chips" if fleet["objective"] == "chips" else "usd_per_hour"
+
+    def row(one: Mapping[str, Any]) -> tuple[str, ...]:
+        usd, prices = one["usd_per_hour"], one.get("token_prices")
+        more = one is not best and one[figure] is not None and best[figure] is not None
+        return (
+            one["name"].rpartition(", batch")[0],
+            f"{one['chips']:,.4g}",
+            f"no price (--price {one['chip']}=USD)" if usd is None else f"{usd:,.2f}",
+            f"{one[figure] / best[figure] - 1:+.0%}" if more else "",
+            "" if prices is None else f"{prices['input']:.3g}",
+            "" if prices is None else f"{prices['output']:.3g}",
+            format_seconds(one["ttft_s"]),
+            format_seconds(one["tpot_s"]),
+            str(one["batch"]),
+            counted(one["evidence_runs"], "run") if one.get("evidence_runs") else "none",
+            "" if one.get("executable", True) else "no program",
+        )
+
+    names = ("fleet", "chips", "$/h", "more", "$/M in", "$/M out", "TTFT", "TPOT", "batch", "evidence", "")
+    rows = [row(best), *map(row, others)]
+    rows += [(f"{lost['chip']}: {lost['why']}", *[""] * 10) for lost in fleet.get("left_out", ())]
+    shown = [at for at, name in enumerate(names) if name == "fleet" or any(line[at] for line in rows)]
+    drops = {"batch": 4, "chips": 3, "$/M in": 2}
+    cited = prices_text((best, *others))
+    first = {"cost": "cheapest", "chips": "fewest chips"}[fleet["objective"]]
+    return (
+        Table(
+            title=f"Fleets compared: {first} first",
+            section="Fleets",
+            about="The best of each chip and mode. Evidence: published runs of decoding; without any, estimates."
+            + (f" Dollars a chip-hour: {cited}." if cited else ""),
+            columns=tuple(
+                TableColumn(
+                    name,
+                    "text" if name in ("fleet", "evidence", "") else "number",
+                    wrap=name == "fleet",
+                    drop=drops.get(name, 0),
+                )
+                for name in (names[at] for at in shown)
+            ),
+            rows=tuple(tuple(line[at] for at in shown) for line in rows),
+        ),
     )
-    return (Items(title="Other fleets", section="Fleets", items=items),)
 
 
 def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
     generate, memory, draft = data["generate"], data["memory"], data["draft"]
     step, evidence = generate["step_s"], data["evidence"]
-    decode, prefill = level_of(evidence["decode"]), level_of(evidence["prefill"])
+    decode, prefill = (level_of(evidence[phase]["level"]) for phase in ("decode", "prefill"))
     parts = {name.removesuffix("_s"): format_seconds(seconds) for name, seconds in generate["breakdown"].items()}
+    overlapped = f"{format_seconds(step['lower_s'])} if everything overlaps"
+    if decode == "bound":
+        overlapped = "a bound"
     yield ShownFigure("step_s", "step", step["expected_s"], "s", decode,
-        note=f"at least {format_seconds(step['lower_s'])} (bound by {generate['bound']}); at peak rates: "
+        note=f"{overlapped} ({bound_text(generate['bound'])}); at peak rates: "
         f"weights {parts['weights']}, KV {parts['kv']}, FLOPs {parts['flops']}, ICI {parts['ici']}")  # fmt: skip
     if draft is not None:
         yield ShownFigure("speculation", "speculation", draft["gain"], "%", "expected",
@@ -243,9 +312,17 @@ def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
         f"{format_seconds(transfer['ici_s'])} over ICI, {format_seconds(transfer['dcn_s'])} over DCN")  # fmt: skip
     cost = data["cost_per_million_tokens"]
     if cost["input"] is not None:
+        fleet = data.get("recommendation")
+        prices = None if fleet is None else fleet["best"].get("token_prices")
+        load = "at full load"
+        if prices is not None:
+            load = f"at {data['workload']['requests_per_second']:g} requests/s; at full load ${cost['output']:.3g} and "
+            load += f"${cost['input']:.3g}"
+            cost = prices
+        cited = f"; {price_text(data['slice'])}" if data["slice"].get("price_source") else ""
         yield ShownFigure("usd_per_million_tokens", "cost", cost["output"], level=decode,
             shown=f"${cost['output']:.3g}",
-            note=f"per million tokens out, ${cost['input']:.3g} in, of slices always busy")  # fmt: skip
+            note=f"per million output tokens, ${cost['input']:.3g} per million input, {load}{cited}")  # fmt: skip
     cache = data["prefix_cache"]
     if cache["hit_rate"]:
         host_text = (
@@ -272,7 +349,7 @@ def _batches(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
         yield ShownFigure("batch", "batch", data["generate"]["batch"], shown=str(data["generate"]["batch"]),
             note="; ".join((rule, *beside)))  # fmt: skip
     smallest = data["smallest_slice"]
-    holds = "no slice holds this one" if smallest is None else f"this one fits {smallest} at the smallest"
+    holds = "no slice holds this batch" if smallest is None else f"smallest slice for this batch: {smallest}"
     yield ShownFigure("max_batch", "largest batch", data["max_batch"], shown=str(data["max_batch"]),
         note=f"on this mesh; {holds}")  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rooftop.core.ledger import Ledger, Row
@@ -22,6 +22,7 @@ from rooftop.present.document import (
     TableColumn,
 )
 from rooftop.present.documents.parts import (
+    bound_text,
     busy,
     calibrated_text,
     evidence_figure,
@@ -37,6 +38,8 @@ from rooftop.present.documents.parts import (
     milliseconds,
     obstacles,
     of_ledgers,
+    price_text,
+    prices_text,
     reasons,
     rooflines,
     roofs_of_slice,
@@ -59,7 +62,6 @@ def training_plan(data: Mapping[str, Any]) -> Document:
         verdict=ShownVerdict(
             subject=f"{data['model']['name']} on {where}: {mesh_text(data['mesh']['axes'])}"
             + calibrated_text(data["slice"])
-            + (" (not executable)" if data["obstacles"] else "")
             + _too_long(data),
             no=_refusal(data),
             details=(
@@ -69,6 +71,7 @@ def training_plan(data: Mapping[str, Any]) -> Document:
                 + ("" if dtypes["matmul"] == dtypes["compute"] else f"; {dtypes['matmul']} matmuls in the layers"),
                 *_tight(data),
                 *_rounded(data["workload"]),
+                *_batch(data),
             ),
         ),
         figures=tuple(_figures(data, classes)),
@@ -98,13 +101,32 @@ def _rounded(workload: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def _batch(data: Mapping[str, Any]) -> Iterator[str]:
+    """The batch that was not given, and the figures of half and twice of it."""
+    if not (others := data.get("other_batches")):
+        return
+    work, own = data["workload"], {**data, "step_s": data["step"]["expected_s"]}
+
+    def figures(plan: Mapping[str, Any]) -> str:
+        parts = [format_seconds(plan["step_s"]) + " a step"] if plan["days"] is None else [f"{plan['days']:,.1f} days"]
+        parts += [] if plan["cost_usd"] is None else [f"${format_count(plan['cost_usd'])}"]
+        return ", ".join((*parts, f"MFU {plan['mfu']:.1%}"))
+
+    yield f"batch {counted(work['batch_tokens'] // work['seq_len'], 'sequence')} of {work['seq_len']:,} tokens, " + (
+        f"chosen as none was given: {figures(own)}"
+    )
+    for other in others:
+        share = "half of it" if other["batch_tokens"] < work["batch_tokens"] else "twice as many"
+        yield f"  with {share} (--batch-tokens {other['batch_tokens']}): {figures(other)}"
+
+
 def _tight(data: Mapping[str, Any]) -> Iterator[str]:
     """The plan leaves the compiler no room in HBM; the nearest that does."""
-    if data["step"].get("is_lower_bound"):
+    if not data["step"]["leaves_room"]:
         memory = data["memory"]
         yield (
-            f"its time is a lower bound: at {memory['total'] / memory['capacity']:.0%} of HBM the compiler repeats "
-            "work, which is not priced"
+            f"its time is an estimate, and too short: at {memory['total'] / memory['capacity']:.0%} of HBM the "
+            "compiler repeats work, which is not priced"
         )
         if (near := data.get("nearest_with_room")) is not None:
             yield (
@@ -130,6 +152,14 @@ def _refusal(data: Mapping[str, Any]) -> str:
     """The reason why a plan does not fit or meet the limits, and the nearest that does; empty if it does."""
     if not data["memory"]["fits"]:
         return "; ".join((_shortfall(data["memory"]), *_nearest(data)))
+    if data["obstacles"]:
+        where = data["slice"]["name"]
+        near, reason = data.get("nearest_executable"), f"not executable: {data['obstacles'][0]}"
+        if near is None:
+            return f"{reason}; no plan runs in its place"
+        if near["slice"].partition(":")[0] != where.partition(":")[0]:
+            reason += f"; no mesh of {where.partition(':')[0]} runs it"
+        return "; ".join((reason, *_nearest(data)))
     compared = data.get("comparison")
     if compared is None or compared["best"]["meets"]:
         return ""
@@ -140,41 +170,53 @@ def _comparison(data: Mapping[str, Any]) -> tuple[Chart, ...]:
     """The slices that were compared, the recommended one first."""
     if (compared := data.get("comparison")) is None:
         return ()
-    aim = {"cost": "fewest dollars", "time": "least time", "chips": "fewest chips"}[compared["aim"]]
+    aim = {"cost": "fewest dollars", "time": "fastest", "chips": "fewest chips"}[compared["aim"]]
     own = data["workload"]
     best = compared["best"]
 
     def rank(offer: Mapping[str, Any]) -> str:
         return "" if offer is not best else "recommended" if best["meets"] else "nearest"
 
+    def interval(ends: Sequence[float] | None, text: Callable[[float], str]) -> str:
+        return "" if ends is None else "-".join(map(text, ends))
+
+    offers = (best, *compared["others"])
     rows = [
         (
             offer["slice"],
-            f"{offer['chips']:,}",
-            mesh_text(offer["mesh"]),
-            format_count(offer["tokens_per_s"]),
             "" if offer["days"] is None else f"{offer['days']:,.1f}",
-            "" if offer["cost_usd"] is None else f"{offer['cost_usd']:,.0f}",
-            f"{offer['mfu']:.1%}",
-            offer["bound"],
+            interval(offer.get("interval_days"), lambda days: f"{days:,.1f}"),
+            "" if offer["cost_usd"] is None else format_count(offer["cost_usd"]),
+            interval(offer.get("interval_usd"), format_count),
+            str(offer.get("evidence_runs") or "none"),
             "; ".join(filter(None, (rank(offer), offer["why"]))),
+            f"{offer['mfu']:.1%}",
+            mesh_text(offer["mesh"]),
+            f"{offer['chips']:,}",
+            format_count(offer["tokens_per_s"]),
+            offer["bound"],
         )
-        for offer in (best, *compared["others"])
+        for offer in offers
     ]
-    rows += [(entry["name"], *[""] * 7, entry["why"]) for entry in compared["left_out"]]
-    names = ("slice", "chips", "mesh", "tok/s", "days", "dollars", "MFU", "bound", "")
+    rows += [(entry["name"], *[""] * 5, entry["why"], *[""] * 5) for entry in compared["left_out"]]
+    drops = {"MFU": 1, "chips": 3, "mesh": 2, "tok/s": 5, "bound": 4}
+    money = ("days", "90% of days", "dollars", "90% of dollars")
+    names = ("slice", *money, "runs", "", "MFU", "mesh", "chips", "tok/s", "bound")
     # Without tokens there are no days, and without a price no dollars.
-    shown = [at for at, name in enumerate(names) if name not in ("days", "dollars") or any(row[at] for row in rows)]
+    shown = [at for at, name in enumerate(names) if name not in money or any(row[at] for row in rows)]
     text = ("slice", "mesh", "bound", "")
+    prices = prices_text(offer for offer in offers if offer["cost_usd"] is not None)
     return (
         Table(
             title=f"Slices compared: {aim} first ({compared['planned']} planned)",
             section="Slices",
             about=f"Each with {counted(own['batch_tokens'] // own['seq_len'], 'sequence')} of {own['seq_len']:,} "
-            "tokens a step, on the best mesh that programs run and memory holds.",
+            "tokens a step, on its best mesh that fits and that rooftop can run. 90%: the interval; runs: published "
+            "runs that it rests on; not distinguishable: within another's interval."
+            + (f" Dollars a chip-hour: {prices}." if prices else ""),
             columns=tuple(
                 TableColumn(
-                    name, "text" if name in text else "number", wrap=name in ("mesh", ""), drop=int(name == "tok/s")
+                    name, "text" if name in text else "number", wrap=name in ("mesh", ""), drop=drops.get(name, 0)
                 )
                 for name in (names[at] for at in shown)
             ),
@@ -193,22 +235,23 @@ def _shortfall(memory: Mapping[str, Any]) -> str:
 
 def _figures(data: Mapping[str, Any], classes: Mapping[str, float]) -> Iterator[ShownFigure]:
     step, memory = data["step"], data["memory"]
-    is_bound = step.get("is_lower_bound")
-    level: Level = "bound" if is_bound else level_of(data["evidence"])
-    interval = "a lower bound" if is_bound else interval_text(data["evidence"], step["interval_s"])
+    tight = not step["leaves_room"]
+    level: Level = "estimate" if tight else level_of(data["evidence"]["level"])
+    interval = "an estimate, and too short" if tight else interval_text(data["evidence"], step["interval_s"])
     yield ShownFigure("expected_s", "step", step["expected_s"], "s", level,
-        note=f"{interval}; at least {format_seconds(step['lower_s'])} "
-        f"(all overlapped, bound by {step['bound']}), {format_seconds(step['upper_s'])} if nothing is")  # fmt: skip
+        note=f"{interval}; {format_seconds(step['lower_s'])} if everything overlaps ({bound_text(step['bound'])}), "
+        f"{format_seconds(step['upper_s'])} if nothing does")  # fmt: skip
     yield evidence_figure(data["evidence"])
     yield ShownFigure("mfu", "MFU", data["mfu"], "%", level, formula=data["flops"]["convention"],
         note="causal attention and unembedding counted, recomputation not")  # fmt: skip
     yield ShownFigure("tokens_per_s", "rate", data["tokens_per_s"], "tok/s", level,
         note=f"{data['tokens_per_s'] / data['slice']['chips']:.0f} tok/s per chip")  # fmt: skip
     if data["days"] is not None:
-        cost = "no price is published"
+        cost = f"no list price: --price {data['slice']['name'].partition(':')[0]}=USD"
         if data["cost_usd"] is not None:
-            price = data["cost_usd"] / (data["days"] * 24 * data["slice"]["chips"])
-            cost = f"${data['cost_usd']:,.0f} at ${price:g} a chip-hour"
+            # Plans of earlier releases do not name the price.
+            price = {"price_usd_per_hour": data["cost_usd"] / (data["days"] * 24 * data["slice"]["chips"])}
+            cost = f"${data['cost_usd']:,.0f} at {price_text(price | data['slice'])}"
         yield ShownFigure("days", "budget", data["days"] * 86400, "s", level, shown=f"{data['days']:.1f} days",
             note=f"for {format_count(data['workload']['tokens'])} tokens; {cost}")  # fmt: skip
     classes_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
@@ -354,5 +397,7 @@ def _changes(data: Mapping[str, Any]) -> tuple[Chart, ...]:
         items = tuple(
             Item(f" {entry['change']}: {entry['obstacle']}", mark=f"{entry['gain']:+.1%}") for entry in missing
         )
-        charts.append(Items(title="What no program runs (tokens/s if one did)", section=section, items=items))
+        charts.append(
+            Items(title="What rooftop's program does not run (tokens/s if it did)", section=section, items=items)
+        )
     return tuple(charts)

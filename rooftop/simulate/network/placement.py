@@ -20,7 +20,7 @@ def move(source: ShardedArray, target: ShardedArray, prices: Prices) -> Strategy
     """Steps that take an array from one place (the mesh, the hosts' DRAM, one chip) to another.
 
     ``host_transfer`` is over PCIe, all devices at once; ``gather_to_chip``, ``scatter_from_chip`` and ``send`` go over
-    ICI by shortest paths. Times are simulated link by link, hops included.
+    ICI by shortest paths. Times are simulated link by link, hops included; the bound of a send takes all its paths.
 
     Raises RooftopError for a move that is none of these, or a chip that is not in the slice.
     """
@@ -59,8 +59,14 @@ def _network(source: ShardedArray, target: ShardedArray, prices: Prices) -> tupl
     torus = Torus.of(prices.mesh.slice.physical_axes)
     whole = source.one_copy_bytes(prices.dims)
     if isinstance(target.at, tuple) and isinstance(source.at, tuple):
-        step = Step(op="send", inputs=(source,), output=target)
-        return step, _cost(whole, run(torus, send(torus, torus.chip(source.at), torus.chip(target.at), whole)), torus)
+        step, ends = Step(op="send", inputs=(source,), output=target), (torus.chip(source.at), torus.chip(target.at))
+        cost = _cost(whole, run(torus, send(torus, *ends, whole)), torus)
+        if prices.kind == "bound" and ends[0] != ends[1]:
+            # Disjoint paths lead through all links of the chip with fewer of them; the last byte then has its hops.
+            links = min(sum(to[chip] >= 0 for axis in torus.neighbours for to in axis) for chip in ends)
+            busy_s = whole / (links * torus.bytes_per_s)
+            cost = replace(cost, resources={"ici": busy_s}, time_s=busy_s + cost.latency_s)
+        return step, cost
     if isinstance(target.at, tuple):
         op, spread, place = "gather_to_chip", source, target.at
     else:

@@ -72,9 +72,9 @@ def answer(state: State) -> Document:
     memory, step, obstacles = plan.memory, plan.step, plan.obstacles
     sequential, pipelined = step["sequential"], step["pipelined"]
     figures = (
-        ShownFigure("pipelined_s", "Step, pipelined", pipelined.expected_s, "s", "expected",
+        ShownFigure("pipelined_s", "Step, pipelined", pipelined.expected_s, "s", "estimate",
             formula=f"bound by {pipelined.bound}", source="deep dive, 9"),
-        ShownFigure("sequential_s", "Step, sequential", sequential.expected_s, "s", "expected",
+        ShownFigure("sequential_s", "Step, sequential", sequential.expected_s, "s", "estimate",
             formula=f"bound by {sequential.bound}", source="deep dive, 9"),
         ShownFigure("tile_bytes", "A tile's memory", memory["tile"], "B", "expected",
             formula=f"worst stack, of {format_bytes(memory['tile_capacity'])}", source="deep dive, 7"),

@@ -28,11 +28,11 @@ from rooftop.present.document import (
     ChartAxis,
     ChartSeries,
     Document,
-    Level,
     Lines,
     ShownFigure,
     ShownVerdict,
 )
+from rooftop.present.documents.parts import level_of
 from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, model_select, select, slider, text
 
 #: Contexts of the curves in addition to the chosen one.
@@ -66,7 +66,7 @@ def answer(state: State) -> Document:
         # Times of what no device can hold would read like an answer.
         figures = tuple(figure for figure in figures if figure.name in _OF_MEMORY) + _nearest(plan)
     return Document(
-        verdict=ShownVerdict(says=_verdict(plan, rate), no="" if plan.fits else "It does not fit."),
+        verdict=ShownVerdict(says=_verdict(plan, rate), no=_no(plan)),
         figures=figures,
         charts=charts,
         notes=tuple(reason.text for reason in plan.reasons),
@@ -144,6 +144,13 @@ def _verdict(plan: ServingPlan, rate: float) -> str:
     )
 
 
+def _no(plan: ServingPlan) -> str:
+    """The reason why the answer is no; empty if it is not."""
+    if not plan.fits:
+        return "It does not fit."
+    return f"Not executable: {plan.obstacles[0]}." if plan.is_refused else ""
+
+
 def _nearest(plan: ServingPlan) -> tuple[ShownFigure, ...]:
     """The nearest plan that fits, on another slice if no batch fits this one."""
     near = next(nearest_plans(plan.problem), None)
@@ -155,8 +162,7 @@ def _nearest(plan: ServingPlan) -> tuple[ShownFigure, ...]:
 
 def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[ShownFigure, ...]:
     cost = plan.cost_per_million_tokens["output"]
-    # The book's formulas at peak rates are rules of thumb.
-    level: Level = "rule" if plan.problem.book else "expected"
+    level, prefill = (level_of(evidence.level) for evidence in (plan.evidence.decode, plan.evidence.prefill))
     return (
         ShownFigure(
             "step_s",
@@ -190,7 +196,7 @@ def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[
             "Prefill (TTFT)",
             plan.ttft_s,
             "s",
-            level,
+            prefill,
             formula=f"{plan.problem.workload.prompt:,} tokens, no queue",
             source="chapter 8",
         ),

@@ -14,7 +14,7 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Workload
 from rooftop.present.document import Bar, Bars, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
-from rooftop.present.documents.parts import mesh_text
+from rooftop.present.documents.parts import level_of, mesh_text
 from rooftop.present.documents.training import padding_figure
 from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, model_select, select, slider, text
 
@@ -51,22 +51,22 @@ def answer(state: State) -> Document:
     seconds = {name: float(plan.ledger.total(name)) for name in ("mxu", "hbm", "ici", "dcn")}
     network = seconds["ici"] + seconds["dcn"]
     curves = _shown(priced, batches.index(seqs), axes)
-    exposed = plan.exposed_s()
+    exposed, level = plan.exposed_s(), level_of(plan.evidence.level)
     memory = ShownFigure("memory_bytes", "Memory of a device", plan.memory_bytes, "B", "expected",
         formula=f"of {format_bytes(problem.capacity)} usable")  # fmt: skip
     figures: tuple[ShownFigure, ...] = (
-        ShownFigure("expected_s", "Step", plan.expected_s, "s", "expected", formula="compute and what is not hidden"),
+        ShownFigure("expected_s", "Step", plan.expected_s, "s", level, formula="compute and what is not hidden"),
         ShownFigure("mxu_s", "Compute", seconds["mxu"], "s", "bound", formula="matmul FLOPs / C", source="chapter 5"),
         ShownFigure("network_s", "Communication", network, "s", "bound", formula="bytes / links, every collective",
             source="chapter 5"),
         ShownFigure("ratio", "Compute over communication", seconds["mxu"] / network if network else "no communication",
-            level="bound", formula="above 1: communication can hide", source="chapter 5"),
-        ShownFigure("mfu", "MFU", plan.mfu, "%", "expected", formula="model FLOPs / (step x C)"),
+            level="rule", formula="above 1: communication can hide", source="chapter 5"),
+        ShownFigure("mfu", "MFU", plan.mfu, "%", level, formula="model FLOPs / (step x C)"),
         ShownFigure("tokens_per_chip", "Tokens per chip", seqs * seq / where.chips, "tokens", formula="B / N",
             source="chapter 5"),
         memory,
         *padding_figure(plan.padding.to_json(), seq, "Padding"),
-        ShownFigure("exposed_s", "Not hidden", sum(exposed.values()), "s", "expected",
+        ShownFigure("exposed_s", "Not hidden", sum(exposed.values()), "s", level,
             formula=", ".join(f"{name} {format_seconds(item)}" for name, item in exposed.items()) or "nothing"),
     )  # fmt: skip
     if not plan.fits:
@@ -76,8 +76,12 @@ def answer(state: State) -> Document:
     return Document(
         verdict=ShownVerdict(
             says=_verdict(plan, seconds["mxu"], network),
-            no="" if plan.fits else "It does not fit.",
-            details=tuple(f"Not executable as it stands: {obstacle}." for obstacle in plan.obstacles),
+            no="It does not fit."
+            if not plan.fits
+            else f"Not executable: {plan.obstacles[0]}."
+            if plan.obstacles
+            else "",
+            details=tuple(f"Not executable as it stands: {obstacle}." for obstacle in plan.obstacles[plan.fits :]),
         ),
         figures=figures,
         charts=(_times(curves, seqs * seq, axes), _ratios(curves, seqs * seq, axes), *steps),
