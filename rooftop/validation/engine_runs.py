@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import DTYPE_BYTES, parse_count
-from rooftop.hardware import Slice
-from rooftop.hardware import chip as find_chip
+from rooftop.hardware import Chip, Slice
 from rooftop.models import ModelConfig, load_model
 from rooftop.plan.serving.engines.kernels import ENGINES
 from rooftop.plan.serving.workload import ServingNumerics
-from rooftop.validation.readings import Gap, require_room
+from rooftop.validation.names import published_model, readings
+from rooftop.validation.readings import Gap, read_chip, require_room
 from rooftop.validation.serving_runs import serving_readings
 from rooftop.validation.table import TableRow, read_table, table_columns
 
@@ -141,7 +140,7 @@ def _run(row: TableRow) -> EngineRun:
         raise row.error("engine", ", ".join(facts))
     own, source = facts[engine], _source(row)
     model = _model(row.required("model"))
-    chip = row.required("chip").lower().split("_")[0]
+    chip, from_chip = read_chip(row)
     clients = row.count("concurrency")
     if clients is None:
         raise Gap("concurrency not stated")
@@ -152,7 +151,7 @@ def _run(row: TableRow) -> EngineRun:
         prefill_on, (generate_on, assumed) = None, _server(row, chip)
     else:
         (prefill_on, generate_on), assumed = _workers(row, model, chip, engine)
-    numerics, from_numerics = _numerics(row, model, own, find_chip(chip).flops_per_s)
+    numerics, from_numerics = _numerics(row, own, chip)
     for workers in (generate_on,) if prefill_on is None else (prefill_on, generate_on):
         column = "tp" if mode == "agg" else "request_rate_or_note"
         require_room(row, column, model, numerics, workers.slice)
@@ -163,7 +162,7 @@ def _run(row: TableRow) -> EngineRun:
         model=model,
         engine=engine,
         version=row.text("engine_version"),
-        kernels=own.get("kernels_by_version", {}).get(row.text("engine_version"), {}).get(chip, engine),
+        kernels=own.get("kernels_by_version", {}).get(row.text("engine_version"), {}).get(chip.name, engine),
         numerics=numerics,
         generate_on=generate_on,
         prefill_on=prefill_on,
@@ -180,7 +179,7 @@ def _run(row: TableRow) -> EngineRun:
         ttft_s=row.value("ttft_ms") / 1e3,
         tpot_s=row.value("tpot_ms") / 1e3,
         where_found=row.cells["where_found"],
-        assumed=(*assumed, *from_numerics, *source["assumed"], *own["assumed"]),
+        assumed=(*from_chip, *assumed, *from_numerics, *source["assumed"], *own["assumed"]),
         from_source=mode == "disagg" and bool(assumed),
         line=row.number,
     )
@@ -202,19 +201,16 @@ def _source(row: TableRow) -> Mapping[str, Any]:
     return sources[max(known, key=len, default="default")]
 
 
-@cache
 def _model(name: str) -> ModelConfig:
-    """The preset of a model of Hugging Face."""
+    """The preset of a published model."""
     short = name.rsplit("/", 1)[-1].lower()
-    for tried in (short, name):
-        try:
-            return load_model(tried)
-        except RooftopError:
-            continue
-    raise Gap(f"no preset {short!r}")
+    try:
+        return load_model(published_model(name).preset or name)
+    except RooftopError:
+        raise Gap(f"no preset {short!r}") from None
 
 
-def _server(row: TableRow, chip: str) -> tuple[Workers, tuple[str, ...]]:
+def _server(row: TableRow, chip: Chip) -> tuple[Workers, tuple[str, ...]]:
     """The server of an aggregated run.
 
     One of the files behind the table multiplies the sizes of an expert-parallel server with one another: 64 ways of
@@ -235,7 +231,7 @@ def _server(row: TableRow, chip: str) -> tuple[Workers, tuple[str, ...]]:
 
 
 def _workers(
-    row: TableRow, model: ModelConfig, chip: str, engine: str
+    row: TableRow, model: ModelConfig, chip: Chip, engine: str
 ) -> tuple[tuple[Workers, Workers], tuple[str, ...]]:
     """Servers that prefill, and servers that generate, and the readings that they need."""
     sizes = _sizes_of_columns(row)
@@ -284,7 +280,7 @@ def _sizes_of_note(note: str, field: str) -> dict[str, _Sizes]:
 
 
 def _note_of_source(
-    row: TableRow, model: ModelConfig, chip: str, engine: str, sizes: Mapping[str, _Sizes]
+    row: TableRow, model: ModelConfig, chip: Chip, engine: str, sizes: Mapping[str, _Sizes]
 ) -> str | None:
     """Return what a row's source says of its servers elsewhere; None unless it completes what the row says.
 
@@ -295,7 +291,7 @@ def _note_of_source(
         return None
     for facts in serving_readings()["servers"]:
         if (facts["source"], facts["model"], facts["chip"], facts["engine"]) != (
-            *(row.cells["source"], model.name, chip, engine),
+            *(row.cells["source"], model.name, chip.name, engine),
         ):
             continue
         note: str | None = facts["configurations"].get(_id(row).rsplit("_", 1)[-1])
@@ -308,27 +304,24 @@ def _note_of_source(
     return None
 
 
-def _group(row: TableRow, chip: str, count: int, tensor: int, copies: int) -> Workers:
-    known = find_chip(chip)
+def _group(row: TableRow, chip: Chip, count: int, tensor: int, copies: int) -> Workers:
     devices = tensor * copies
-    fits = [prod(shape) for shape in known.slice_shapes if devices % prod(shape) == 0]
+    fits = [prod(shape) for shape in chip.slice_shapes if devices % prod(shape) == 0]
     per_node = max(fits, default=0)
-    if known.kind != "gpu" or not per_node or (devices > per_node and per_node < prod(known.pod_shape)):
-        raise row.error("num_chips", f"GPUs of whole nodes, or a part of one; {devices} {known.name} are not")
-    on = Slice(known, (per_node, devices // per_node))
+    if chip.kind != "gpu" or not per_node or (devices > per_node and per_node < prod(chip.pod_shape)):
+        raise row.error("num_chips", f"GPUs of whole nodes, or a part of one; {devices} {chip.name} are not")
+    on = Slice(chip, (per_node, devices // per_node))
     return Workers(count=count, slice=on, mesh={"tensor": tensor} if copies == 1 else {"expert": copies})
 
 
-def _numerics(
-    row: TableRow, model: ModelConfig, engine: Mapping[str, Any], rates: Mapping[str, float]
-) -> tuple[ServingNumerics, tuple[str, ...]]:
-    word = row.text("weights")
-    dtype = {"fp8": "f8_e4m3", "fp4": "f4_e2m1", "nvfp4": "f4_e2m1", "bf16": "bf16", None: "bf16"}.get(word, word)
+def _numerics(row: TableRow, engine: Mapping[str, Any], chip: Chip) -> tuple[ServingNumerics, tuple[str, ...]]:
+    word = row.text("weights") or published_model(row.required("model")).dtype
+    dtype = "bf16" if word is None else readings()["dtype"].get(word.lower(), word)
     if dtype not in DTYPE_BYTES:
         raise row.error("weights", "fp8, fp4, bf16, or nothing")
-    if dtype not in rates:
-        raise row.error("weights", f"a format of the matrix unit: {', '.join(rates)}")
-    by_chip = engine.get("kv_by_chip", {}).get(row.required("chip").lower().split("_")[0], engine["kv"])
+    if dtype not in chip.flops_per_s:
+        raise row.error("weights", f"a format of the matrix unit: {', '.join(chip.flops_per_s)}")
+    by_chip = engine.get("kv_by_chip", {}).get(chip.name, engine["kv"])
     kv = "bf16" if dtype == "bf16" else str(engine.get("kv_by_version", {}).get(row.text("engine_version"), by_chip))
     assumed = (f"KV in {kv}",) if word is not None else ("weights not stated: bf16, and so is the KV",)
     numerics = ServingNumerics(

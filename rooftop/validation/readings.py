@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import DTYPE_BYTES, format_bytes, parse_count, parse_quantity
-from rooftop.hardware import Chip, Slice, chip
+from rooftop.hardware import Chip, Slice
 from rooftop.models import ModelConfig, MoE, count_params, load_model
 from rooftop.models.activations import CHECKPOINTS
 from rooftop.plan.serving.workload import ServingNumerics
+from rooftop.validation.names import family_facts, published_chip, published_model, readings, remat_word
 from rooftop.validation.table import TableRow
 
 #: Architecture columns that a model cannot be built without.
@@ -50,12 +48,6 @@ class Remat:
     capacity: float | None = None
 
 
-@cache
-def readings() -> Mapping[str, Any]:
-    """The parsed ``data/readings.toml``."""
-    return tomllib.loads(Path(__file__).with_name("data").joinpath("readings.toml").read_text(encoding="utf-8"))
-
-
 def source_facts(name: str) -> Mapping[str, Any]:
     """Facts about a source: 'flops', 'dp', 'gigabyte', 'dtype', 'recompute', 'assumed'; {} if it is not listed."""
     sources: Mapping[str, Mapping[str, Any]] = readings()["source"]
@@ -80,11 +72,16 @@ def run_facts(row: TableRow) -> Mapping[str, Any]:
 
 
 def _matches(recipe: Mapping[str, Any], row: TableRow) -> bool:
-    """True if a row is one that a recipe is about: its cells begin with the recipe's words."""
+    """True if a row is one that a recipe is about: its cells begin with the recipe's words, each whole."""
     name, _, release = row.required("source").rpartition(" ")
     if recipe["source"] not in (name, row.required("source")) or release not in recipe.get("releases", (release,)):
         return False
-    return all(row.cells[column].startswith(recipe[column]) for column in _MATCHED[2:] if column in recipe)
+    begins = (
+        re.match(rf"{re.escape(recipe[column])}(?:\b|(?!\w))", row.cells[column])
+        for column in _MATCHED[2:]
+        if column in recipe
+    )
+    return all(begins)
 
 
 def identity(row: TableRow, words: Sequence[str], taken: set[str]) -> str:
@@ -104,7 +101,7 @@ def read_chip(row: TableRow) -> tuple[Chip, tuple[str, ...]]:
     facts = dict(readings()["chip"].get(name, {"catalogue": name}))
     assumed = tuple(facts.pop("assumed", ()))
     try:
-        known = chip(facts.pop("catalogue"))
+        known = published_chip(facts.pop("catalogue"))
     except RooftopError as error:
         raise row.error("chip", error.accepted) from None
     return (known.replace(**facts) if facts else known), assumed
@@ -158,9 +155,8 @@ def read_model(row: TableRow, seq_len: int) -> tuple[ModelConfig, tuple[str, ...
     ``seq_len`` becomes the longest sequence of a model built from columns. Raises Gap if neither is enough.
     """
     name = row.required("model")
-    facts = dict(_model_facts(name))
-    preset = facts.pop("preset", name)
-    facts.pop("source", None)
+    facts = dict(family_facts(name))
+    preset = facts.pop("preset", None) or published_model(name).preset or name
     empty = [column for column in _ARCHITECTURE if row.text(column) is None]
     if empty:
         try:
@@ -196,15 +192,6 @@ def read_model(row: TableRow, seq_len: int) -> tuple[ModelConfig, tuple[str, ...
         return ModelConfig(**fields), tuple(assumed)
     except RooftopError as error:
         raise RooftopError(row.field(error.field), error.given, error.accepted) from None
-
-
-def _model_facts(name: str) -> Mapping[str, Any]:
-    families = readings()["model"]
-    match = max((prefix for prefix in families if name.lower().startswith(prefix)), key=len, default=None)
-    if match is None:
-        return {}
-    facts: Mapping[str, Any] = families[families[match].get("like", match)]
-    return facts
 
 
 def require_room(row: TableRow, column: str, model: ModelConfig, numerics: ServingNumerics, on: Slice) -> None:
@@ -260,7 +247,11 @@ def read_microbatch(row: TableRow) -> int | None:
 
 def read_dtype(row: TableRow) -> str:
     """The dtype of the matmuls, a name of quantities.DTYPE_BYTES. Raises Gap if it is neither stated nor known."""
-    word = row.text("dtype") or source_facts(row.required("source")).get("dtype")
+    word = (
+        row.text("dtype")
+        or published_model(row.required("model")).dtype
+        or source_facts(row.required("source")).get("dtype")
+    )
     if word is None:
         raise Gap("dtype not stated")
     first = re.split(r"[ +/,]", word.lower())[0]
@@ -273,6 +264,8 @@ def read_dtype(row: TableRow) -> str:
 def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
     """The remat policy: a word of MaxText, Megatron or JAX, 'custom(a+b offload)' or 'custom(a+b save, c offload)'."""
     word, recipe = row.text("recompute"), run_facts(row).get("recompute")
+    if word is not None:
+        word = remat_word(word)
     if word is None or (word.startswith("custom/full") and recipe is not None):
         word = recipe
     if word is None:
