@@ -133,7 +133,7 @@ class DiffResult(Result):
 class ValidationResult(Result):
     """Predictions next to published measurements of training and of serving.
 
-    ``notes`` and ``reasons`` are by run; ``unpredicted`` says of each run without a prediction why it has none.
+    ``notes`` and ``reasons`` are by run; ``published`` has the rows that cannot be used, each with its reason.
     """
 
     report: AccuracyReport
@@ -142,14 +142,13 @@ class ValidationResult(Result):
     published: PublishedRuns
     notes: Mapping[str, Sequence[str]]
     reasons: Mapping[str, str]
-    unpredicted: Mapping[str, str]
     memory: MemoryRecord
     calibrated_by: str | None = None
     compiled: CompiledRuns | None = None
 
     def to_json(self) -> dict[str, object]:
         """Every run with its levels and errors, errors by group, and the runs left out."""
-        from rooftop.validation.report import UnpredictedRun, UnusableTraining, ValidationRecord, ValidationSummary
+        from rooftop.validation.report import UnusableTraining, ValidationRecord, ValidationSummary
 
         rows = self._training_rows
         return ValidationRecord(
@@ -161,7 +160,6 @@ class ValidationResult(Result):
                 groups=self.report.groups,
                 beats_bound=self.report.beats_bound,
                 runs=len(rows),
-                unpredicted=tuple(UnpredictedRun(id=run, why=why) for run, why in self.unpredicted.items()),
                 unusable=tuple(UnusableTraining.of(run) for run in self.published.unusable),
                 serving_rows=self.published.serving_rows,
             ),
@@ -294,7 +292,7 @@ def validate(
     from rooftop.validation.engines import EngineReport, engine_report
     from rooftop.validation.memory import compare_memory
     from rooftop.validation.predict import predict
-    from rooftop.validation.runs import PublishedRuns
+    from rooftop.validation.runs import PublishedRuns, Unusable
     from rooftop.validation.serving import ServingReport, serving_report
 
     if compiled:
@@ -318,13 +316,13 @@ def validate(
         engines = engine_report(path) if of_engines or path is None else engines
         serving = serving if of_engines else serving_report(path)
     runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, own)
-    predicted, notes, unpredicted = [], {}, {}
+    predicted, notes, unusable = [], {}, list(published.unusable)
     plans = []
     for run in (replace(run, slice=runs_of[run.id][0]) for run in published.runs):
         try:
             prediction = predict(run, assumptions)
         except (RooftopError, Infeasible) as error:
-            unpredicted[run.id] = str(error)
+            unusable.append(Unusable.unpriced(run, error))
             continue
         predicted.append((run, prediction.bound_s, prediction.uncalibrated_s))
         plans.append((run, prediction.plan))
@@ -336,10 +334,9 @@ def validate(
         report=report,
         serving=serving,
         engines=engines,
-        published=published,
+        published=replace(published, unusable=tuple(sorted(unusable, key=lambda one: one.lines))),
         notes=notes,
         reasons=validation.load_reasons(),
-        unpredicted=unpredicted,
         memory=compare_memory(plans),
         calibrated_by=None if own is None else own.by,
         compiled=_compiled(plans, only, timeout, on_progress) if compiled else None,

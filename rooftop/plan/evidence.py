@@ -534,7 +534,8 @@ def _effects(ratios: tuple[MeasuredRatio, ...], kind: Kind) -> _Effects:
 def _pooled_factor(ratios: Sequence[MeasuredRatio], unlike: int) -> tuple[float, float] | None:
     """The 5th and 95th percentile of many ratios, each model counted alike, for a run of another model.
 
-    None where all ratios are one, which does not say how far runs stray. Their distances from the median grow as those of a mean over as many models do: by sqrt(1 + 1/models).
+    None where all ratios are equal, which does not say how far runs stray. Their distances from the median grow as
+    those of a mean over as many models do: by sqrt(1 + 1/models).
     """
     models = Counter(one.model for one in ratios)
     ordered = sorted((math.log(one.ratio), 1 / models[one.model]) for one in ratios)

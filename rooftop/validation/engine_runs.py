@@ -139,7 +139,7 @@ def _run(row: TableRow) -> EngineRun:
     if engine not in facts:
         raise row.error("engine", ", ".join(facts))
     own, source = facts[engine], _source(row)
-    model = _model(row.required("model"))
+    model = _model(row)
     chip, from_chip = read_chip(row)
     clients = row.count("concurrency")
     if clients is None:
@@ -201,13 +201,13 @@ def _source(row: TableRow) -> Mapping[str, Any]:
     return sources[max(known, key=len, default="default")]
 
 
-def _model(name: str) -> ModelConfig:
-    """The preset of a published model."""
-    short = name.rsplit("/", 1)[-1].lower()
+def _model(row: TableRow) -> ModelConfig:
+    """The preset of a published model. Raises RooftopError for a model that no preset is of."""
+    name = row.required("model")
     try:
         return load_model(published_model(name).preset or name)
     except RooftopError:
-        raise Gap(f"no preset {short!r}") from None
+        raise row.error("model", "a preset (`rooftop model` lists them)") from None
 
 
 def _server(row: TableRow, chip: Chip) -> tuple[Workers, tuple[str, ...]]:
@@ -297,9 +297,7 @@ def _note_of_source(
         note: str | None = facts["configurations"].get(_id(row).rsplit("_", 1)[-1])
         if note is not None and {
             role: one[:2] for role, one in _sizes_of_note(note, row.field("request_rate_or_note")).items()
-        } == {
-            role: one[:2] for role, one in sizes.items()
-        }:
+        } == {role: one[:2] for role, one in sizes.items()}:
             return note
     return None
 

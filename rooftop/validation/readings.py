@@ -162,7 +162,8 @@ def read_model(row: TableRow, seq_len: int) -> tuple[ModelConfig, tuple[str, ...
         try:
             config = load_model(preset)
         except RooftopError:
-            raise Gap(f"no preset {preset!r}, and {', '.join(empty)} not stated") from None
+            known = f"a preset (`rooftop model` lists them), or a table that states {', '.join(empty)}"
+            raise row.error("model", known) from None
         for column in _ARCHITECTURE:
             accepted = [None, getattr(config, column)]
             if column == "d_ff" and config.moe is not None:

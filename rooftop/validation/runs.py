@@ -13,7 +13,7 @@ from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import parse_count, parse_quantity
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, flops_per_token
-from rooftop.validation import readings
+from rooftop.validation import names, readings
 from rooftop.validation.readings import Gap, Remat
 from rooftop.validation.table import RUN_COLUMNS, TableRow, read_table
 
@@ -134,6 +134,20 @@ class Unusable:
             lines=tuple(row.number for row in rows),
         )
 
+    @classmethod
+    def unpriced(cls, run: PublishedRun, why: Exception) -> Unusable:
+        """A run that was read and cannot be priced."""
+        return cls(
+            source=run.source,
+            model=run.model.name,
+            chip=run.slice.chip.name,
+            num_chips=run.slice.chips,
+            why=f"{run.id}: {why}",
+            measured=run.measured,
+            measured_memory_bytes=run.measured_memory_bytes,
+            lines=run.lines,
+        )
+
 
 def _number(cell: str) -> int | None:
     """A positive whole number; None where there is none."""
@@ -212,7 +226,7 @@ def _metrics(group: list[TableRow]) -> tuple[dict[str, float], dict[str, float],
 
 def _read_metric(row: TableRow, measured: dict[str, float], memory: dict[str, float]) -> None:
     """Add the metric of a row. Raises RooftopError for a metric, a unit or a number that cannot be read."""
-    known, aliases = (readings.readings()[name] for name in ("metric", "metric_alias"))
+    known, aliases = (names.readings()[name] for name in ("metric", "metric_alias"))
     metric, unit = row.required("measured_metric"), row.required("unit")
     metric = aliases.get(metric, metric)
     if (budget := _BUDGET.fullmatch(metric)) is not None:

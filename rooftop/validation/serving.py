@@ -219,6 +219,7 @@ def serving_report(path: Path | None = None) -> ServingReport:
     for run in read:
         try:
             predict(run, {})
+            _ideal_s(run)
         except (RooftopError, Infeasible) as why:
             unusable.append(_unusable(run, why))
         else:
