@@ -307,11 +307,10 @@ def validate(
     published = PublishedRuns(runs=(), unusable=(), serving_rows=0) if of_engines else validation.load_published(path)
     engines, serving = EngineReport(comparisons=(), unusable=()), ServingReport(comparisons=(), unusable=())
     if only is not None:
-        names = [run.id for run in published.runs]
-        published = replace(published, runs=tuple(run for run in published.runs if only in run.id))
-        if not published.runs:
-            accepted = f"a part of the name of a run of training, such as {names[0]}" if names else "runs of training"
-            raise RooftopError("only", only, accepted)
+        named = tuple(run for run in published.runs if only in run.id)
+        if not named:
+            raise RooftopError("only", only, _accepted_names(published))
+        published = replace(published, runs=named)
     else:
         engines = engine_report(path) if of_engines or path is None else engines
         serving = serving if of_engines else serving_report(path)
@@ -341,6 +340,15 @@ def validate(
         calibrated_by=None if own is None else own.by,
         compiled=_compiled(plans, only, timeout, on_progress) if compiled else None,
     )
+
+
+def _accepted_names(published: PublishedRuns) -> str:
+    """Parts of the names of runs, in words."""
+    if not published.runs:
+        return "a table with runs of training that can be used"
+    chips = ", ".join(sorted({run.slice.chip.name for run in published.runs}))
+    models = ", ".join(sorted({run.id.split("/")[1] for run in published.runs}))
+    return f"a part of the name of a run of training, such as {published.runs[0].id}; of {chips}; of {models}"
 
 
 def _compiled(
