@@ -200,18 +200,18 @@ def usage_line(error: click.UsageError) -> str:
     return f"{field}: {f'got {value}' if is_number else error.message.rstrip('.')}; accepted: {accepted}"
 
 
-def _no_such_option(given: str, params: Sequence[click.Parameter], listed_by: str) -> RooftopError:
+def _no_such_option(name: str, params: Sequence[click.Parameter], listed_by: str) -> RooftopError:
     """The error for an option that a verb has not: it names one that is spelt alike, or one whose help has the word."""
     options = [param for param in params if isinstance(param, click.Option)]
     names = {name: param for param in options for name in (*param.opts, *param.secondary_opts) if name.startswith("--")}
-    error = unknown("option", given, names, listed_by=listed_by)
+    error = unknown("option", name, names, listed_by=listed_by)
     # Nobody who writes another word for an option is after --help.
     _, alike, rest = error.accepted.rpartition("did you mean --help? ")
-    word = re.compile(rf"\b{re.escape(given.strip('-'))}\b", re.IGNORECASE)
-    about = next((name for name, param in names.items() if word.search(param.help or "")), None)
+    word = re.compile(rf"\b{re.escape(name.strip('-'))}\b", re.IGNORECASE)
+    about = next((known for known, param in names.items() if word.search(param.help or "")), None)
     if not alike or about is None:
         return error
-    return RooftopError("option", given, f"did you mean {about}? {rest}")
+    return RooftopError("option", name, f"did you mean {about}? {rest}")
 
 
 def _usage(ctx: click.Context) -> str:

@@ -377,11 +377,11 @@ def _priced(runs: Sequence[EngineRun]) -> tuple[list[EngineRun], _Loads, list[Un
             else:
                 # They differ in their load, which may be what is wrong with one of them alone.
                 waiting += [[index] for index in members]
-    kept = [index for index in range(len(runs)) if index not in refused]
-    place = {index: at for at, index in enumerate(kept)}
+    priced = [index for index in range(len(runs)) if index not in refused]
+    place = {index: at for at, index in enumerate(priced)}
     prices = [(replace(one, members=[place[index] for index in one.members]), bounds) for one, bounds in prices]
     unusable = [refused[index] for index in sorted(refused)]
-    return [runs[index] for index in kept], _Loads.joined(prices, len(kept)), unusable
+    return [runs[index] for index in priced], _Loads.joined(prices, len(priced)), unusable
 
 
 def _price(runs: Sequence[EngineRun], members: list[int]) -> _Price:

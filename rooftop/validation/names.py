@@ -88,7 +88,7 @@ def _presets() -> Mapping[str, str]:
 
 
 def family_facts(name: str) -> Mapping[str, Any]:
-    """What ``[model]`` of ``data/readings.toml`` says of a model by its whole name, with or without its size."""
+    """Facts of ``[model]`` in ``data/readings.toml`` about a model by its whole name, with or without its size."""
     families = {known: facts for facts in readings()["model"].values() for known in facts["names"]}
     words = _model_words(re.sub(r"\(.*?\)", "", name))
     for end in (len(words), len(words) - 1):
@@ -110,13 +110,13 @@ def remat_word(word: str) -> str:
 def _model_words(name: str) -> list[str]:
     """Words of a model's name that say which architecture it has."""
     words, names = _words(name.strip().rsplit("/", 1)[-1]), readings()["names"]
-    kept = []
+    telling = []
     for before, word in zip(["", *words], words, strict=False):
         # Checkpoints of one dtype are numbered.
         of_checkpoint = before in names["dtype"] and re.fullmatch(r"v\d+", word)
         if word not in (*names["model"], *names["dtype"]) and not of_checkpoint and _DATE.fullmatch(word) is None:
-            kept.append(word)
-    return kept
+            telling.append(word)
+    return telling
 
 
 def _words(name: str) -> list[str]:
