@@ -185,9 +185,9 @@ def diff(*, before: Path, after: Path, top: int | str, as_json: bool) -> None:
 )
 @option("--runs", group=WORKLOAD, type=PATH, metavar="FILE", help="Another table of runs, with the same columns (CSV).")
 @assume_option(help="Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md).")
-@calibration_option(help="Predict training on a chip by the fractions that rooftop calibrate measured (JSON).")
+@calibration_option(help="Predict training by the fractions that rooftop calibrate measured (JSON).")
 @option("--compiled", group=RUN, is_flag=True, help="Compile runs on TPUs for their slices too (XLA:TPU; cached).")
-@option("--only", group=WORKLOAD, metavar="NAME", help="Runs of training whose names have this in them.")
+@option("--only", group=WORKLOAD, metavar="NAME", help="Runs of training with this in their names: a model, a chip.")
 @timeout_option(help="Give up a compilation after this time: 10m.")
 @top_option(type=COUNT_OR_ZERO, default="10", help="Runs to list, the worst first; 0: none.")
 @json_option

@@ -181,8 +181,7 @@ def usage_line(error: click.UsageError) -> str:
         return message
     params = error.ctx.command.get_params(error.ctx)
     if isinstance(error, click.NoSuchOption):
-        options = [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
-        return str(unknown("option", error.option_name, options, listed_by=f"{error.ctx.command_path} --help"))
+        return str(_no_such_option(error.option_name, params, f"{error.ctx.command_path} --help"))
     if isinstance(error, click.BadOptionUsage):
         named = next((param for param in params if error.option_name in (*param.opts, *param.secondary_opts)), None)
         if named is not None:
@@ -199,6 +198,20 @@ def usage_line(error: click.UsageError) -> str:
     # Click does not keep what was given; of a number its sentence begins with it.
     value, is_number, _ = error.message.partition(" is not ")
     return f"{field}: {f'got {value}' if is_number else error.message.rstrip('.')}; accepted: {accepted}"
+
+
+def _no_such_option(name: str, params: Sequence[click.Parameter], listed_by: str) -> RooftopError:
+    """The error for an option that a verb has not: it names one that is spelt alike, or one whose help has the word."""
+    options = [param for param in params if isinstance(param, click.Option)]
+    names = {name: param for param in options for name in (*param.opts, *param.secondary_opts) if name.startswith("--")}
+    error = unknown("option", name, names, listed_by=listed_by)
+    # Nobody who writes another word for an option is after --help.
+    _, alike, rest = error.accepted.rpartition("did you mean --help? ")
+    word = re.compile(rf"\b{re.escape(name.strip('-'))}\b", re.IGNORECASE)
+    about = next((known for known, param in names.items() if word.search(param.help or "")), None)
+    if not alike or about is None:
+        return error
+    return RooftopError("option", name, f"did you mean {about}? {rest}")
 
 
 def _usage(ctx: click.Context) -> str:

@@ -384,7 +384,10 @@ class Supported(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SupportRecord(Record):
-    """A model on a chip: verbs, evidence by phase, and the source of each fraction of peak by resource."""
+    """A model on a chip: verbs, evidence by phase, and the source of each fraction of peak by resource.
+
+    A model that is not planned has no evidence.
+    """
 
     model: str
     chip: str
@@ -440,11 +443,13 @@ def support(name: ModelLike, *, on: ChipLike) -> SupportResult:
     Raises RooftopError for a model or a chip that is not known.
     """
     config, where = model_of(name), chip_of(on)
-    phases = {phase: _evidence(phase, config, where) for phase in get_args(Phase)}
+    verbs = tuple(_verbs(config, where))
+    planned = any(entry.verb == "plan" and entry.answer == "yes" for entry in verbs)
+    phases = {phase: _evidence(phase, config, where) for phase in get_args(Phase)} if planned else {}
     record = SupportRecord(
         model=config.name,
         chip=where.name,
-        verbs=tuple(_verbs(config, where)),
+        verbs=verbs,
         evidence=phases,
         rates=dict(Rates.of(where).fractions.sources),
     )

@@ -122,7 +122,7 @@ class DiffResult(Result):
 class ValidationResult(Result):
     """Predictions next to published measurements of training and of serving.
 
-    ``notes`` and ``reasons`` are by run; ``unpredicted`` says of each run without a prediction why it has none.
+    ``notes`` and ``reasons`` are by run; ``published`` has the rows that cannot be used, each with its reason.
     """
 
     report: AccuracyReport
@@ -131,14 +131,13 @@ class ValidationResult(Result):
     published: PublishedRuns
     notes: Mapping[str, Sequence[str]]
     reasons: Mapping[str, str]
-    unpredicted: Mapping[str, str]
     memory: MemoryRecord
     calibrated_by: str | None = None
     compiled: CompiledRuns | None = None
 
     def to_json(self) -> dict[str, object]:
         """Every run with its levels and errors, errors by group, and the runs left out."""
-        from rooftop.validation.report import UnpredictedRun, UnusableTraining, ValidationRecord, ValidationSummary
+        from rooftop.validation.report import UnusableTraining, ValidationRecord, ValidationSummary
 
         rows = self._training_rows
         return ValidationRecord(
@@ -150,7 +149,6 @@ class ValidationResult(Result):
                 groups=self.report.groups,
                 beats_bound=self.report.beats_bound,
                 runs=len(rows),
-                unpredicted=tuple(UnpredictedRun(id=run, why=why) for run, why in self.unpredicted.items()),
                 unusable=tuple(UnusableTraining.of(run) for run in self.published.unusable),
                 serving_rows=self.published.serving_rows,
             ),
@@ -270,7 +268,7 @@ def validate(
         calibration: A calibration file of `rooftop calibrate`, or its fractions, for training on its chip.
         compiled: Compile our programs of runs on TPUs for their own slices too, small slices first. What is compiled
             is in the cache of ``compile``: a second call goes on from there.
-        only: Compare the runs of training alone whose names have this in them.
+        only: Compare the runs of training alone whose names, which have source, model and slice, have this in them.
         timeout: Seconds, or '10m', after which a compilation is given up.
         on_progress: Called with runs compiled, their number, and the run.
 
@@ -283,7 +281,7 @@ def validate(
     from rooftop.validation.engines import EngineReport, engine_report
     from rooftop.validation.memory import compare_memory
     from rooftop.validation.predict import predict
-    from rooftop.validation.runs import PublishedRuns
+    from rooftop.validation.runs import PublishedRuns, Unusable
     from rooftop.validation.serving import ServingReport, serving_report
 
     if compiled:
@@ -293,28 +291,26 @@ def validate(
     own = calibration_of(calibration)
     assumptions = Assumptions() if assume is None else Assumptions().with_hidden(assume)
     path = None if runs is None else Path(runs)
-    engines = EngineReport(comparisons=(), unusable=())
-    if is_engine_table(path):
-        engines = engine_report(path)
-    if path is not None and (engines.comparisons or engines.unusable):
-        serving = ServingReport(comparisons=(), unusable=())
-        published = PublishedRuns(runs=(), unusable=(), serving_rows=0)
-    else:
-        serving = serving_report(path)
-        published = validation.load_published(path, training=not serving.comparisons)
+    # Reading takes little time: what is refused is refused before anything is priced.
+    of_engines = path is not None and is_engine_table(path)
+    published = PublishedRuns(runs=(), unusable=(), serving_rows=0) if of_engines else validation.load_published(path)
+    engines, serving = EngineReport(comparisons=(), unusable=()), ServingReport(comparisons=(), unusable=())
     if only is not None:
-        serving = replace(serving, comparisons=())
-        published = replace(published, runs=tuple(run for run in published.runs if only in run.id))
-        if not published.runs:
-            raise RooftopError("only", only, "a part of the name of a run of training in the table (--json lists them)")
+        named = tuple(run for run in published.runs if only in run.id)
+        if not named:
+            raise RooftopError("only", only, _accepted_names(published))
+        published = replace(published, runs=named)
+    else:
+        engines = engine_report(path) if of_engines or path is None else engines
+        serving = serving if of_engines else serving_report(path)
     runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, own)
-    predicted, notes, unpredicted = [], {}, {}
+    predicted, notes, unusable = [], {}, list(published.unusable)
     plans = []
     for run in (replace(run, slice=runs_of[run.id][0]) for run in published.runs):
         try:
             prediction = predict(run, assumptions)
         except (RooftopError, Infeasible) as error:
-            unpredicted[run.id] = str(error)
+            unusable.append(Unusable.unpriced(run, error))
             continue
         predicted.append((run, prediction.bound_s, prediction.uncalibrated_s))
         plans.append((run, prediction.plan))
@@ -326,14 +322,22 @@ def validate(
         report=report,
         serving=serving,
         engines=engines,
-        published=published,
+        published=replace(published, unusable=tuple(sorted(unusable, key=lambda one: one.lines))),
         notes=notes,
         reasons=validation.load_reasons(),
-        unpredicted=unpredicted,
         memory=compare_memory(plans),
         calibrated_by=None if own is None else own.by,
         compiled=_compiled(plans, only, timeout, on_progress) if compiled else None,
     )
+
+
+def _accepted_names(published: PublishedRuns) -> str:
+    """Parts of the names of runs, in words."""
+    if not published.runs:
+        return "a table with runs of training that can be used"
+    chips = ", ".join(sorted({run.slice.chip.name for run in published.runs}))
+    models = ", ".join(sorted({run.id.split("/")[1] for run in published.runs}))
+    return f"a part of the name of a run of training, such as {published.runs[0].id}; of {chips}; of {models}"
 
 
 def _compiled(

@@ -14,7 +14,7 @@ from rooftop.models.counting import (
     kv_elements,
     weights,
 )
-from rooftop.models.huggingface import from_huggingface, load_model, preset_source, presets
+from rooftop.models.huggingface import from_huggingface, load_model, preset_names, preset_source, presets
 
 __all__ = [
     "MLA",
@@ -34,6 +34,7 @@ __all__ = [
     "kv_cache_bytes",
     "kv_elements",
     "load_model",
+    "preset_names",
     "preset_source",
     "presets",
     "weights",

@@ -86,11 +86,11 @@ def load_model(name_or_path: str) -> ModelConfig:
 
 
 def _preset_name(name: str) -> str | None:
-    return _aliases().get(name.lower())
+    return preset_names().get(name.lower())
 
 
 @cache
-def _aliases() -> Mapping[str, str]:
+def preset_names() -> Mapping[str, str]:
     """Lower-case name or alias -> preset. The Hugging Face repository of a preset is an alias of it."""
     aliases = {}
     for name in presets():

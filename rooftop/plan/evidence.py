@@ -393,7 +393,7 @@ def _unlike(question: Question, own: Sequence[MeasuredRatio], ratios: Sequence[M
 
 
 def _evidence(
-    question: Question, own: Sequence[MeasuredRatio], factor: tuple[float, float], unlike: Sequence[str]
+    question: Question, own: Sequence[MeasuredRatio], factor: tuple[float, float] | None, unlike: Sequence[str]
 ) -> Evidence:
     return Evidence(
         level="expected",
@@ -531,13 +531,16 @@ def _effects(ratios: tuple[MeasuredRatio, ...], kind: Kind) -> _Effects:
     return _Effects.of(tuple(one for one in ratios if one.kind == kind), _effects(dense, "dense").of_frameworks)
 
 
-def _pooled_factor(ratios: Sequence[MeasuredRatio], unlike: int) -> tuple[float, float]:
+def _pooled_factor(ratios: Sequence[MeasuredRatio], unlike: int) -> tuple[float, float] | None:
     """The 5th and 95th percentile of many ratios, each model counted alike, for a run of another model.
 
-    Their distances from the median grow as those of a mean over as many models do: by sqrt(1 + 1/models).
+    None where all ratios are equal, which does not say how far runs stray. Their distances from the median grow as
+    those of a mean over as many models do: by sqrt(1 + 1/models).
     """
     models = Counter(one.model for one in ratios)
     ordered = sorted((math.log(one.ratio), 1 / models[one.model]) for one in ratios)
+    if ordered[0][0] == ordered[-1][0]:
+        return None
     total, below, places = len(models), 0.0, []
     for _, weight in ordered:
         places.append((below + weight / 2) / total)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.quantities import DTYPE_BYTES, format_bytes
-from rooftop.hardware import Slice
-from rooftop.hardware import chip as find_chip
-from rooftop.models import ModelConfig, count_params, load_model
+from rooftop.core.quantities import DTYPE_BYTES, parse_count
+from rooftop.hardware import Chip, Slice
+from rooftop.models import ModelConfig, load_model
 from rooftop.plan.serving.engines.kernels import ENGINES
 from rooftop.plan.serving.workload import ServingNumerics
-from rooftop.validation.readings import Gap
+from rooftop.validation.names import published_model, readings
+from rooftop.validation.readings import Gap, read_chip, require_room
 from rooftop.validation.serving_runs import serving_readings
 from rooftop.validation.table import TableRow, read_table, table_columns
 
@@ -95,13 +94,18 @@ class EngineRun:
 
 @dataclass(frozen=True, kw_only=True)
 class UnusableEngineRun:
-    """A row that says too little, or has a bad cell."""
+    """A row that says too little, has a bad cell, or is of a run that cannot be priced."""
 
     source: str
     model: str
     engine: str
     why: str
     line: int
+
+    @classmethod
+    def of(cls, run: EngineRun, why: str) -> UnusableEngineRun:
+        """A run that was read."""
+        return cls(source=run.source, model=run.model.name, engine=run.engine, why=why, line=run.line)
 
 
 def is_engine_table(path: Path | None) -> bool:
@@ -113,7 +117,10 @@ def load_engine_runs(path: Path | None = None) -> tuple[list[EngineRun], list[Un
     """The runs of a table, by default of the one that comes with rooftop, and the rows that cannot be used."""
     runs: list[EngineRun] = []
     unusable: list[UnusableEngineRun] = []
-    for row in read_table(path, columns=ENGINE_COLUMNS, packaged=_TABLE):
+    rows = read_table(path, columns=ENGINE_COLUMNS, packaged=_TABLE)
+    if not rows:
+        raise RooftopError("table of runs", str(path), "a table with at least one row")
+    for row in rows:
         try:
             runs.append(_run(row))
         except (Gap, RooftopError) as why:
@@ -132,8 +139,8 @@ def _run(row: TableRow) -> EngineRun:
     if engine not in facts:
         raise row.error("engine", ", ".join(facts))
     own, source = facts[engine], _source(row)
-    model = _model(row.required("model"))
-    chip = row.required("chip").lower().split("_")[0]
+    model = _model(row)
+    chip, from_chip = read_chip(row)
     clients = row.count("concurrency")
     if clients is None:
         raise Gap("concurrency not stated")
@@ -144,9 +151,10 @@ def _run(row: TableRow) -> EngineRun:
         prefill_on, (generate_on, assumed) = None, _server(row, chip)
     else:
         (prefill_on, generate_on), assumed = _workers(row, model, chip, engine)
-    numerics, from_numerics = _numerics(row, model, own, find_chip(chip).flops_per_s)
+    numerics, from_numerics = _numerics(row, own, chip)
     for workers in (generate_on,) if prefill_on is None else (prefill_on, generate_on):
-        _check_room(row, model, numerics, workers)
+        column = "tp" if mode == "agg" else "request_rate_or_note"
+        require_room(row, column, model, numerics, workers.slice)
     prompt, margin = row.required_count("isl"), source.get("margin")
     return EngineRun(
         id=_id(row),
@@ -154,7 +162,7 @@ def _run(row: TableRow) -> EngineRun:
         model=model,
         engine=engine,
         version=row.text("engine_version"),
-        kernels=own.get("kernels_by_version", {}).get(row.text("engine_version"), {}).get(chip, engine),
+        kernels=own.get("kernels_by_version", {}).get(row.text("engine_version"), {}).get(chip.name, engine),
         numerics=numerics,
         generate_on=generate_on,
         prefill_on=prefill_on,
@@ -171,7 +179,7 @@ def _run(row: TableRow) -> EngineRun:
         ttft_s=row.value("ttft_ms") / 1e3,
         tpot_s=row.value("tpot_ms") / 1e3,
         where_found=row.cells["where_found"],
-        assumed=(*assumed, *from_numerics, *source["assumed"], *own["assumed"]),
+        assumed=(*from_chip, *assumed, *from_numerics, *source["assumed"], *own["assumed"]),
         from_source=mode == "disagg" and bool(assumed),
         line=row.number,
     )
@@ -193,19 +201,16 @@ def _source(row: TableRow) -> Mapping[str, Any]:
     return sources[max(known, key=len, default="default")]
 
 
-@cache
-def _model(name: str) -> ModelConfig:
-    """The preset of a model of Hugging Face."""
-    short = name.rsplit("/", 1)[-1].lower()
-    for tried in (short, name):
-        try:
-            return load_model(tried)
-        except RooftopError:
-            continue
-    raise Gap(f"no preset {short!r}")
+def _model(row: TableRow) -> ModelConfig:
+    """The preset of a published model. Raises RooftopError for a model that no preset is of."""
+    name = row.required("model")
+    try:
+        return load_model(published_model(name).preset or name)
+    except RooftopError:
+        raise row.error("model", "a preset (`rooftop model` lists them)") from None
 
 
-def _server(row: TableRow, chip: str) -> tuple[Workers, tuple[str, ...]]:
+def _server(row: TableRow, chip: Chip) -> tuple[Workers, tuple[str, ...]]:
     """The server of an aggregated run.
 
     One of the files behind the table multiplies the sizes of an expert-parallel server with one another: 64 ways of
@@ -226,13 +231,14 @@ def _server(row: TableRow, chip: str) -> tuple[Workers, tuple[str, ...]]:
 
 
 def _workers(
-    row: TableRow, model: ModelConfig, chip: str, engine: str
+    row: TableRow, model: ModelConfig, chip: Chip, engine: str
 ) -> tuple[tuple[Workers, Workers], tuple[str, ...]]:
     """Servers that prefill, and servers that generate, and the readings that they need."""
     sizes = _sizes_of_columns(row)
     assumed: tuple[str, ...] = ()
     if sizes is None:
-        sizes = _sizes_of_note(row.cells["request_rate_or_note"])
+        field = row.field("request_rate_or_note")
+        sizes = _sizes_of_note(row.cells["request_rate_or_note"], field)
         if set(sizes) != set(_ROLES):
             raise row.error(
                 "request_rate_or_note",
@@ -241,7 +247,7 @@ def _workers(
         note = _note_of_source(row, model, chip, engine, sizes)
         if note is not None:
             sizes, assumed = (
-                _sizes_of_note(note),
+                _sizes_of_note(note, field),
                 (f"{note}: attention DP and experts as {row.cells['source']} has them",),
             )
     prefill, decode = (_group(row, chip, *sizes[role][:3]) for role in _ROLES)
@@ -264,16 +270,17 @@ def _sizes_of_columns(row: TableRow) -> dict[str, _Sizes] | None:
     }
 
 
-def _sizes_of_note(note: str) -> dict[str, _Sizes]:
-    """Servers by role from 'prefill workers 1 x tp1 dp8 ep8, decode workers ...'."""
-    return {
-        role: (int(count), int(tensor), int(copies or 1), int(experts or 1))
-        for role, count, tensor, copies, experts in _WORKERS.findall(note)
-    }
+def _sizes_of_note(note: str, field: str) -> dict[str, _Sizes]:
+    """Servers by role from 'prefill workers 1 x tp1 dp8 ep8, decode workers ...'. Raises RooftopError for a 0."""
+    servers: dict[str, _Sizes] = {}
+    for role, *sizes in _WORKERS.findall(note):
+        count, tensor, copies, experts = (parse_count(size or 1, field) for size in sizes)
+        servers[role] = count, tensor, copies, experts
+    return servers
 
 
 def _note_of_source(
-    row: TableRow, model: ModelConfig, chip: str, engine: str, sizes: Mapping[str, _Sizes]
+    row: TableRow, model: ModelConfig, chip: Chip, engine: str, sizes: Mapping[str, _Sizes]
 ) -> str | None:
     """Return what a row's source says of its servers elsewhere; None unless it completes what the row says.
 
@@ -284,53 +291,35 @@ def _note_of_source(
         return None
     for facts in serving_readings()["servers"]:
         if (facts["source"], facts["model"], facts["chip"], facts["engine"]) != (
-            *(row.cells["source"], model.name, chip, engine),
+            *(row.cells["source"], model.name, chip.name, engine),
         ):
             continue
         note: str | None = facts["configurations"].get(_id(row).rsplit("_", 1)[-1])
-        if note is not None and {role: one[:2] for role, one in _sizes_of_note(note).items()} == {
-            role: one[:2] for role, one in sizes.items()
-        }:
+        if note is not None and {
+            role: one[:2] for role, one in _sizes_of_note(note, row.field("request_rate_or_note")).items()
+        } == {role: one[:2] for role, one in sizes.items()}:
             return note
     return None
 
 
-def _check_room(row: TableRow, model: ModelConfig, numerics: ServingNumerics, workers: Workers) -> None:
-    """Raise RooftopError for a server whose memory the weights alone overfill: its sizes are not all stated."""
-    weights, room = (
-        count_params(model).total * numerics.weight_bytes,
-        workers.slice.chips * workers.slice.chip.hbm_bytes,
-    )
-    if weights > room:
-        column = "tp" if row.cells["mode"].lower() == "agg" else "request_rate_or_note"
-        raise row.error(
-            column,
-            f"servers that have room for the weights: {format_bytes(weights)} in {numerics.weights}, and "
-            f"{workers.slice.name} has {format_bytes(room)}",
-        )
-
-
-def _group(row: TableRow, chip: str, count: int, tensor: int, copies: int) -> Workers:
-    known = find_chip(chip)
+def _group(row: TableRow, chip: Chip, count: int, tensor: int, copies: int) -> Workers:
     devices = tensor * copies
-    fits = [prod(shape) for shape in known.slice_shapes if devices % prod(shape) == 0]
+    fits = [prod(shape) for shape in chip.slice_shapes if devices % prod(shape) == 0]
     per_node = max(fits, default=0)
-    if known.kind != "gpu" or not per_node or (devices > per_node and per_node < prod(known.pod_shape)):
-        raise row.error("num_chips", f"GPUs of whole nodes, or a part of one; {devices} {known.name} are not")
-    on = Slice(known, (per_node, devices // per_node))
+    if chip.kind != "gpu" or not per_node or (devices > per_node and per_node < prod(chip.pod_shape)):
+        raise row.error("num_chips", f"GPUs of whole nodes, or a part of one; {devices} {chip.name} are not")
+    on = Slice(chip, (per_node, devices // per_node))
     return Workers(count=count, slice=on, mesh={"tensor": tensor} if copies == 1 else {"expert": copies})
 
 
-def _numerics(
-    row: TableRow, model: ModelConfig, engine: Mapping[str, Any], rates: Mapping[str, float]
-) -> tuple[ServingNumerics, tuple[str, ...]]:
-    word = row.text("weights")
-    dtype = {"fp8": "f8_e4m3", "fp4": "f4_e2m1", "nvfp4": "f4_e2m1", "bf16": "bf16", None: "bf16"}.get(word, word)
+def _numerics(row: TableRow, engine: Mapping[str, Any], chip: Chip) -> tuple[ServingNumerics, tuple[str, ...]]:
+    word = row.text("weights") or published_model(row.required("model")).dtype
+    dtype = "bf16" if word is None else readings()["dtype"].get(word.lower(), word)
     if dtype not in DTYPE_BYTES:
         raise row.error("weights", "fp8, fp4, bf16, or nothing")
-    if dtype not in rates:
-        raise row.error("weights", f"a format of the matrix unit: {', '.join(rates)}")
-    by_chip = engine.get("kv_by_chip", {}).get(row.required("chip").lower().split("_")[0], engine["kv"])
+    if dtype not in chip.flops_per_s:
+        raise row.error("weights", f"a format of the matrix unit: {', '.join(chip.flops_per_s)}")
+    by_chip = engine.get("kv_by_chip", {}).get(chip.name, engine["kv"])
     kv = "bf16" if dtype == "bf16" else str(engine.get("kv_by_version", {}).get(row.text("engine_version"), by_chip))
     assumed = (f"KV in {kv}",) if word is not None else ("weights not stated: bf16, and so is the KV",)
     numerics = ServingNumerics(

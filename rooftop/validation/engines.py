@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import Record
 from rooftop.plan.evidence import MeasuredRatio, Question, left_out_evidence, measured_ratio, model_key
 from rooftop.plan.serving.assumptions import ServingAssumptions
@@ -102,8 +103,14 @@ class EngineComparison:
 
 
 def engine_comparisons(runs: Sequence[EngineRun]) -> tuple[EngineComparison, ...]:
-    """Predict the runs, with the overheads that the runs of other models have with the engine."""
-    loads = _Loads.of(runs)
+    """Predict the runs, with the overheads that the runs of other models have with the engine.
+
+    Raises RooftopError for a run that cannot be priced.
+    """
+    return _compared(runs, _Loads.of(runs))
+
+
+def _compared(runs: Sequence[EngineRun], loads: _Loads) -> tuple[EngineComparison, ...]:
     chosen = [Overheads()] * len(runs)
     kernels = loads.times(chosen)
     for (engine, model), members in _by_model(runs).items():
@@ -241,6 +248,10 @@ class _Configuration:
     kernels: float
 
 
+#: A configuration and the bounds of its members by metric.
+_Price = tuple[_Configuration, Mapping[Metric, Floats]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Loads:
     """All runs, priced by their kernels; ``bounds`` and ``kernels`` of a step are arrays over runs."""
@@ -253,15 +264,19 @@ class _Loads:
 
     @classmethod
     def of(cls, runs: Sequence[EngineRun]) -> _Loads:
-        """Price the runs, those of one configuration together."""
-        bounds: dict[Metric, Floats] = {metric: np.zeros(len(runs)) for metric in METRICS}
-        configurations = []
-        columns: dict[str, Floats] = {name: np.zeros(len(runs)) for name in (*_LOAD, *_STEPS)}
-        equal, kernels = np.zeros(len(runs), dtype=bool), np.zeros(len(runs))
-        for members in _configurations(runs):
-            chosen = [runs[index] for index in members]
-            one, own_bounds = _price(chosen, members)
-            configurations.append(one)
+        """Price the runs, those of one configuration together. Raises RooftopError for one that cannot be priced."""
+        return cls.joined(
+            [_price([runs[index] for index in members], members) for members in _configurations(runs)], len(runs)
+        )
+
+    @classmethod
+    def joined(cls, prices: Sequence[_Price], runs: int) -> _Loads:
+        """The configurations of so many runs as one."""
+        bounds: dict[Metric, Floats] = {metric: np.zeros(runs) for metric in METRICS}
+        columns: dict[str, Floats] = {name: np.zeros(runs) for name in (*_LOAD, *_STEPS)}
+        equal, kernels = np.zeros(runs, dtype=bool), np.zeros(runs)
+        for one, own_bounds in prices:
+            members = one.members
             kernels[members] = one.kernels
             for metric in METRICS:
                 bounds[metric][members] = own_bounds[metric]
@@ -272,7 +287,7 @@ class _Loads:
                 for name in _STEPS:
                     columns[name][members] = getattr(one.steps, name)
         return cls(
-            configurations=tuple(configurations),
+            configurations=tuple(one for one, _ in prices),
             bounds=bounds,
             kernels=kernels,
             load=ClosedLoop(**{name: columns[name] for name in _LOAD}, equal=equal),
@@ -347,7 +362,29 @@ def _configurations(runs: Sequence[EngineRun]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _price(runs: Sequence[EngineRun], members: list[int]) -> tuple[_Configuration, Mapping[Metric, Floats]]:
+def _priced(runs: Sequence[EngineRun]) -> tuple[list[EngineRun], _Loads, list[UnusableEngineRun]]:
+    """The runs that can be priced, their prices, and the others with the reason."""
+    prices: list[_Price] = []
+    refused: dict[int, UnusableEngineRun] = {}
+    waiting = _configurations(runs)
+    while waiting:
+        members = waiting.pop()
+        try:
+            prices.append(_price([runs[index] for index in members], members))
+        except (RooftopError, Infeasible) as why:
+            if len(members) == 1:
+                refused[members[0]] = UnusableEngineRun.of(runs[members[0]], str(why))
+            else:
+                # They differ in their load, which may be what is wrong with one of them alone.
+                waiting += [[index] for index in members]
+    priced = [index for index in range(len(runs)) if index not in refused]
+    place = {index: at for at, index in enumerate(priced)}
+    prices = [(replace(one, members=[place[index] for index in one.members]), bounds) for one, bounds in prices]
+    unusable = [refused[index] for index in sorted(refused)]
+    return [runs[index] for index in priced], _Loads.joined(prices, len(priced)), unusable
+
+
+def _price(runs: Sequence[EngineRun], members: list[int]) -> _Price:
     """Steps and bounds of runs of one configuration."""
     first, assumptions = runs[0], ServingAssumptions(engine=runs[0].kernels, gap_s=0.0, host_s=0.0)
     mean = (1 + first.shortest) / 2
@@ -595,8 +632,10 @@ class EngineReport:
 
 def engine_report(path: Path | None = None) -> EngineReport:
     """Predict every benchmark of a table; without a path, of the one that comes with rooftop."""
-    runs, unusable = load_engine_runs(path)
-    return EngineReport(comparisons=engine_comparisons(runs), unusable=tuple(unusable))
+    read, unread = load_engine_runs(path)
+    runs, loads, unpriced = _priced(read)
+    unusable = sorted((*unread, *unpriced), key=lambda one: one.line)
+    return EngineReport(comparisons=_compared(runs, loads), unusable=tuple(unusable))
 
 
 def _group(name: str, members: Sequence[EngineComparison]) -> EngineGroup:

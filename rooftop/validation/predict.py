@@ -11,7 +11,7 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
 from rooftop.plan.training.workload import Numerics, Workload
-from rooftop.validation.readings import readings
+from rooftop.validation.names import readings
 from rooftop.validation.runs import PublishedRun
 
 #: Remat policies as published -> ours. Megatron's ``selective`` recomputes the attention core alone; torchtitan's

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.quantities import DTYPE_BYTES
-from rooftop.hardware import Chip, Slice, chip
-from rooftop.models import ModelConfig, MoE, load_model
+from rooftop.core.quantities import DTYPE_BYTES, format_bytes, parse_count, parse_quantity
+from rooftop.hardware import Chip, Slice
+from rooftop.models import ModelConfig, MoE, count_params, load_model
 from rooftop.models.activations import CHECKPOINTS
+from rooftop.plan.serving.workload import ServingNumerics
+from rooftop.validation.names import family_facts, published_chip, published_model, readings, remat_word
 from rooftop.validation.table import TableRow
 
 #: Architecture columns that a model cannot be built without.
@@ -49,12 +48,6 @@ class Remat:
     capacity: float | None = None
 
 
-@cache
-def readings() -> Mapping[str, Any]:
-    """The parsed ``data/readings.toml``."""
-    return tomllib.loads(Path(__file__).with_name("data").joinpath("readings.toml").read_text(encoding="utf-8"))
-
-
 def source_facts(name: str) -> Mapping[str, Any]:
     """Facts about a source: 'flops', 'dp', 'gigabyte', 'dtype', 'recompute', 'assumed'; {} if it is not listed."""
     sources: Mapping[str, Mapping[str, Any]] = readings()["source"]
@@ -79,11 +72,16 @@ def run_facts(row: TableRow) -> Mapping[str, Any]:
 
 
 def _matches(recipe: Mapping[str, Any], row: TableRow) -> bool:
-    """True if a row is one that a recipe is about: its cells begin with the recipe's words."""
+    """True if a row is one that a recipe is about: its cells begin with the recipe's words, each whole."""
     name, _, release = row.required("source").rpartition(" ")
     if recipe["source"] not in (name, row.required("source")) or release not in recipe.get("releases", (release,)):
         return False
-    return all(row.cells[column].startswith(recipe[column]) for column in _MATCHED[2:] if column in recipe)
+    begins = (
+        re.match(rf"{re.escape(recipe[column])}(?:\b|(?!\w))", row.cells[column])
+        for column in _MATCHED[2:]
+        if column in recipe
+    )
+    return all(begins)
 
 
 def identity(row: TableRow, words: Sequence[str], taken: set[str]) -> str:
@@ -103,7 +101,7 @@ def read_chip(row: TableRow) -> tuple[Chip, tuple[str, ...]]:
     facts = dict(readings()["chip"].get(name, {"catalogue": name}))
     assumed = tuple(facts.pop("assumed", ()))
     try:
-        known = chip(facts.pop("catalogue"))
+        known = published_chip(facts.pop("catalogue"))
     except RooftopError as error:
         raise row.error("chip", error.accepted) from None
     return (known.replace(**facts) if facts else known), assumed
@@ -157,15 +155,15 @@ def read_model(row: TableRow, seq_len: int) -> tuple[ModelConfig, tuple[str, ...
     ``seq_len`` becomes the longest sequence of a model built from columns. Raises Gap if neither is enough.
     """
     name = row.required("model")
-    facts = dict(_model_facts(name))
-    preset = facts.pop("preset", name)
-    facts.pop("source", None)
+    facts = dict(family_facts(name))
+    preset = facts.pop("preset", None) or published_model(name).preset or name
     empty = [column for column in _ARCHITECTURE if row.text(column) is None]
     if empty:
         try:
             config = load_model(preset)
         except RooftopError:
-            raise Gap(f"no preset {preset!r}, and {', '.join(empty)} not stated") from None
+            known = f"a preset (`rooftop model` lists them), or a table that states {', '.join(empty)}"
+            raise row.error("model", known) from None
         for column in _ARCHITECTURE:
             accepted = [None, getattr(config, column)]
             if column == "d_ff" and config.moe is not None:
@@ -197,13 +195,15 @@ def read_model(row: TableRow, seq_len: int) -> tuple[ModelConfig, tuple[str, ...
         raise RooftopError(row.field(error.field), error.given, error.accepted) from None
 
 
-def _model_facts(name: str) -> Mapping[str, Any]:
-    families = readings()["model"]
-    match = max((prefix for prefix in families if name.lower().startswith(prefix)), key=len, default=None)
-    if match is None:
-        return {}
-    facts: Mapping[str, Any] = families[families[match].get("like", match)]
-    return facts
+def require_room(row: TableRow, column: str, model: ModelConfig, numerics: ServingNumerics, on: Slice) -> None:
+    """Raise RooftopError for a server whose memory the weights alone overfill: it is not what ran."""
+    weights, room = count_params(model).total * numerics.weight_bytes, on.chips * on.chip.hbm_bytes
+    if weights > room:
+        raise row.error(
+            column,
+            f"servers that have room for the weights: {format_bytes(weights)} in {numerics.weights}, and {on.name} has "
+            f"{format_bytes(room)}",
+        )
 
 
 def read_mesh(row: TableRow, devices: int) -> tuple[Mapping[str, int] | None, tuple[str, ...]]:
@@ -216,7 +216,11 @@ def read_mesh(row: TableRow, devices: int) -> tuple[Mapping[str, int] | None, tu
     stated = {axis: row.count(column) for column, axis in _MESH_COLUMNS.items()}
     noted = {word: re.search(rf"\b{word}=(\d+)", row.cells["where_found"], re.I) for word in ("cp", "ep")}
     context, expert = (
-        row.count(word) if row.cells.get(word) else int(note[1]) if (note := noted[word]) else None
+        row.count(word)
+        if row.cells.get(word)
+        else parse_count(note[1], row.field("where_found"))
+        if (note := noted[word])
+        else None
         for word in ("cp", "ep")
     )  # fmt: skip
     sizes = {axis: size or 1 for axis, size in stated.items()} | {"context": context or 1}
@@ -239,12 +243,16 @@ def read_mesh(row: TableRow, devices: int) -> tuple[Mapping[str, int] | None, tu
 def read_microbatch(row: TableRow) -> int | None:
     """Sequences per microbatch and replica: a number, or 'N per device'; None: not stated."""
     per_device = re.fullmatch(r"(\d+) per device", row.cells["microbatch"])
-    return row.count("microbatch") if per_device is None else int(per_device[1])
+    return row.count("microbatch") if per_device is None else parse_count(per_device[1], row.field("microbatch"))
 
 
 def read_dtype(row: TableRow) -> str:
     """The dtype of the matmuls, a name of quantities.DTYPE_BYTES. Raises Gap if it is neither stated nor known."""
-    word = row.text("dtype") or source_facts(row.required("source")).get("dtype")
+    word = (
+        row.text("dtype")
+        or published_model(row.required("model")).dtype
+        or source_facts(row.required("source")).get("dtype")
+    )
     if word is None:
         raise Gap("dtype not stated")
     first = re.split(r"[ +/,]", word.lower())[0]
@@ -257,6 +265,8 @@ def read_dtype(row: TableRow) -> str:
 def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
     """The remat policy: a word of MaxText, Megatron or JAX, 'custom(a+b offload)' or 'custom(a+b save, c offload)'."""
     word, recipe = row.text("recompute"), run_facts(row).get("recompute")
+    if word is not None:
+        word = remat_word(word)
     if word is None or (word.startswith("custom/full") and recipe is not None):
         word = recipe
     if word is None:
@@ -276,7 +286,7 @@ def read_remat(row: TableRow) -> tuple[Remat, tuple[str, ...]]:
         raise row.error("recompute", accepted)
     offloaded = tuple(name.strip() for name in re.split(r"[+,]", custom[1]) if name.strip())
     assumed = () if offloaded else ("what is offloaded is not stated",)
-    capacity = float(custom[2]) if custom[2] else None
+    capacity = parse_quantity(custom[2], row.field("recompute")) if custom[2] else None
     if capacity is not None:
         assumed = (*assumed, f"an expert has slots for {custom[2]} times its share of tokens, full or not")
     return Remat(published=word, policy="custom", offloaded=offloaded, capacity=capacity), assumed

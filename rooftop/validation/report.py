@@ -15,16 +15,11 @@ from rooftop.validation.serving import ServingRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnpredictedRun(Record):
-    """A run without a prediction, and ``why`` it has none."""
-
-    id: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class UnusableTraining(Record):
-    """A published run of training that says too little; bytes per chip by kind, and the lines of the table."""
+    """A published run of training that says too little, or cannot be priced.
+
+    It has bytes per chip by kind, and the lines of the table.
+    """
 
     source: str
     model: str
@@ -47,7 +42,6 @@ class ValidationSummary(Record):
     groups: tuple[Group, ...]
     beats_bound: tuple[str, ...]
     runs: int
-    unpredicted: tuple[UnpredictedRun, ...]
     unusable: tuple[UnusableTraining, ...]
     serving_rows: int
 

@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.core.quantities import parse_quantity
+from rooftop.core.quantities import parse_count, parse_quantity
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, flops_per_token
-from rooftop.validation import readings
+from rooftop.validation import names, readings
 from rooftop.validation.readings import Gap, Remat
 from rooftop.validation.table import RUN_COLUMNS, TableRow, read_table
 
@@ -127,12 +127,34 @@ class Unusable:
             source=cells["source"],
             model=cells["model"],
             chip=cells["chip"],
-            num_chips=int(cells["num_chips"]) if cells["num_chips"].isdecimal() else None,
+            num_chips=_number(cells["num_chips"]),
             why=str(why),
             measured=measured,
             measured_memory_bytes=memory,
             lines=tuple(row.number for row in rows),
         )
+
+    @classmethod
+    def unpriced(cls, run: PublishedRun, why: Exception) -> Unusable:
+        """A run that was read and cannot be priced."""
+        return cls(
+            source=run.source,
+            model=run.model.name,
+            chip=run.slice.chip.name,
+            num_chips=run.slice.chips,
+            why=f"{run.id}: {why}",
+            measured=run.measured,
+            measured_memory_bytes=run.measured_memory_bytes,
+            lines=run.lines,
+        )
+
+
+def _number(cell: str) -> int | None:
+    """A positive whole number; None where there is none."""
+    try:
+        return parse_count(cell, "num_chips")
+    except RooftopError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +166,12 @@ class PublishedRuns:
     serving_rows: int
 
 
-def load_published(path: Path | None = None, *, training: bool = True) -> PublishedRuns:
+def load_published(path: Path | None = None) -> PublishedRuns:
     """Merge the rows of a table (columns: ``table.COLUMNS``, and optionally 'slice') into runs, in the table's order.
 
     Rows belong to one run when all but the measurement columns agree. A row that cannot be read is unusable, with
     file, line and column of the bad cell. Raises RooftopError on a file that is no such table, and on a table without
-    a row of training unless told that there may be none.
+    rows.
     """
     rows = read_table(path)
     groups: dict[tuple[str, ...], list[TableRow]] = {}
@@ -163,8 +185,8 @@ def load_published(path: Path | None = None, *, training: bool = True) -> Publis
             cells = {**row.cells, "where_found": _DERIVED.sub("", row.cells["where_found"])}
             key = (*(cells[column] for column in RUN_COLUMNS), *(cells.get(column, "") for column in OPTIONAL_COLUMNS))
             groups.setdefault(key, []).append(row)
-    if training and not groups and not unusable:
-        raise RooftopError("table of runs", str(path), "a table with at least one row whose phase is train")
+    if not rows:
+        raise RooftopError("table of runs", str(path), "a table with at least one row")
     runs: list[PublishedRun] = []
     for group in groups.values():
         measured: dict[str, float] = {}
@@ -204,7 +226,7 @@ def _metrics(group: list[TableRow]) -> tuple[dict[str, float], dict[str, float],
 
 def _read_metric(row: TableRow, measured: dict[str, float], memory: dict[str, float]) -> None:
     """Add the metric of a row. Raises RooftopError for a metric, a unit or a number that cannot be read."""
-    known, aliases = (readings.readings()[name] for name in ("metric", "metric_alias"))
+    known, aliases = (names.readings()[name] for name in ("metric", "metric_alias"))
     metric, unit = row.required("measured_metric"), row.required("unit")
     metric = aliases.get(metric, metric)
     if (budget := _BUDGET.fullmatch(metric)) is not None:

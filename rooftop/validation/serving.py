@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Ledger
 from rooftop.core.records import Record
 from rooftop.hardware import Chip
@@ -213,9 +214,35 @@ class ServingReport:
 
 def serving_report(path: Path | None = None) -> ServingReport:
     """Predict every serving row of a table; without a path, of the one that comes with rooftop."""
-    runs, unusable = load_serving(path)
+    read, unusable = load_serving(path)
+    runs = []
+    for run in read:
+        try:
+            predict(run, {})
+            _ideal_s(run)
+        except (RooftopError, Infeasible) as why:
+            unusable.append(_unusable(run, why))
+        else:
+            runs.append(run)
     columns = zip(runs, _null_seconds(runs), _left_out_seconds(runs), strict=True)
-    return ServingReport(comparisons=tuple(_compare(*column) for column in columns), unusable=tuple(unusable))
+    return ServingReport(
+        comparisons=tuple(_compare(*column) for column in columns),
+        unusable=tuple(sorted(unusable, key=lambda one: one.lines)),
+    )
+
+
+def _unusable(run: ServingRun, why: Exception) -> Unusable:
+    """A run that was read and cannot be priced."""
+    return Unusable(
+        source=run.source,
+        model=run.model.name,
+        chip=run.slice.chip.name,
+        num_chips=run.slice.chips,
+        why=str(why),
+        measured=run.measured,
+        measured_memory_bytes={},
+        lines=run.lines,
+    )
 
 
 def serving_ratios(comparisons: Sequence[ServingComparison]) -> tuple[MeasuredRatio, ...]:
@@ -254,8 +281,10 @@ def _compare(run: ServingRun, null_s: float | None, left_out_s: float | None) ->
     predicted = predict(run, {})
     implied = None
     if predicted.of_context is not None and run.context is not None:
-        empty = predicted.of_context(0.0)
-        implied = max(0.0, (run.measured_s - empty) / (predicted.of_context(float(run.context)) - empty) * run.context)
+        empty, full = predicted.of_context(0.0), predicted.of_context(float(run.context))
+        # Where FLOPs take longer than HBM, reading the caches takes no time of its own.
+        if full > empty:
+            implied = max(0.0, (run.measured_s - empty) / (full - empty) * run.context)
     return ServingComparison(
         run=run,
         measured_s=run.measured_s,

@@ -63,7 +63,8 @@ def load_serving(path: Path | None = None) -> tuple[list[ServingRun], list[Unusa
     for group in groups.values():
         measured: dict[str, float] = {}
         try:
-            measured = _metrics(group)
+            measured, unread = _metrics(group)
+            unusable += unread
             lines = tuple(row.number for row in group)
             runs.append(_run(group[0], measured, lines, {run.id for run in runs}))
         except (Gap, RooftopError) as why:
@@ -85,19 +86,36 @@ def _facts(source: str, model: str) -> Mapping[str, Any]:
     return {**facts, **own, "assumed": [*facts.get("assumed", ()), *own.get("assumed", ())]}
 
 
-def _metrics(group: Sequence[TableRow]) -> dict[str, float]:
-    known = serving_readings()["metric"]
+def _metrics(group: Sequence[TableRow]) -> tuple[dict[str, float], list[Unusable]]:
+    """Metrics in SI by name, and rows that cannot be read next to others that can.
+
+    Raises the first row's error if none can be read.
+    """
     metrics: dict[str, float] = {}
+    unread: list[Unusable] = []
+    errors: list[RooftopError] = []
     for row in group:
-        metric, unit = row.required("measured_metric"), row.required("unit").split()[0]
-        if metric not in known:
-            raise unknown(row.field("measured_metric"), metric, known)
-        if unit not in known[metric]:
-            raise row.error("unit", " or ".join(known[metric]))
-        if metric in metrics:
-            raise row.error("measured_metric", "each metric once per run; where_found can tell two runs apart")
-        metrics[metric] = row.value("measured_value") * known[metric][unit]
-    return metrics
+        try:
+            _read_metric(row, metrics)
+        except RooftopError as error:
+            errors.append(error)
+            unread.append(Unusable.of([row], error, {}))
+    if errors and not metrics:
+        raise errors[0]
+    return metrics, unread
+
+
+def _read_metric(row: TableRow, metrics: dict[str, float]) -> None:
+    """Add the metric of a row. Raises RooftopError for a metric, a unit or a number that cannot be read."""
+    known = serving_readings()["metric"]
+    metric, unit = row.required("measured_metric"), row.required("unit").split()[0]
+    if metric not in known:
+        raise unknown(row.field("measured_metric"), metric, known)
+    if unit not in known[metric]:
+        raise row.error("unit", " or ".join(known[metric]))
+    if metric in metrics:
+        raise row.error("measured_metric", "each metric once per run; where_found can tell two runs apart")
+    metrics[metric] = row.value("measured_value") * known[metric][unit]
 
 
 def _run(row: TableRow, measured: Mapping[str, float], lines: tuple[int, ...], taken: set[str]) -> ServingRun:
@@ -122,6 +140,7 @@ def _run(row: TableRow, measured: Mapping[str, float], lines: tuple[int, ...], t
     if seconds is None:
         raise Gap("no metric gives the time of a step")
     numerics = _numerics(row, facts)
+    readings.require_room(row, "num_chips", model, numerics, on)
     assumed = (*from_model, *from_slice, *from_mesh, *facts.get("assumed", ()))
     if phase == "prefill" and context is None:
         assumed += tuple(facts.get("assumed_prefill", ()))

@@ -40,6 +40,15 @@ def test_support_agrees_with_the_plan() -> None:
     assert rooftop.support("llama3-8b", on="v3").record.evidence["train"].level == "estimate"
 
 
+@pytest.mark.parametrize("model", ["gemma3n-e4b", "deepseek-v3.2"])
+def test_a_model_that_is_not_planned_has_no_evidence(model: str) -> None:
+    result = rooftop.support(model, on="v5e")
+    assert _answers(model, "v5e")["plan"] == "no"
+    assert result.record.evidence == {}
+    assert "off on average" not in str(result.to_json())
+    assert not any(str(row["verb"]).startswith("evidence") for row in result.rows)
+
+
 def test_an_unknown_chip_or_model_is_refused() -> None:
     for model, chip in (("llama3-8b", "v5pp"), ("lama3-8b", "v5p")):
         with pytest.raises(RooftopError, match="did you mean"):

@@ -146,7 +146,8 @@ def test_plans_have_the_overheads_and_the_evidence_of_todays_predictions(report:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"model": "Nobody/Knows"}, "no preset 'knows'"),
+        ({"model": "Nobody/Knows"}, "line 2 model: got 'Nobody/Knows'; accepted: a preset"),
+        ({"chip": "h100_pcie"}, "line 2 chip: got 'h100_pcie'"),
         ({"concurrency": ""}, "concurrency not stated"),
         ({"engine": "abacus"}, "mine.csv line 2 engine: got 'abacus'; accepted: vllm, trtllm"),
         ({"weights": "int3"}, "line 2 weights: got 'int3'"),
@@ -165,6 +166,33 @@ def test_rows_that_cannot_be_used_are_listed(tmp_path: Path, change: Mapping[str
     assert [run.line for run in runs] == [3]
     assert [one.line for one in unusable] == [2]
     assert why in unusable[0].why
+
+
+def test_a_row_that_cannot_be_priced_does_not_end_the_file(tmp_path: Path) -> None:
+    """Kernels of vLLM are not known on H200: its row is listed, and the others are predicted."""
+    unknown = {"chip": "h200_sxm", "concurrency": "32"}
+    engines = rooftop.validate(runs=table(tmp_path, {}, unknown, {"concurrency": "64"})).to_json()["engines"]
+    assert isinstance(engines, dict)
+    assert [row["concurrency"] for row in engines["rows"]] == [16, 64]
+    (unusable,) = engines["unusable"]
+    assert unusable["line"] == 3
+    assert unusable["why"].startswith("engine: got 'vllm'; accepted: nothing on h200")
+
+
+def test_names_and_weights_of_checkpoints(tmp_path: Path) -> None:
+    names = (
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "nvidia/Llama-3.3-70B-Instruct-FP8",
+        "nvidia/DeepSeek-R1-0528-NVFP4-v2",
+    )
+    b200 = {"chip": "B200-SXM", "num_chips": "8", "tp": "8", "weights": ""}
+    runs, unusable = load_engine_runs(table(tmp_path, *(b200 | {"model": name} for name in names)))
+    assert unusable == []
+    assert [(run.model.name, run.numerics.weights) for run in runs] == [
+        ("llama3.1-8b", "bf16"),
+        ("llama3.1-70b", "f8_e4m3"),
+        ("deepseek-v3", "f4_e2m1"),
+    ]
 
 
 def test_a_table_of_ones_own(tmp_path: Path) -> None:

@@ -186,6 +186,19 @@ def test_bad_cells_name_line_and_column(tmp_path: Path, change: dict[str, str], 
     assert "line 2" in unusable.why or "dtype" in unusable.why
 
 
+def test_a_bad_metric_is_listed_and_the_run_is_used(tmp_path: Path) -> None:
+    (run,), (unusable,) = load_serving(table(tmp_path, {}, {"measured_metric": "mean_ttft"}))
+    assert (run.lines, unusable.lines) == ((2, 3), (3,))
+    assert "line 3 measured_metric: got 'mean_ttft'" in unusable.why
+
+
+def test_a_row_that_cannot_be_priced_does_not_end_the_file(tmp_path: Path) -> None:
+    bare = {name: "" for name in ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "vocab")}
+    report = serving_report(table(tmp_path, {}, {"model": "gemma3n-e4b", **bare}))
+    assert [one.run.lines for one in report.comparisons] == [(2,)]
+    assert [(one.lines, one.why.split(":")[0]) for one in report.unusable] == [((3,), "model")]
+
+
 def test_validate_shows_serving(rooftop: Run, tmp_path: Path) -> None:
     mine = table(tmp_path, {}, {"global_batch_seqs": "32", "measured_value": "0.01"})
     data = rooftop("validate", "--runs", str(mine), "--json").json

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.models import count_params
+from rooftop.library.explaining import validate
+from rooftop.models import count_params, load_model
 from rooftop.plan.serving.engines.kernels import engine_kernels
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.roofline.achievable import fractions
@@ -27,13 +28,14 @@ from rooftop.validation import AccuracyReport, PublishedRun, accuracy, load_publ
 from rooftop.validation.memory import compare_memory, planned_memory
 from rooftop.validation.predict import predict
 from rooftop.validation.predict import predict as real_predict
-from rooftop.validation.readings import source_facts
+from rooftop.validation.readings import _matches, source_facts
 from rooftop.validation.runs import CONVENTIONS, full_attention_and_remat, step_seconds
 from rooftop.validation.table import COLUMNS, read_table
 
 PUBLISHED = load_published()
 RUNS = PUBLISHED.runs
 DENSE = [run for run in RUNS if run.dense_tpu]
+PRESET = "a preset (`rooftop model` lists them), or a table that states"
 BF16 = [run for run in DENSE if run.dtype == "bf16"]
 
 
@@ -305,12 +307,12 @@ def test_what_was_offloaded_and_what_was_measured() -> None:
 
 
 def test_unusable_runs_say_why_and_keep_their_memory() -> None:
-    why = Counter(one.why for one in PUBLISHED.unusable)
+    why = Counter(one.why.partition("model: ")[2] or one.why for one in PUBLISHED.unusable)
     assert why == {
         "not stated: global batch": 16,
         "not stated: sequence length, global batch": 5,
-        "no preset 'llama4-17b-128e', and d_head not stated": 1,
-        "no preset 'llama4-17b-16e', and d_head not stated": 1,
+        f"got 'llama4-17b-128e'; accepted: {PRESET} d_head": 1,
+        f"got 'llama4-17b-16e'; accepted: {PRESET} d_head": 1,
     }
     memory = [one.measured_memory_bytes for one in PUBLISHED.unusable if one.source == "Korthikanti2022 Fig1"]
     assert memory[1] == {"activation": 59.25 * 2**30}
@@ -374,7 +376,6 @@ def test_experts_and_presets(tmp_path: Path) -> None:
     [
         ({"global_batch_seqs": ""}, "not stated: global batch"),
         ({"num_chips": "48", "fsdp": "48"}, "no standard slice of 48 v5e chips: name it in a column `slice`"),
-        ({"layers": ""}, "no preset 'small', and layers not stated"),
         ({"dtype": ""}, "dtype not stated"),
         ({"experts": "8"}, "experts and active_experts are not both stated"),
         ({"chip": "a100", "num_chips": "12", "fsdp": "12"}, "12 GPUs are not whole nodes of 8, nor a part of one"),
@@ -428,7 +429,7 @@ def test_bad_cells_are_named(tmp_path: Path, change: dict[str, str], line: str) 
     [
         ("", "mine.csv header: got ''; accepted: some of the columns source,"),
         ("a,b\n1,2\n", "mine.csv header: got 'a,b'; accepted: some of the columns source,"),
-        (table({"phase": "decode"}), "a table with at least one row whose phase is train"),
+        (table(), "a table with at least one row"),
         (table({}) + '"open', "a CSV file (unexpected end of data)"),
     ],
 )
@@ -480,12 +481,50 @@ def test_hours_without_tokens_say_what_is_missing(tmp_path: Path) -> None:
         ("nothing_saveable", "full"),
         ("custom(qkv_proj+out_proj save; mlpwi offload)", "block,qkv=save,attn_out=save,mlp_up=offload"),
         ("custom(decoder_layer_input=device, context=offload)", "block,attn_core=offload"),
+        ("per-op SAC", "matmuls"),
+        ("Full activation checkpointing", "full"),
     ],
 )
 def test_remat_words_of_publications(tmp_path: Path, word: str, policy: str) -> None:
     (run,) = load(tmp_path, table({"recompute": word})).runs
     assert run.remat.policy == policy
     assert predict(run).uncalibrated_s > 0
+
+
+def test_gpt_oss_is_not_gpt2(tmp_path: Path) -> None:
+    """A family is one of whole names: what begins like it is another model."""
+    (oss, gpt) = load(tmp_path, table({"model": "gpt-oss-120b"}, {"model": "gpt-1.7b"})).runs
+    assert (oss.model.family, oss.model.mlp_matrices) == ("llama", 3)
+    assert (gpt.model.family, gpt.model.mlp_matrices) == ("gpt2", 2)
+    bare = {name: "" for name in ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "vocab")}
+    assert only(tmp_path, model="gpt-oss-120b", **bare).model == load_model("gpt-oss-120b")
+
+
+@pytest.mark.parametrize(("pp", "matches"), [("8", True), ("80", False), ("", False)])
+def test_a_recipe_is_of_whole_words(tmp_path: Path, pp: str, matches: bool) -> None:
+    (tmp_path / "mine.csv").write_text(table({"pp": pp}), encoding="utf-8")
+    (row,) = read_table(tmp_path / "mine.csv")
+    assert _matches({"source": "mine", "model": "small", "pp": "8"}, row) == matches
+
+
+def test_a_run_that_cannot_be_priced_is_a_row_that_is_not_used(tmp_path: Path) -> None:
+    bare = {name: "" for name in ("layers", "d_model", "d_ff", "heads", "kv_heads", "d_head", "vocab")}
+    path = tmp_path / "mine.csv"
+    rows = ({}, {"model": "gemma3n-e4b", **bare}, {"chip": "v3", "dtype": "fp8"}, {"chip": "h100-pcie"})
+    path.write_text(table(*rows), encoding="utf-8")
+    summary = validate(runs=path).to_json()["summary"]
+    assert isinstance(summary, dict)
+    assert summary["runs"] == 1
+    assert [one["lines"] for one in summary["unusable"]] == [[3], [4], [5]]
+    assert all("accepted: " in one["why"] for one in summary["unusable"])
+
+
+def test_a_table_without_a_usable_row_says_why(rooftop: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(table({"chip": "abacus"}), encoding="utf-8")
+    answer = rooftop("validate", "--runs", str(path))
+    assert (answer.status, answer.err) == (0, "")
+    assert f"not used: {path} line 2 chip: got 'abacus'" in " ".join(answer.out.split())
 
 
 def test_metrics_that_somebody_derived_belong_to_their_run(tmp_path: Path) -> None:
@@ -688,8 +727,8 @@ def test_validate_json(rooftop: Callable[..., Any]) -> None:
     answer = rooftop("validate", "--json")
     assert (answer.status, answer.err) == (0, "")
     rows, summary = answer.json["rows"], answer.json["summary"]
-    assert (len(rows), summary["runs"], len(summary["unusable"]), summary["serving_rows"]) == (123, 123, 23, 42)
-    assert {one["why"] for one in summary["unpredicted"]} == {"does not fit: 1 GB too many"}
+    assert (len(rows), summary["runs"], len(summary["unusable"]), summary["serving_rows"]) == (123, 123, 23 + 48, 42)
+    assert sum(one["why"].endswith(": does not fit: 1 GB too many") for one in summary["unusable"]) == 48
     row = rows[0]
     assert row["error"]["uncalibrated"] == pytest.approx(-0.2)
     assert row["error"]["calibrated"] == pytest.approx(0.0, abs=1e-12)
@@ -708,7 +747,7 @@ def test_validate_prints_the_worst_runs_first(rooftop: Callable[..., Any], monke
     assert "-25.0 " in answer.out
     assert "because of the stub" in answer.out
     assert "no other dense model of a framework on h200: calibrated on other GPUs" in answer.out
-    assert "123 runs compared, 48 not predicted, 23 not used; 42 rows of serving are" in answer.out
+    assert "123 runs compared, 71 not used; 42 rows of serving are" in answer.out
     assert "Predicted worst" not in rooftop("validate", "--top", "0").out
 
 
@@ -728,4 +767,26 @@ def test_validate_names_the_bad_cell(rooftop: Callable[..., Any], tmp_path: Path
     answer = rooftop("validate", "--runs", str(path))
     assert (answer.status, answer.err) == (0, "")
     assert f"not used: {path} line 3 heads: got 'x'; accepted: " in " ".join(answer.out.split())
-    assert "1 runs compared, 0 not predicted, 1 not used;" in answer.out
+    assert "1 runs compared, 1 not used;" in answer.out
+
+
+@pytest.mark.usefixtures("predictor")
+def test_a_name_that_no_run_has_is_refused_before_anything_is_priced(
+    rooftop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def price(*_: object) -> None:
+        raise AssertionError("priced")
+
+    monkeypatch.setattr("rooftop.validation.engines.engine_report", price)
+    monkeypatch.setattr("rooftop.validation.serving.serving_report", price)
+    answer = rooftop("validate", "--only", "nothing-like-this")
+    assert (answer.status, answer.out, answer.err.count("\n")) == (2, "", 1)
+    assert "a part of the name of a run of training" in answer.err
+    assert all(name in answer.err for name in ("tpu7x", "gb200", "mixtral-8x7b"))
+
+
+@pytest.mark.parametrize("option", ["--chip", "--model"])
+def test_an_option_that_validate_has_not_names_the_one_that_filters(rooftop: Callable[..., Any], option: str) -> None:
+    answer = rooftop("validate", option, "h100")
+    assert (answer.status, answer.out) == (2, "")
+    assert "did you mean --only" in answer.err

@@ -195,6 +195,7 @@ def support(data: Mapping[str, Any]) -> Document:
             rows=tuple(rows),
         )
         for title, first, second, rows in tables
+        if rows
     )
     sources = Table(
         title="Rates of the chip, and what each rests on",

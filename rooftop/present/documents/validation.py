@@ -30,9 +30,9 @@ def validation(data: Mapping[str, Any], *, worst: int = 10) -> Document:
         verdict=ShownVerdict(subject=f"calibrated by {data['calibrated_by']}" if data["calibrated_by"] else ""),
         charts=(
             *(_compiled(data["compiled"]) if data["compiled"] else ()),
-            *(_training(data, worst) if data["rows"] else ()),
+            *(_training(data, worst) if data["rows"] or data["summary"]["unusable"] else ()),
             *(_memory(data["memory"]) if data["memory"]["rows"] else ()),
-            *(_serving(data["serving"], worst) if data["serving"]["rows"] else ()),
+            *(_serving(data["serving"], worst) if data["serving"]["rows"] or data["serving"]["unusable"] else ()),
             *(_engines(data["engines"]) if data["engines"]["rows"] or data["engines"]["unusable"] else ()),
         ),
     )
@@ -42,6 +42,26 @@ def validation(data: Mapping[str, Any], *, worst: int = 10) -> Document:
 
 
 def _training(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
+    summary = data["summary"]
+    if data["rows"]:
+        yield from _errors(data, worst)
+    lines = [f"measured below the bound, so an input is wrong: {run}" for run in summary["beats_bound"]]
+    lines += _not_used(summary["unusable"])
+    lines.append(
+        f"{summary['runs']} runs compared, {len(summary['unusable'])} not used; {summary['serving_rows']} rows of "
+        "serving are in tables of their own. --json has every run, reading and reason."
+    )
+    yield prose("\n".join(lines))
+
+
+def _not_used(unusable: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each reason why rows are not used."""
+    reasons = Counter(entry["why"] for entry in unusable)
+    return [f"not used: {count} with {why}" if count > 1 else f"not used: {why}" for why, count in reasons.items()]
+
+
+def _errors(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
+    """Errors by group, and the ``worst`` runs."""
     summary = data["summary"]
     yield _groups(summary["groups"])
     notes = [
@@ -56,16 +76,6 @@ def _training(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
     yield prose("\n".join((about, *notes)))
     if worst:
         yield _worst(data["rows"], worst)
-    lines = [f"measured below the bound, so an input is wrong: {run}" for run in summary["beats_bound"]]
-    lines += [f"not predicted: {entry['id']}: {entry['why']}" for entry in summary["unpredicted"]]
-    unusable = Counter(entry["why"] for entry in summary["unusable"])
-    lines += [f"not used: {count} with {why}" if count > 1 else f"not used: {why}" for why, count in unusable.items()]
-    lines.append(
-        f"{summary['runs']} runs compared, {len(summary['unpredicted'])} not predicted, {len(summary['unusable'])} not "
-        f"used; {summary['serving_rows']} rows of serving are in tables of their own. --json has every run, "
-        "reading and reason."
-    )
-    yield prose("\n".join(lines))
 
 
 def _compiled(compiled: Mapping[str, Any]) -> Iterator[Chart]:
@@ -217,6 +227,9 @@ def _percent(error: float | None) -> str:
 
 def _serving(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
     """Errors by phase, every decode row, what beats its bound, and reasons for the ``worst`` rows."""
+    if not data["rows"]:
+        yield Items(title="Serving", items=tuple(Item(line) for line in _not_used(data["unusable"])))
+        return
     yield _phases(data["summary"])
     # Some figures were chosen with measurements in sight: what the levels next to them take instead.
     lines = ["Errors of the time of a step or prefill in %, mean absolute; in parentheses the largest."]
@@ -235,9 +248,7 @@ def _serving(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
         why = f"{run['source']}, {run['phase']}: {run['reason'] or 'no reason is known'}"
         reasons.setdefault(why, []).append(run["error"]["expected"] or 0.0)
     items = [Item(f"{', '.join(map(_percent, errors))} %: {why}") for why, errors in reasons.items()]
-    items += [
-        Item(f"not predicted: {missing['source']} {missing['model']}: {missing['why']}") for missing in data["unusable"]
-    ]
+    items += [Item(line) for line in _not_used(data["unusable"])]
     if items:
         yield Items(title="Reasons", items=tuple(items))
 
@@ -297,6 +308,9 @@ def _decode(data: Mapping[str, Any]) -> Table:
 
 def _engines(data: Mapping[str, Any]) -> Iterator[Chart]:
     """Errors of mean TPOT and TTFT by engine, chip and model, what beats its bound, and rows that are not used."""
+    if not data["rows"]:
+        yield Items(title="Engines", items=tuple(Item(line) for line in _not_used(data["unusable"])))
+        return
     yield _latency(data["groups"], "tpot", "Predicted against published TPOT of engines under load", "Engines")
     yield _latency(data["groups"], "ttft", "Predicted against published TTFT of engines under load", "")
     lines = [
@@ -313,8 +327,7 @@ def _engines(data: Mapping[str, Any]) -> Iterator[Chart]:
         f"{count} rows do not say attention DP and experts of their servers: taken as {source} has them"
         for source, count in read.items()
     ]
-    unusable = Counter(entry["why"] for entry in data["unusable"])
-    lines += [f"not used: {count} with {why}" if count > 1 else f"not used: {why}" for why, count in unusable.items()]
+    lines += _not_used(data["unusable"])
     yield prose("\n".join(lines))
 
 
