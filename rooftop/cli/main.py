@@ -99,7 +99,7 @@ def cli() -> None:
 def _as_typed(error: RooftopError, words: Sequence[str]) -> RooftopError:
     """The error about a dtype with the spelling that stands in the command line: fp8, not f8_e4m3."""
     parts = [part for word in words for part in re.split("[=,]", word)]
-    typed = [part for part in parts if DTYPE_ALIASES.get(part.lower(), "") == error.given]
+    typed = [part for part in parts if DTYPE_ALIASES.get(part.lower(), part) == error.given]
     return RooftopError(error.field, typed[0], error.accepted) if typed and error.given not in parts else error
 
 
