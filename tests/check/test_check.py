@@ -18,14 +18,14 @@ import pytest
 from jax import P
 
 from rooftop.arrays import Mesh
+from rooftop.check.arguments import arguments
+from rooftop.check.report import CheckRecord, CheckReport
+from rooftop.check.rules import ProgramFinding
 from rooftop.compiler.compiling import CompileRequest
 from rooftop.compiler.hlo.text import parse
 from rooftop.compiler.worker import compile_here
 from rooftop.core.errors import RooftopError
 from rooftop.core.records import read_record
-from rooftop.explain.advisor.arguments import arguments
-from rooftop.explain.advisor.report import CheckRecord, CheckReport
-from rooftop.explain.advisor.rules import ProgramFinding
 from rooftop.explain.compiled.module import explain_module
 from rooftop.hardware import Slice, chip
 from rooftop.library import testing

@@ -12,11 +12,11 @@ from rooftop.core.amounts import Amount, Count
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.core.records import Record, derived
 from rooftop.explain.measured.difference import Difference, difference, side_of
-from rooftop.explain.tuning.factors import Factor
-from rooftop.explain.tuning.search import Searched
-from rooftop.explain.tuning.subjects import Subject
-from rooftop.explain.tuning.trials import Trial, TrialFile
 from rooftop.plan.documents import PlannedSlice
+from rooftop.tune.factors import Factor
+from rooftop.tune.search import Searched
+from rooftop.tune.subjects import Subject
+from rooftop.tune.trials import Trial, TrialFile
 
 #: Share of the baseline's time that counts as a difference.
 _SAME = 5e-4

@@ -17,11 +17,11 @@ from jax import P
 from jax.sharding import AxisType, NamedSharding
 
 from rooftop.arrays import Mesh
+from rooftop.check.layouts import Spec, between, spec_of, written
+from rooftop.check.report import CheckReport
 from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
 from rooftop.compiler.hlo.scopes import StackFrame
 from rooftop.compiler.partitioner import FullRematerialization, rematerializations
-from rooftop.explain.advisor.layouts import Spec, between, spec_of, written
-from rooftop.explain.advisor.report import CheckReport
 from rooftop.explain.compiled.report import CompiledReport
 from rooftop.hardware import Slice
 

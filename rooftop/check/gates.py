@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rooftop.check.rules import ProgramFinding
 from rooftop.core.amounts import Amount
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.core.records import Record
-from rooftop.explain.advisor.rules import ProgramFinding
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,10 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.explain.compiled.function import PROGRAM
 from rooftop.explain.compiled.training import request
 from rooftop.explain.scripts import ScriptReport
-from rooftop.explain.tuning.factors import (
+from rooftop.hardware import Slice
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.target.running import run_script
+from rooftop.tune.factors import (
     Factor,
     OptionValue,
     changed_plan,
@@ -23,9 +26,6 @@ from rooftop.explain.tuning.factors import (
     option_factors,
     plan_factors,
 )
-from rooftop.hardware import Slice
-from rooftop.plan.training.plan import TrainingPlan
-from rooftop.target.running import run_script
 
 
 class Subject(Protocol):

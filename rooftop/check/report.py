@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import Any, Literal
 
 from rooftop import __version__
+from rooftop.check.arguments import arguments
+from rooftop.check.gates import Gate, GateLimits, gates
+from rooftop.check.rules import SMALLEST_SHARE, WHAT, ProgramFinding, find_all
 from rooftop.core.amounts import Amount
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.core.records import Record, read_record
-from rooftop.explain.advisor.arguments import arguments
-from rooftop.explain.advisor.gates import Gate, GateLimits, gates
-from rooftop.explain.advisor.rules import SMALLEST_SHARE, WHAT, ProgramFinding, find_all
 from rooftop.explain.compiled.report import CompiledRecord, CompiledReport
 from rooftop.explain.measured.difference import Difference, difference, side_of
 from rooftop.explain.scripts import ScriptRecord

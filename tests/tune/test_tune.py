@@ -20,8 +20,12 @@ from rooftop.compiler.hlo.fingerprint import fingerprint
 from rooftop.compiler.memory import OutOfMemory
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import read_record
-from rooftop.explain.tuning import factors as factors_module
-from rooftop.explain.tuning.factors import (
+from rooftop.hardware import Slice
+from rooftop.library.inputs import training_plan_of
+from rooftop.library.programs.tuning import TuneResult, settings_of
+from rooftop.plan.training.plan import TrainingPlan
+from rooftop.tune import factors as factors_module
+from rooftop.tune.factors import (
     SEARCHED,
     Factor,
     changed_plan,
@@ -30,14 +34,10 @@ from rooftop.explain.tuning.factors import (
     plan_factors,
     plan_uses,
 )
-from rooftop.explain.tuning.report import RankedTrial, TuneReport
-from rooftop.explain.tuning.search import Search, Searched, SearchLimits
-from rooftop.explain.tuning.subjects import option_lines
-from rooftop.explain.tuning.trials import Trial, TrialFile, trial_key
-from rooftop.hardware import Slice
-from rooftop.library.inputs import training_plan_of
-from rooftop.library.programs.tuning import TuneResult, settings_of
-from rooftop.plan.training.plan import TrainingPlan
+from rooftop.tune.report import RankedTrial, TuneReport
+from rooftop.tune.search import Search, Searched, SearchLimits
+from rooftop.tune.subjects import option_lines
+from rooftop.tune.trials import Trial, TrialFile, trial_key
 from tests.support.hlo_modules import dot, module_text
 
 SLICE = Slice.parse("v5e:2x2")
@@ -134,7 +134,7 @@ def test_of_a_knob_one_factor_is_set(tmp_path: Path) -> None:
 
 
 def test_equal_schedules_are_not_priced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rooftop.explain.tuning import search as search_module
+    from rooftop.tune import search as search_module
 
     priced = []
     timeline = search_module.timeline

@@ -14,8 +14,8 @@ from rooftop.core.amounts import Amount
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import make_folder, read_text, sync, write_text
 from rooftop.core.records import Record, read_record
-from rooftop.explain.tuning.factors import Factor
-from rooftop.explain.tuning.subjects import change_of, options_of
+from rooftop.tune.factors import Factor
+from rooftop.tune.subjects import change_of, options_of
 
 #: Ends of a trial: priced; its schedule is that of an earlier trial; the compiler, or the program, refused it; it needs
 #: more HBM than there is.

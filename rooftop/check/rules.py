@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rooftop.arrays.tiles import mxu_padding
+from rooftop.check.arguments import EntryArgument, arguments, undonated
+from rooftop.check.layouts import LayoutCost, made_whole, relaid
 from rooftop.compiler.hlo.costs import is_host_copy, is_matmul, moved_bytes, work
 from rooftop.compiler.hlo.places import purpose, users
 from rooftop.compiler.hlo.text import HloComputation, Instruction, Module
@@ -15,8 +17,6 @@ from rooftop.core.amounts import Amount
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.core.records import Record
 from rooftop.core.rounding import next_multiple
-from rooftop.explain.advisor.arguments import EntryArgument, arguments, undonated
-from rooftop.explain.advisor.layouts import LayoutCost, made_whole, relaid
 from rooftop.explain.compiled.report import CompiledReport
 from rooftop.explain.measured.modules import origin
 

@@ -21,9 +21,9 @@ from rooftop.compiler.hlo.fingerprint import fingerprint
 from rooftop.compiler.machine.schedule import timeline
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.explain.compiled.report import CompiledReport
-from rooftop.explain.tuning.factors import Factor
-from rooftop.explain.tuning.subjects import Subject, change_of, options_of
-from rooftop.explain.tuning.trials import Trial, TrialFile, trial_key
+from rooftop.tune.factors import Factor
+from rooftop.tune.subjects import Subject, change_of, options_of
+from rooftop.tune.trials import Trial, TrialFile, trial_key
 
 #: Share of the time in which factors are tried alone, before those that gain are joined.
 _ALONE = 0.7
