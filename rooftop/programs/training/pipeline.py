@@ -37,7 +37,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models.segments import Segment, segments, shared_segment
 from rooftop.programs.model import transformer
 from rooftop.programs.model.layer import Computation
-from rooftop.programs.model.moe import no_load
+from rooftop.programs.model.moe.route import no_load
 from rooftop.programs.parameters import Batch, Norm, Transformer
 from rooftop.programs.sharding import Dim, Specs, in_parts, on_some_shards, psum, varying
 from rooftop.programs.training.passes import Layers, Passes, ResidualStream, Through, saved_on_host
