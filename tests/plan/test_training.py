@@ -432,7 +432,7 @@ _8_BITS = ("int8", "f8_e4m3", "f8_e5m2")
 
 
 def _compiled_rows() -> list[dict[str, str]]:
-    """Results of bench/compile.py, compile_random.py and compile_gpu.py: plans next to their programs by XLA."""
+    """Results of compile.py, compile_random.py and compile_gpu.py of bench/compiler: plans next to programs by XLA."""
     rows: list[dict[str, str]] = []
     for name in ("compile.csv", "compile_random.csv", "compile_gpu.csv"):
         path = Path(__file__).parents[2] / "bench" / "results" / name
