@@ -34,7 +34,7 @@ def main() -> None:
         for version, bidirectional in VERSIONS:
             arguments = {"B": 8192, "D": 8192, "F": width, "version": version, "bidirectional": bidirectional}
             compiled = compile_ahead_of_time(
-                CompileRequest(mesh=mesh, program="rooftop.programs.einsum.block:lower", arguments=arguments)
+                CompileRequest(mesh=mesh, program="bench.compiler.block:lower", arguments=arguments)
             )
             ours = timeline(compiled.module, mesh)
             theirs = timeline(compiled.module, mesh, estimates="xla")

@@ -12,11 +12,11 @@ from typing import Any
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, STAGE_AXES
-from rooftop.capabilities import block_size
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models.activations import parse_policy, searched_policies
 from rooftop.models.config import ModelConfig
+from rooftop.models.program_sizes import block_size
 from rooftop.models.segments import segments
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.search import sweep

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rooftop.arrays import AXES, Mesh, parse_axes
-from rooftop.capabilities import KERNELS, LANES, AttentionKernel, block_size, padded_positions
+from rooftop.capabilities import KERNELS, AttentionKernel
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Ledger
 from rooftop.core.records import schema
@@ -27,6 +27,7 @@ from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
 from rooftop.models.activations import CHECKPOINTS, POLICIES, SEARCHED
 from rooftop.models.attention import MatmulShape
+from rooftop.models.program_sizes import LANES, block_size, padded_positions
 from rooftop.plan.layouts import enumerate_layouts, from_mesh
 from rooftop.plan.pricing import RingSteps, scalar
 from rooftop.plan.shapes import attended_pairs

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import P, lax
 from jaxtyping import Array, Float, Shaped
 
-from rooftop.capabilities import scattered_rows
 from rooftop.core.errors import RooftopError
+from rooftop.models.program_sizes import expert_sum_rows
 from rooftop.programs.sharding import Specs, axes_of, named_reshard
 
 Axes = tuple[str, ...]
@@ -137,7 +137,7 @@ class MoEAxes:
         for axis in (*self.expert, *self.columns):
             ways = lax.axis_size(axis)
             own, size = len(sums) // ways, sums.shape[1]
-            if scattered := int(scattered_rows(own)):
+            if scattered := int(expert_sum_rows(own)):
                 apart = jnp.pad(sums.reshape(ways, own, size), ((0, 0), (0, scattered - own), (0, 0)))
                 sums = apart.reshape(ways * scattered, size)
             sums = lax.psum_scatter(sums, axis, tiled=True)[:own]

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from rooftop.capabilities import expert_rows, expert_tile
 from rooftop.models import ModelConfig, MoE
+from rooftop.models.program_sizes import expert_rows, expert_tile
 from rooftop.programs.model.activation import activate
 from rooftop.programs.model.grouped_matmul import RowGroups, grouped_matmul, grouped_matmul_of
 from rooftop.programs.model.moe.axes import MoEAxes, ways
