@@ -19,11 +19,13 @@ import rooftop
 from rooftop.capabilities import model_obstacle
 from rooftop.cli import options
 from rooftop.cli.main import cli
-from rooftop.cli.options import GROUPS, GroupedOption
+from rooftop.cli.options import GroupedOption
 from rooftop.core.errors import RooftopError
 from rooftop.library.results import Result
 from rooftop.models import ModelConfig, count_params, from_huggingface
 from rooftop.plan.shapes import require_planned
+from rooftop.requests.request import Request
+from rooftop.requests.words import GROUPS
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Options of the process that every verb has.
@@ -38,6 +40,9 @@ def library_page() -> str:
     text = """# The library
 
 Every verb of the command line is a function of `rooftop`. Functions take objects or the strings of the command line.
+Functions that plan and simulate also take one request, `plan_training(PlanTraining("llama3-8b", on="v5e:4x4"))`: a
+frozen record with the same fields, which stands in each answer under `request`. `write` and `read` are its JSON; on the
+command line `--save-request` writes it, and `--request` reads it from its file or from an answer.
 They raise `RooftopError` (the input is wrong) and `Infeasible` (the answer is no), both of `rooftop.core.errors`.
 Results are frozen; all of them have
 
@@ -62,6 +67,9 @@ This page is written by `docs/reference.py` from signatures and docstrings.
 
 """
     for name, function in functions.items():
+        if inspect.isclass(function) and issubclass(function, Request):
+            text += f"## rooftop.{name}\n\n{_docstring(function)}\n\nThe request of `{function.verb}`: see above.\n\n"
+            continue
         text += f"## rooftop.{name}\n\n```python\n{_signature(name, function)}\n```\n\n{_docstring(function)}\n\n"
     text += "## Results\n\n"
     for module in modules:

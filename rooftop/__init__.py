@@ -2,7 +2,7 @@
 
 Every verb of the command line is a function of the same words here: ``rooftop plan train llama3-8b --on v5e:4x4
 --batch-seqs 16`` is ``rooftop.plan_training("llama3-8b", on="v5e:4x4", batch_seqs=16)``. Functions take objects or the
-strings of the command line, and return results with ``to_json()``, ``rows`` and a table for notebooks.
+strings of the command line, or one request, and return results with ``to_json()``, ``rows`` and a table for notebooks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ _FUNCTIONS = {
     "support": "catalogue",
     "matmul": "arrays",
     "plan_training": "planning",
+    "PlanTraining": "planning",
     "plan_serving": "serving",
     "serving_front": "serving",
+    "PlanServing": "serving",
     "simulate": "simulation",
+    "Simulate": "simulation",
     "serve": "serving",
     "ServeRequest": "serving",
     "plan_embedding": "embedding",
+    "PlanEmbedding": "embedding",
     "embedding_limits": "embedding",
     "calibrate": "benchmarks",
     "bench_collectives": "benchmarks",

@@ -29,6 +29,10 @@ from rooftop.library.simulation import simulate as simulate
 from rooftop.library.training import export_embedding as export_embedding
 from rooftop.library.training import train as train
 from rooftop.library.training import train_embedding as train_embedding
+from rooftop.requests.planning import PlanEmbedding as PlanEmbedding
+from rooftop.requests.planning import PlanServing as PlanServing
+from rooftop.requests.planning import PlanTraining as PlanTraining
+from rooftop.requests.simulating import Simulate as Simulate
 from rooftop.serve.request import ServeRequest as ServeRequest
 
 __version__: str

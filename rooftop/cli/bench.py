@@ -11,12 +11,8 @@ from rooftop.cli.options import (
     COUNT,
     FILE,
     FOLDER,
-    OUTPUT,
     PATH,
     QUANTITY,
-    RUN,
-    SERVER,
-    WORKLOAD,
     VerbCommand,
     burstiness_option,
     concurrency_option,
@@ -36,6 +32,7 @@ from rooftop.cli.options import (
 )
 from rooftop.cli.output import VerbGroup, progress_bar, show
 from rooftop.core.files import write_json
+from rooftop.requests.words import OUTPUT, RUN, SERVER, WORKLOAD
 
 
 @click.group(name="bench", cls=VerbGroup)

@@ -13,12 +13,7 @@ from rooftop.cli.options import (
     COUNT_OR_ZERO,
     FILE,
     FOLDER,
-    NUMERICS,
-    OUTPUT,
-    PARALLELISM,
     PROFILE,
-    RUN,
-    WORKLOAD,
     Name,
     VerbCommand,
     batch_samples_option,
@@ -35,6 +30,7 @@ from rooftop.cli.options import (
     workers_option,
 )
 from rooftop.cli.output import VerbGroup, emit_json, progress_bar, say, show_document
+from rooftop.requests.words import NUMERICS, OUTPUT, PARALLELISM, RUN, WORKLOAD
 from rooftop.runs.environment import keep_compilations, prepare_environment
 
 _TRAIN_EXAMPLES = (

@@ -10,10 +10,7 @@ import click
 
 from rooftop.cli.options import (
     COUNT_OR_ZERO,
-    HARDWARE,
     PATH,
-    RUN,
-    WORKLOAD,
     VerbCommand,
     assume_option,
     calibration_option,
@@ -30,6 +27,7 @@ from rooftop.cli.options import (
 from rooftop.cli.output import progress_bar, show
 from rooftop.core.errors import RooftopError, refuse
 from rooftop.core.files import write_text
+from rooftop.requests.words import HARDWARE, RUN, WORKLOAD
 
 
 @click.command(

@@ -7,10 +7,6 @@ from typing import TypedDict, Unpack
 import click
 
 from rooftop.cli.options import (
-    ASSUMPTIONS,
-    PARALLELISM,
-    RUN,
-    WORKLOAD,
     VerbCommand,
     dtype_option,
     figure_option,
@@ -24,6 +20,7 @@ from rooftop.cli.options import (
 )
 from rooftop.cli.output import progress_bar, show
 from rooftop.core.errors import RooftopError
+from rooftop.requests.words import ASSUMPTIONS, PARALLELISM, RUN, WORKLOAD
 
 
 class _MatmulOptions(TypedDict):

@@ -7,26 +7,37 @@ while the command line is parsed, before planners, JAX or servers are imported, 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from rooftop.cli.output import named_context, write_examples
-from rooftop.core.errors import RooftopError, unknown
-from rooftop.core.quantities import (
-    DTYPE_BYTES,
-    LARGEST_QUANTITY,
-    parse_bytes,
-    parse_count,
-    parse_dtype,
-    parse_growth,
-    parse_quantity,
-    parse_seconds,
-    parse_share,
+from rooftop.core.errors import RooftopError
+from rooftop.core.quantities import LARGEST_QUANTITY, parse_quantity
+from rooftop.requests import kinds
+from rooftop.requests.kinds import Kind
+from rooftop.requests.request import Request, Setting
+from rooftop.requests.words import (
+    ASSUMPTIONS,
+    BATCHINGS,
+    GROUPS,
+    HARDWARE,
+    LEVELS,
+    NUMERICS,
+    OPTIMIZERS,
+    OUTPUT,
+    PARALLELISM,
+    PROCESSES,
+    RUN,
+    SCHEDULES,
+    WORKLOAD,
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -38,26 +49,6 @@ class _Decorator(Protocol):
     def __call__(self, function: _Function, /) -> _Function:
         """Add a parameter to the command."""
         ...
-
-
-#: Headings under which ``--help`` shows options, in this order; options without a heading come last.
-HARDWARE = "Model and hardware"
-WORKLOAD = "Workload"
-PARALLELISM = "Parallelism"
-NUMERICS = "Numerics"
-ASSUMPTIONS = "Assumptions"
-CACHE = "KV cache"
-RUN = "Run"
-SERVER = "Server"
-PROCESSES = "Processes"
-OUTPUT = "Output"
-GROUPS = (HARDWARE, WORKLOAD, PARALLELISM, NUMERICS, ASSUMPTIONS, CACHE, RUN, SERVER, PROCESSES, OUTPUT)
-
-#: Names that options accept, in the words of the modules that read them; tests hold them equal.
-SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved", "zero_bubble")
-OPTIMIZERS = ("adamw", "adam", "lion", "muon", "adafactor", "sgd")
-BATCHINGS = ("static", "interleaved", "disaggregated")
-LEVELS = ("bound", "expected", "book")
 
 
 class GroupedOption(click.Option):
@@ -107,135 +98,35 @@ def option(*names: str, group: str | None = None, **attributes: Any) -> _Decorat
 # ---------------------------------------------------------------- types
 
 
-class _Type(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
-    """A type that ``_read`` checks and converts, and whose values ``_candidates`` completes."""
+class OptionType(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
+    """A kind of value as click's type: it reads a text and completes one."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.name = kind.name
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """The names of a choice, or the word that stands for a value."""
+        return "|".join(self.kind.names) if isinstance(self.kind, kinds.Name) else self.name.upper()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read the text. Raises RooftopError naming the option."""
-        return self._read(value, field_of(param))
+        return self.kind.read(value, field_of(param))
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Values that begin with ``incomplete``."""
-        return [CompletionItem(name) for name in self._candidates(incomplete) if name.startswith(incomplete)]
-
-    def _read(self, value: Any, field: str) -> Any:
-        return value
-
-    def _candidates(self, incomplete: str) -> Iterable[str]:
-        return ()
+        """Values that begin with ``incomplete``; of a model, files where no preset does."""
+        names = [CompletionItem(name) for name in self.kind.candidates(incomplete) if name.startswith(incomplete)]
+        return names or ([CompletionItem(incomplete, type="file")] if isinstance(self.kind, kinds.Model) else [])
 
 
-class Parsed(_Type):
-    """A text that ``parse(text, field)`` reads, a function of ``rooftop.core.quantities``."""
-
-    def __init__(self, name: str, parse: Callable[[str, str], Any]) -> None:
-        self.name = name
-        self.parse = parse
-
-    def _read(self, value: Any, field: str) -> Any:
-        return self.parse(value, field)
-
-
-class Dtype(_Type):
-    """The canonical name of a dtype; several, comma-separated, become a tuple if ``several``."""
-
-    name = "dtype"
-
-    def __init__(self, *, several: bool = False) -> None:
-        self.several = several
-
-    def _read(self, value: Any, field: str) -> str | tuple[str, ...]:
-        if not self.several:
-            return parse_dtype(value, field)
-        return tuple(parse_dtype(part, field) for part in (value.split(",") if isinstance(value, str) else value))
-
-    def _candidates(self, incomplete: str) -> Iterable[str]:
-        return _last_entries(incomplete, DTYPE_BYTES) if self.several else DTYPE_BYTES
-
-
-class Name(_Type):
+def Name(*names: str) -> OptionType:  # as a type
     """One of a few names; another is refused with the close ones suggested."""
-
-    name = "name"
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """The names."""
-        return "|".join(self.names)
-
-    def _read(self, value: Any, field: str) -> str:
-        name = str(value).strip().lower()
-        if name not in self.names:
-            raise unknown(field, str(value), self.names)
-        return name
-
-    def _candidates(self, incomplete: str) -> Iterable[str]:
-        return self.names
+    return OptionType(kinds.Name(*names))
 
 
-class Hardware(_Type):
-    """A slice, a chip, or several of them separated by commas: checked against the catalogue, and left a text."""
-
-    name = "hardware"
-
-    def _read(self, value: Any, field: str) -> str:
-        from rooftop.hardware import Slice, chip
-
-        for part in str(value).split(","):
-            if ":" in part:
-                Slice.parse(part)
-            else:
-                chip(part)
-        return str(value)
-
-    def _candidates(self, incomplete: str) -> Iterable[str]:
-        from rooftop.hardware import catalogue
-
-        chips = catalogue()
-        name, colon, _ = incomplete.rpartition(",")[2].partition(":")
-        if not colon:
-            return _last_entries(incomplete, chips)
-        shapes = chips[name].slice_shapes if name in chips else ()
-        return _last_entries(incomplete, [f"{name}:{'x'.join(map(str, shape))}" for shape in shapes])
-
-
-class Model(_Type):
-    """A preset, llama:N or mixtral:N, or the path of a Hugging Face config.json or of its folder: left a text."""
-
-    name = "model"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Presets that begin with ``incomplete``; files where none does."""
-        return super().shell_complete(ctx, param, incomplete) or [CompletionItem(incomplete, type="file")]
-
-    def _candidates(self, incomplete: str) -> Iterable[str]:
-        from rooftop.models import presets
-
-        return (*presets(), "llama:2M", "mixtral:5M")
-
-
-class Axes(_Type):
-    """Mesh axes and their sizes, fsdp=4,tensor=2: left a text, as the names that a mesh may have differ by verb."""
-
-    name = "axes"
-
-    def _candidates(self, incomplete: str) -> Iterable[str]:
-        from rooftop.arrays import AXES as names
-
-        taken = {entry.partition("=")[0] for entry in incomplete.split(",")[:-1]}
-        return _last_entries(incomplete, [f"{axis}=" for axis in names if axis not in taken])
-
-
-def _last_entries(incomplete: str, names: Iterable[str]) -> Iterable[str]:
-    """A list, separated by commas, with each of ``names`` as its last entry."""
-    before, comma, _ = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in names]
-
-
-def _count_or_zero(text: str, field: str) -> int:
-    return 0 if str(text) == "0" else parse_count(text, field)
+def Parsed(name: str, parse: Callable[[str, str], Any]) -> OptionType:  # as a type
+    """A text that ``parse(text, field)`` reads."""
+    return OptionType(kinds.Parsed(name, parse))
 
 
 def parse_profile(text: str, field: str) -> tuple[int, int]:
@@ -246,47 +137,23 @@ def parse_profile(text: str, field: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _top(text: str, field: str) -> int | str:
-    return "all" if str(text) == "all" else parse_count(text, field)
-
-
-def _quantity(text: str, field: str) -> float:
-    return parse_quantity(text, field, largest=LARGEST_QUANTITY)
-
-
-def _quantity_or_zero(text: str, field: str) -> float:
-    return parse_quantity(text, field, largest=LARGEST_QUANTITY, zero=True)
-
-
-def _devices(text: str, field: str) -> int:
-    count = parse_count(text, field)
-    if count > _MOST_EMULATED:
-        raise RooftopError(field, text, f"from 1 to {_MOST_EMULATED:,} emulated devices")
-    return count
-
-
-#: XLA starts threads for each device that it emulates: thousands of them take minutes to start, or the memory.
-_MOST_EMULATED = 1024
-COUNT = Parsed("n", parse_count)
-DEVICES = Parsed("n", _devices)
-COUNT_OR_ZERO = Parsed("n", _count_or_zero)
-#: A number of rows, or "all".
-TOP = Parsed("n", _top)
-QUANTITY = Parsed("x", _quantity)
-QUANTITY_OR_ZERO = Parsed("x", _quantity_or_zero)
-BYTES = Parsed("bytes", parse_bytes)
-SHARE = Parsed("share", parse_share)
-#: A share of '+2%'.
-GROWTH = Parsed("share", parse_growth)
-#: Seconds, as a float, of a time with its unit.
-TIME = Parsed("time", parse_seconds)
+COUNT = OptionType(kinds.COUNT)
+DEVICES = OptionType(kinds.DEVICES)
+COUNT_OR_ZERO = OptionType(kinds.COUNT_OR_ZERO)
+TOP = OptionType(kinds.TOP)
+QUANTITY = OptionType(kinds.QUANTITY)
+QUANTITY_OR_ZERO = OptionType(kinds.QUANTITY_OR_ZERO)
+BYTES = OptionType(kinds.BYTES)
+SHARE = OptionType(kinds.SHARE)
+GROWTH = OptionType(kinds.GROWTH)
+TIME = OptionType(kinds.TIME)
 #: First and last step of a trace.
 PROFILE = Parsed("steps=a..b", parse_profile)
-DTYPE = Dtype()
-DTYPES = Dtype(several=True)
-HARDWARE_NAME = Hardware()
-MODEL = Model()
-AXES = Axes()
+DTYPE = OptionType(kinds.DTYPE)
+DTYPES = OptionType(kinds.DTYPES)
+HARDWARE_NAME = OptionType(kinds.HARDWARE_NAME)
+MODEL = OptionType(kinds.MODEL)
+AXES = OptionType(kinds.AXES)
 FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 PATH = click.Path(path_type=Path)
@@ -450,3 +317,96 @@ def json_option(function: _Function) -> _Function:
     """The ``--json`` flag, passed to the command as ``as_json``."""
     decorate = option("--json", "as_json", group=OUTPUT, is_flag=True, help="One JSON object on stdout, nothing else.")
     return decorate(function)
+
+
+# ---------------------------------------------------------------- options of requests
+
+
+class _Required:
+    """A parameter that a file of ``--request`` may give."""
+
+    def value_is_missing(self, value: Any) -> bool:
+        """True if neither the command line nor a file gives it."""
+        context = click.get_current_context(silent=True)
+        has_file = context is not None and isinstance(context.params.get("request_file"), Path)
+        missing: bool = super().value_is_missing(value)  # type: ignore[misc]  # of click.Parameter
+        return missing and not has_file
+
+
+class _RequestOption(_Required, GroupedOption):
+    """An option of a request's field."""
+
+
+class _RequestArgument(_Required, click.Argument):
+    """The argument of a request's field."""
+
+
+def request_options(kind: type[Request]) -> _Decorator:
+    """Give a verb the fields of a request as arguments and options; its function gets the ``request``.
+
+    ``--request FILE`` reads the request from a file, or from an answer; options change it. ``--save-request FILE``
+    writes it.
+    """
+
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def with_request(*, request_file: Path | None, save_request: Path | None, **values: Any) -> Any:
+            own = {setting.name: values.pop(setting.name) for setting in kind.settings()}
+            request = _request(kind, own, request_file)
+            if save_request is not None:
+                request.write(save_request)
+            return function(request=request, **values)
+
+        decorated: Any = with_request
+        for setting in reversed(kind.settings()):
+            decorated = _parameter(setting)(decorated)
+        reading = option(
+            "--request", "request_file", group=OUTPUT, type=FILE, is_eager=True,
+            help="Take the request from this file, or from an answer (JSON); options change it.",
+        )  # fmt: skip
+        writing = option("--save-request", group=OUTPUT, type=FILE, help="Write the request here (JSON).")
+        return reading(writing(decorated))
+
+    return decorate
+
+
+def _request(kind: type[Request], values: Mapping[str, Any], path: Path | None) -> Request:
+    """The request on the command line, over the one in a file. Raises RooftopError."""
+    if path is None:
+        return kind(**values)
+    context = click.get_current_context()
+    sources = {name: context.get_parameter_source(name) for name in values}
+    typed = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+    return kind.read(path, **{name: value for name, value in values.items() if sources[name] in typed})
+
+
+def _parameter(setting: Setting) -> _Decorator:
+    """The argument or option of a field."""
+    is_given = setting.default is not dataclasses.MISSING
+    default = setting.default if is_given else None
+    attributes: dict[str, Any] = {"required": not is_given, "type": _type(setting.kind)}
+    if default not in (None, ()):
+        attributes["default"] = default
+    if setting.is_argument:
+        return click.argument(setting.name, cls=_RequestArgument, **attributes)
+    text = re.sub(r"``(\w+)``", lambda match: "--" + match[1].replace("_", "-"), setting.about)
+    names = [f"--{setting.option}", setting.name]
+    if isinstance(setting.kind, kinds.Flag):
+        del attributes["type"]
+        if default is None:
+            names[0] = f"--{setting.option}/--no-{setting.option}"
+            attributes["default"] = None
+        else:
+            attributes["is_flag"] = True
+    elif type(setting.kind) in (Kind, kinds.Pairs, kinds.Listed):
+        attributes["metavar"] = setting.kind.name
+    return click.option(
+        *names, cls=_RequestOption, group=setting.word.group, help=text,
+        show_default=default is not None and default is not False, **attributes,
+    )  # fmt: skip
+
+
+def _type(kind: Kind) -> click.ParamType:  # type: ignore[type-arg]  # generic from click 8.4 on only
+    if isinstance(kind, kinds.Location):
+        return click.Path(dir_okay=kind.folders, file_okay=kind.files, path_type=Path)
+    return OptionType(kind)

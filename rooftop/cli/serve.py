@@ -11,17 +11,11 @@ import click
 
 from rooftop.cli.options import (
     BYTES,
-    CACHE,
     COUNT,
     COUNT_OR_ZERO,
     FILE,
-    HARDWARE,
-    PARALLELISM,
     PATH,
-    PROCESSES,
-    SERVER,
     TIME,
-    WORKLOAD,
     Name,
     VerbCommand,
     batch_seqs_option,
@@ -42,6 +36,7 @@ from rooftop.cli.options import (
     weights_dtype_option,
 )
 from rooftop.cli.output import progress_bar, say
+from rooftop.requests.words import CACHE, HARDWARE, PARALLELISM, PROCESSES, SERVER, WORKLOAD
 
 if TYPE_CHECKING:
     from rooftop.serve.run import ReadyProcess

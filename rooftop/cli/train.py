@@ -17,16 +17,9 @@ from rooftop.cli.options import (
     COUNT,
     COUNT_OR_ZERO,
     FILE,
-    HARDWARE,
-    NUMERICS,
-    OPTIMIZERS,
-    OUTPUT,
-    PARALLELISM,
     PATH,
     PROFILE,
     QUANTITY,
-    RUN,
-    WORKLOAD,
     Name,
     Parsed,
     VerbCommand,
@@ -56,6 +49,7 @@ from rooftop.cli.output import emit_json, say
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import parse_count
 from rooftop.plan.training.plan import TrainingPlan
+from rooftop.requests.words import HARDWARE, NUMERICS, OPTIMIZERS, OUTPUT, PARALLELISM, RUN, WORKLOAD
 from rooftop.runs.beats import Beats
 from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment
 from rooftop.runs.folder import RunFolder

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
-from rooftop.cli.options import OUTPUT, PATH, SERVER, VerbCommand, json_option, option
+from rooftop.cli.options import PATH, VerbCommand, json_option, option
 from rooftop.cli.output import emit_json, show_document
 from rooftop.core.errors import RooftopError
 from rooftop.core.extras import require
+from rooftop.requests.words import OUTPUT, SERVER
 
 
 @click.command(

@@ -18,8 +18,9 @@ from rooftop.core.records import Record
 from rooftop.explain.compiled.checks import EinsumCheck
 from rooftop.explain.compiled.einsum import check
 from rooftop.hardware import Slice
-from rooftop.library.inputs import AxesLike, CountLike, SliceLike, axes_of, chip_of, mesh_on, slice_of
+from rooftop.library.inputs import axes_of, chip_of, mesh_on, slice_of
 from rooftop.library.results import Result, flat
+from rooftop.requests.likes import AxesLike, CountLike, SliceLike
 from rooftop.runs.environment import prefer_cpus, uninterrupted
 from rooftop.simulate.expressions import (
     ArrayFacts,

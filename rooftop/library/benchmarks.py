@@ -29,11 +29,12 @@ from rooftop.core.measurements import MeasuredCollectives
 from rooftop.core.quantities import format_bytes, format_seconds, parse_bytes, parse_count, parse_dtype, parse_quantity
 from rooftop.core.records import Record
 from rooftop.hardware import Calibrated, Slice, slice_sizes
-from rooftop.library.inputs import AxesLike, CountLike, SliceLike, TimeLike, axes_of, slice_of
+from rooftop.library.inputs import axes_of, slice_of
 from rooftop.library.results import Result, flat
 from rooftop.library.serving import Progress
-from rooftop.library.simulation import LengthsLike, read_serving_plan, targets_of, trace_of
+from rooftop.library.simulation import read_serving_plan, targets_of, trace_of
 from rooftop.plan.serving.plan import ServingPlan
+from rooftop.requests.likes import AxesLike, CountLike, LengthsLike, SliceLike, TimeLike
 from rooftop.roofline.calibration import Calibration, fit, read_calibration
 from rooftop.runs.environment import prefer_cpus, prepare_environment, uninterrupted
 from rooftop.scheduling.serving.scheduler import Policy

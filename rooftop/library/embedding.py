@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json
@@ -26,7 +26,7 @@ from rooftop.embed.host.limits import (
 )
 from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.embed.host.statistics import Statistics
-from rooftop.library.inputs import CalibrationLike, CountLike, SliceLike, calibration_of, slice_of
+from rooftop.library.inputs import calibration_of, slice_of
 from rooftop.library.results import Result, flat
 from rooftop.models.embedding_tables.files import load_tables
 from rooftop.models.embedding_tables.limits import LARGEST_LIMIT, Limits
@@ -34,20 +34,19 @@ from rooftop.models.embedding_tables.stacking import Stacking
 from rooftop.models.embedding_tables.tables import Tables
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.plan.embedding.problem import EmbedProblem, check_passes, stacking_on
+from rooftop.requests.function import of_request
+from rooftop.requests.planning import PlanEmbedding
 
 if TYPE_CHECKING:
     from rooftop.present.document import Document
+    from rooftop.requests.likes import CountLike, LimitsLike, SliceLike, TablesLike
 
 _Batch = TypeVar("_Batch")
-#: Tables, or the path of a TOML file of them.
-TablesLike: TypeAlias = Tables | Path | str
 #: Arguments by the fields of lower rooms that have another name.
 _ARGUMENTS = {
     "batch": "batch-samples", "sample_passes": "sample-passes", "out_of_range": "out-of-range", "slice": "on",
     "host_threads": "host-threads",
 }  # fmt: skip
-#: Limits by stack, or the path of a limits file.
-LimitsLike: TypeAlias = Limits | Path | str
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -56,12 +55,12 @@ class EmbeddingPlanResult(Result):
 
     document_kind = "embed"
 
+    request: PlanEmbedding
     plan: EmbedPlan
 
     def to_json(self) -> dict[str, object]:
         """plan.json: all that is needed to compile the program."""
-        data: dict[str, object] = self.plan.to_json()
-        return data
+        return self.plan.to_json() | {"request": self.request.to_json()}
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -173,53 +172,35 @@ def _named_as_arguments() -> Iterator[None]:
         raise RooftopError(_ARGUMENTS.get(error.field, error.field), error.given, error.accepted) from None
 
 
+@of_request(PlanEmbedding)
 @_named_as_arguments()
-def plan_embedding(
-    tables: TablesLike,
-    *,
-    on: SliceLike,
-    batch_samples: CountLike = 16384,
-    limits: LimitsLike | None = None,
-    sample_passes: CountLike = 1,
-    dense_flops: float | str | None = None,
-    host_threads: CountLike | None = None,
-    calibration: CalibrationLike | None = None,
-) -> EmbeddingPlanResult:
+def plan_embedding(request: PlanEmbedding) -> EmbeddingPlanResult:
     """Plan embedding tables on a slice: memory, step time, and the unit that binds.
 
-    Args:
-        tables: Tables, or the path of a TOML file of them.
-        on: A slice of chips with SparseCores.
-        batch_samples: Samples of a step, on all devices.
-        limits: Limits of the stacks, or a limits file; by default from each feature's ``ids_per_sample``.
-        sample_passes: Passes over the samples of a batch.
-        dense_flops: Matmul FLOPs of a sample in the dense part, forward.
-        host_threads: Threads that prepare the batches of a host.
-        calibration: A calibration file of `rooftop calibrate`, or its fractions: they replace the catalogue's.
-
     A plan that does not fit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises RooftopError naming
-    the argument that is wrong.
+    the field that is wrong.
     """
-    where = slice_of(on).with_calibration(calibration_of(calibration))
-    samples, model = parse_count(batch_samples, "batch-samples"), _tables(tables)
-    passes = parse_count(sample_passes, "sample-passes")
+    where = slice_of(request.on).with_calibration(calibration_of(request.calibration))
+    samples, model = parse_count(request.batch_samples, "batch-samples"), _tables(request.tables)
+    passes = parse_count(request.sample_passes, "sample-passes")
     stacking = stacking_on(model, where, samples)
-    if limits is None:
-        known: Limits = _expected_limits(stacking, samples, passes)
-    elif isinstance(limits, (str, Path)):
-        known = read_limits(Path(limits), stacking, batch=samples, sample_passes=passes)
+    dense_flops, host_threads = request.dense_flops, request.host_threads
+    if request.limits is None:
+        limits: Limits = _expected_limits(stacking, samples, passes)
+    elif isinstance(request.limits, (str, Path)):
+        limits = read_limits(Path(request.limits), stacking, batch=samples, sample_passes=passes)
     else:
-        known = limits
+        limits = request.limits
     problem = EmbedProblem(
         tables=model,
         slice=where,
         batch=samples,
-        limits=known,
+        limits=limits,
         dense_flops=0.0 if dense_flops is None else parse_quantity(dense_flops, "dense-flops"),
         host_threads=None if host_threads is None else parse_count(host_threads, "host-threads"),
         sample_passes=passes,
     )
-    return EmbeddingPlanResult(plan=EmbedPlan(problem=problem))
+    return EmbeddingPlanResult(request=request, plan=EmbedPlan(problem=problem))
 
 
 def _expected_limits(stacking: Stacking, samples: int, passes: int) -> Limits:

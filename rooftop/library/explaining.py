@@ -10,22 +10,11 @@ from typing import TYPE_CHECKING
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.explain.measured.modules import read_module
 from rooftop.explain.operations import Inferred, Operation, OperationRecord, OperationsRecord, infer, read_operation
-from rooftop.library.inputs import (
-    AxesLike,
-    CalibrationLike,
-    ChipLike,
-    PlanLike,
-    TimeLike,
-    axes_of,
-    calibrated_places,
-    calibration_of,
-    chip_of,
-    seconds_of,
-    training_plan_of,
-)
+from rooftop.library.inputs import axes_of, calibrated_places, calibration_of, chip_of, seconds_of, training_plan_of
 from rooftop.library.results import Result, flat
 from rooftop.library.serving import Progress
 from rooftop.present.documents import document
+from rooftop.requests.likes import AxesLike, CalibrationLike, ChipLike, PlanLike, TimeLike
 from rooftop.runs.environment import uninterrupted
 
 if TYPE_CHECKING:

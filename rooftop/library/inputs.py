@@ -1,15 +1,16 @@
-"""Arguments of the library's functions: objects, or the strings that the command line takes."""
+"""The objects that are meant by fields of requests, which are objects or the strings of the command line."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import read_json_object
 from rooftop.core.quantities import LARGEST_QUANTITY, parse_quantity, parse_seconds
+from rooftop.core.records import read_record
 from rooftop.hardware import Calibrated, Chip, Slice, chip
 from rooftop.models import ModelConfig, load_model
 
@@ -18,74 +19,26 @@ if TYPE_CHECKING:
     from rooftop.plan.embedding.plan import EmbedPlan
     from rooftop.plan.serving.plan import ServingPlan
     from rooftop.plan.training.plan import TrainingPlan
+    from rooftop.requests.likes import (
+        AxesLike,
+        CalibrationLike,
+        ChipLike,
+        ModelLike,
+        PlanLike,
+        PriceLike,
+        SliceLike,
+        TimeLike,
+    )
 
 _Plan = TypeVar("_Plan", bound="TrainingPlan | EmbedPlan | ServingPlan")
 
 
-class OnSlice(Protocol):
-    """A result or plan that has a slice."""
-
-    @property
-    def slice(self) -> Slice:
-        """The slice."""
-
-
-class OfChip(Protocol):
-    """A slice, or a result, that has a chip."""
-
-    @property
-    def chip(self) -> Chip:
-        """The chip."""
-
-
-class OfModel(Protocol):
-    """A result that has a model."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model."""
-
-
-class OfPlan(Protocol):
-    """A result that has a plan."""
-
-    @property
-    def plan(self) -> TrainingPlan | EmbedPlan:
-        """The plan."""
-
-
-class OfFractions(Protocol):
-    """A result that has measured fractions of a chip."""
-
-    @property
-    def fractions(self) -> Calibrated | None:
-        """The fractions; None for devices of no chip in the catalogue."""
-
-
-#: A slice, or its text: CHIP:SHAPE[@SLICES].
-SliceLike: TypeAlias = Slice | OnSlice | str
-#: A chip, its name, or a slice of it.
-ChipLike: TypeAlias = Chip | OfChip | str
-#: A model, a preset, or the path of a config.json or of its folder.
-ModelLike: TypeAlias = "ModelConfig | OfModel | str | Path"
-#: A plan, a result that has one, the content of a plan.json, or its path.
-PlanLike: TypeAlias = "TrainingPlan | EmbedPlan | OfPlan | Mapping[str, object] | str | Path"
-#: Measured fractions of a chip, the result of ``calibrate``, or the path of its file.
-CalibrationLike: TypeAlias = "Calibrated | OfFractions | Path | str"
-#: Mesh axes and their sizes: a mapping, or 'fsdp=4,tensor=2'.
-AxesLike: TypeAlias = Mapping[str, int] | str
-#: Seconds, or a time with its unit: '500ms'.
-TimeLike: TypeAlias = float | str
-#: Dollars per chip-hour: of the chip that is asked for, or by chip: 'h100=2.5,v5p=3'.
-PriceLike: TypeAlias = float | str | Mapping[str, float | str]
-#: A whole number, or its text: '4Mi'.
-CountLike: TypeAlias = int | str
-
-
 def slice_of(on: SliceLike) -> Slice:
-    """The slice that is meant. Raises RooftopError."""
+    """The slice that is meant, or whose record it is. Raises RooftopError."""
     if isinstance(on, str):
         on = Slice.parse(on)
+    if isinstance(on, Mapping):
+        return read_record(Slice, on, "on")
     return on if isinstance(on, Slice) else on.slice
 
 
@@ -179,17 +132,21 @@ def recalibrated(plan: _Plan, calibration: CalibrationLike | None) -> _Plan:
 
 
 def chip_of(on: ChipLike, figures: Mapping[str, float | str] | None = None) -> Chip:
-    """The chip that is meant, with ``figures`` overridden. Raises RooftopError."""
+    """The chip that is meant, or whose record it is, with ``figures`` overridden. Raises RooftopError."""
     if isinstance(on, str):
         on = chip(on.partition(":")[0])
+    if isinstance(on, Mapping):
+        on = read_record(Chip, on, "on")
     spec = on if isinstance(on, Chip) else on.chip
     return spec.replace(**figures_of(figures)) if figures else spec
 
 
 def model_of(model: ModelLike) -> ModelConfig:
-    """The model that is meant. Raises RooftopError."""
+    """The model that is meant, or whose record it is. Raises RooftopError."""
     if isinstance(model, (str, Path)):
         return load_model(str(model))
+    if isinstance(model, Mapping):
+        return ModelConfig.from_json(model)
     return model if isinstance(model, ModelConfig) else model.config
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -24,13 +24,6 @@ from rooftop.core.quantities import (
 from rooftop.core.records import field_values
 from rooftop.hardware import Chip, Slice
 from rooftop.library.inputs import (
-    AxesLike,
-    CalibrationLike,
-    CountLike,
-    ModelLike,
-    OnSlice,
-    PriceLike,
-    TimeLike,
     axes_of,
     calibrated_places,
     chip_of,
@@ -62,15 +55,13 @@ from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import LINKS, MODES, Mode, ServingProblem
 from rooftop.plan.serving.search import pareto, smallest_slice
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
+from rooftop.requests.function import of_request
+from rooftop.requests.planning import PlanServing
 from rooftop.serve.request import ServeRequest
 
 if TYPE_CHECKING:
+    from rooftop.requests.likes import CountLike, DtypesLike, ServersLike
     from rooftop.serve.run import ReadyProcess
-
-#: A server's slice, or chips that are searched: 'v5e:4x4', 'v5e,v6e', or a list of chips.
-ServersLike: TypeAlias = Slice | OnSlice | Chip | str | Sequence[Chip | str]
-#: A dtype, or several that are searched: 'int8,bf16' or a list.
-DtypesLike: TypeAlias = str | Sequence[str]
 
 #: A progress callback: units done, units in all, and a label.
 Progress: TypeAlias = Callable[[int, int, str], None]
@@ -80,6 +71,11 @@ PROMPT = 8192
 #: Number formats that a search over chips tries by default.
 _SEARCHED_OF_ENGINES = ("bf16", "f8_e4m3")
 _SEARCHED = ("int8", "bf16")
+#: Fields that say nothing about the front of generation.
+_NOT_OF_FRONTS = (
+    "batch_seqs", "prefill_mesh", "prefill_on", "link", "ttft", "tpot", "requests_per_second", "hit_rate", "host_dram",
+    "mfu", "engine", "contexts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -88,6 +84,7 @@ class ServingPlanResult(Result):
 
     document_kind = "serve"
 
+    request: PlanServing
     answer: ServingAnswer
     recommendation: Recommendation | None = None
 
@@ -102,7 +99,7 @@ class ServingPlanResult(Result):
         return FleetAnswerDocument(
             **field_values(answer),
             recommendation=None if self.recommendation is None else self.recommendation.document,
-        ).to_json()
+        ).to_json() | {"request": self.request.to_json()}
 
     def to_json(self) -> dict[str, object]:
         """plan.json: all that is needed to simulate and to serve."""
@@ -155,12 +152,14 @@ class ServingFrontResult(Result):
 
     document_kind = "pareto"
 
+    request: PlanServing
     model: str
     points: Sequence[FleetPoint]
 
     def to_json(self) -> dict[str, object]:
         """The model and the points."""
-        return ServingFrontDocument(kind="pareto", model=self.model, pareto=tuple(self.points)).to_json()
+        document = ServingFrontDocument(kind="pareto", model=self.model, pareto=tuple(self.points))
+        return document.to_json() | {"request": self.request.to_json()}
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -184,105 +183,24 @@ class _Question:
     searching: bool
 
 
-def plan_serving(
-    model: ModelLike = "llama3-70b",
-    *,
-    on: ServersLike,
-    prompt: CountLike | None = None,
-    generate: CountLike = 512,
-    batch_seqs: CountLike | None = None,
-    context: CountLike | None = None,
-    requests_per_second: float | str | None = None,
-    ttft: TimeLike | None = None,
-    tpot: TimeLike | None = None,
-    hit_rate: float | str = 0.0,
-    host_dram: CountLike | None = None,
-    draft: ModelLike | None = None,
-    draft_length: CountLike = 4,
-    acceptance: float | str = 0.7,
-    batching: str | None = None,
-    mesh: AxesLike | None = None,
-    prefill_mesh: AxesLike | None = None,
-    prefill_on: Slice | OnSlice | str | None = None,
-    kv_split: str | None = None,
-    link: str = "dcn",
-    weights_dtype: DtypesLike | None = None,
-    kv_dtype: DtypesLike | None = None,
-    matmul_dtype: str = "bf16",
-    embeddings_dtype: str | None = None,
-    weight_group: CountLike | None = None,
-    kv_sharing: CountLike = 1,
-    mfu: float | str | None = None,
-    assume: str | None = None,
-    engine: str | None = None,
-    calibration: CalibrationLike | None = None,
-    bounds: str = "usable",
-    price: PriceLike | None = None,
-    objective: str = "cost",
-    contexts: Sequence[CountLike] | str | None = None,
-    on_progress: Progress | None = None,
-) -> ServingPlanResult:
+@of_request(PlanServing)
+def plan_serving(request: PlanServing, on_progress: Progress | None = None) -> ServingPlanResult:
     """Plan serving on one slice, or recommend a fleet for a rate of requests or over several chips.
 
-    Args:
-        model: A preset, a ModelConfig, or the path of a Hugging Face config.json or of its folder.
-        on: A slice, CHIP:SHAPE, or chips to search, such as 'v5e,v6e'.
-        prompt: Tokens of a prompt; by default 8,192, or as many as the model's longest sequence leaves.
-        generate: Tokens of an answer.
-        batch_seqs: Sequences generated together; searched by default.
-        context: Tokens cached at the step that is priced; by default the prompt and half of the answer.
-        requests_per_second: Rate to plan servers for.
-        ttft: Target of the time to first token.
-        tpot: Target of the time per output token.
-        hit_rate: Share of a prompt that the prefix cache holds.
-        host_dram: Bytes of a host's memory for the prefix cache.
-        draft: Draft model of speculative decoding.
-        draft_length: Tokens that the draft guesses a round.
-        acceptance: Probability that a guess is right.
-        batching: disaggregated or interleaved; by default the former, both where chips are searched.
-        mesh: Axes of generation; searched by default.
-        prefill_mesh: Axes of prefill; searched by default.
-        prefill_on: Slice of a prefill server, if it is another one of the same chip.
-        kv_split: The part of the cache that context splits: 'batch' or 'seq'; searched by default.
-        link: The network between prefill and generate servers: 'ici' or 'dcn'.
-        weights_dtype: Dtype of the layers' weights; several where chips are searched. By default the format of the
-            published checkpoint, where an engine keeps it, and bf16 elsewhere.
-        kv_dtype: Dtype of the KV cache; several where chips are searched.
-        matmul_dtype: Dtype of the layers' matmuls.
-        embeddings_dtype: Dtype of embedding and unembedding; by default bf16, as engines have them.
-        weight_group: Input channels of the weights that share a scale; by default all, and 32 of f4_e2m1 (MXFP4).
-        kv_sharing: Layers that share one KV cache.
-        mfu: Share of peak that a prefill reaches, instead of our own estimate.
-        assume: Assumptions: 'hbm_read=0.9,latency=0.5'.
-        engine: Engine whose kernels are priced on a GPU, 'vllm' or 'trtllm', instead of our own programs. Matmuls are
-            then in the weights' dtype unless ``matmul_dtype`` says otherwise.
-        calibration: A calibration file of `rooftop calibrate`, or its fractions: they replace the catalogue's.
-        bounds: 'usable' HBM, or the 'book' arithmetic.
-        price: Dollars per chip-hour, instead of the list price; by chip where several are searched: 'h100=2.5,v5p=3'.
-        objective: Minimize 'cost' or 'chips' in a search.
-        contexts: Contexts of the front; by default the workload's.
-        on_progress: Called with kinds of servers priced, their number, and a label, while chips are searched.
+    ``on_progress`` is called with kinds of servers priced, their number, and a label, while chips are searched.
 
     A plan that does not fit, misses a target or is not executable is returned: ``raise_if_infeasible`` raises
-    Infeasible for it. Raises Infeasible if a search finds no servers that do, and RooftopError naming the argument that
+    Infeasible for it. Raises Infeasible if a search finds no servers that do, and RooftopError naming the field that
     is wrong.
     """
-    if objective not in OBJECTIVES:
-        raise unknown("for", objective, (*OBJECTIVES, "pareto"))
-    sizes = _contexts(contexts)
-    question = _question(
-        model, on=on, prompt=prompt, generate=generate, batch_seqs=batch_seqs, context=context,
-        requests_per_second=requests_per_second, ttft=ttft, tpot=tpot, hit_rate=hit_rate, host_dram=host_dram,
-        draft=draft, draft_length=draft_length, acceptance=acceptance, batching=batching, mesh=mesh,
-        prefill_mesh=prefill_mesh, prefill_on=prefill_on, kv_split=kv_split, link=link, weights_dtype=weights_dtype,
-        kv_dtype=kv_dtype, matmul_dtype=matmul_dtype, embeddings_dtype=embeddings_dtype, weight_group=weight_group,
-        kv_sharing=kv_sharing, mfu=mfu, assume=assume, engine=engine, calibration=calibration, bounds=bounds,
-        price=price,
-    )  # fmt: skip
+    if request.objective not in OBJECTIVES:
+        raise unknown("for", request.objective, (*OBJECTIVES, "pareto"))
+    sizes = _contexts(request.contexts)
+    question = _question(request)
     problem = question.problem
     if not question.searching and problem.workload.requests_per_second is None:
-        return ServingPlanResult(answer=serving.plan_serving(problem, contexts=sizes))
-    best = recommend(problem, question.where, question.numerics, question.modes, objective, on_progress)
+        return ServingPlanResult(request=request, answer=serving.plan_serving(problem, contexts=sizes))
+    best = recommend(problem, question.where, question.numerics, question.modes, request.objective, on_progress)
     plan = best.best.plan
     answer = ServingAnswer(
         plan=plan,
@@ -292,156 +210,122 @@ def plan_serving(
         front=pareto(plan.problem, plan.problem.nearest_engines(plan.problem.generate_placements()), sizes),
         searched=best.searched,
     )
-    return ServingPlanResult(answer=answer, recommendation=best)
+    return ServingPlanResult(request=request, answer=answer, recommendation=best)
 
 
-def serving_front(
-    model: ModelLike = "llama3-70b",
-    *,
-    on: ServersLike,
-    prompt: CountLike | None = None,
-    generate: CountLike = 512,
-    context: CountLike | None = None,
-    draft: ModelLike | None = None,
-    draft_length: CountLike = 4,
-    acceptance: float | str = 0.7,
-    batching: str | None = None,
-    mesh: AxesLike | None = None,
-    kv_split: str | None = None,
-    weights_dtype: DtypesLike | None = None,
-    kv_dtype: DtypesLike | None = None,
-    matmul_dtype: str = "bf16",
-    embeddings_dtype: str | None = None,
-    weight_group: CountLike | None = None,
-    kv_sharing: CountLike = 1,
-    assume: str | None = None,
-    calibration: CalibrationLike | None = None,
-    bounds: str = "usable",
-    price: PriceLike | None = None,
-    on_progress: Progress | None = None,
-) -> ServingFrontResult:
-    """The fastest and cheapest ways to generate over slices, number formats and batches; see ``plan_serving``.
+@of_request(PlanServing)
+def serving_front(request: PlanServing, on_progress: Progress | None = None) -> ServingFrontResult:
+    """The fastest and cheapest ways to generate over slices, number formats and batches.
 
-    Raises RooftopError naming the argument that is wrong.
+    Raises RooftopError naming the field that is wrong, or that says nothing about a step of generation.
     """
-    question = _question(
-        model, on=on, prompt=prompt, generate=generate, context=context, draft=draft, draft_length=draft_length,
-        acceptance=acceptance, batching=batching, mesh=mesh, kv_split=kv_split, weights_dtype=weights_dtype,
-        kv_dtype=kv_dtype, matmul_dtype=matmul_dtype, embeddings_dtype=embeddings_dtype, weight_group=weight_group,
-        kv_sharing=kv_sharing, assume=assume, calibration=calibration, bounds=bounds, price=price,
-    )  # fmt: skip
+    for name, value in request.changed().items():
+        if name in _NOT_OF_FRONTS:
+            raise RooftopError(name.replace("_", "-"), value, "this without --for pareto")
+    request = replace(request, objective="pareto")
+    question = _question(request)
     points = front(question.problem, question.where, question.numerics, on_progress)
-    return ServingFrontResult(model=question.problem.model.name, points=points)
+    return ServingFrontResult(request=request, model=question.problem.model.name, points=points)
 
 
-def _question(
-    model: ModelLike,
-    *,
-    on: ServersLike,
-    prompt: CountLike | None,
-    generate: CountLike,
-    batch_seqs: CountLike | None = None,
-    context: CountLike | None,
-    requests_per_second: float | str | None = None,
-    ttft: TimeLike | None = None,
-    tpot: TimeLike | None = None,
-    hit_rate: float | str = 0.0,
-    host_dram: CountLike | None = None,
-    draft: ModelLike | None,
-    draft_length: CountLike,
-    acceptance: float | str,
-    batching: str | None,
-    mesh: AxesLike | None,
-    prefill_mesh: AxesLike | None = None,
-    prefill_on: Slice | OnSlice | str | None = None,
-    kv_split: str | None,
-    link: str = "dcn",
-    weights_dtype: DtypesLike | None,
-    kv_dtype: DtypesLike | None,
-    matmul_dtype: str,
-    embeddings_dtype: str | None,
-    weight_group: CountLike | None,
-    kv_sharing: CountLike,
-    mfu: float | str | None = None,
-    assume: str | None,
-    engine: str | None = None,
-    calibration: CalibrationLike | None,
-    bounds: str,
-    price: PriceLike | None,
-) -> _Question:
-    """The problem, with everything read and checked. Raises RooftopError naming the argument that is wrong."""
-    where, searching = _servers(on)
-    where = calibrated_places(priced_places(where, price), calibration)
-    for name, value in (("mesh", mesh), ("prefill-mesh", prefill_mesh), ("prefill-on", prefill_on)):
-        if searching and value is not None:
-            raise RooftopError(name, value, "this with one slice, such as --on v5e:4x4")
-    first = next(iter(where.values()))[0]
-    prefill_slice = None if prefill_on is None else slice_of(prefill_on)
-    if prefill_slice is not None and prefill_slice.chip.name == first.chip.name:
-        # The same chip, with the price that is given.
-        prefill_slice = Slice(first.chip, prefill_slice.shape, prefill_slice.num_slices)
-    config, answer_tokens = model_of(model), parse_count(generate, "generate")
-    published = None if weights_dtype is not None or bounds == "book" else published_weights(config)
-    if published is None:
-        formats = _formats(_dtypes(weights_dtype, "weights-dtype", searching, engine), weight_group)
-    elif weight_group is None:
-        formats = [published]
-    else:
-        raise RooftopError("weight-group", weight_group, "this with --weights-dtype")
-    numerics = [
-        ServingNumerics(
-            weights=weights.dtype,
-            kv=kv,
-            flops=weights.dtype if engine and matmul_dtype == "bf16" else parse_dtype(matmul_dtype, "matmul-dtype"),
-            embeddings="bf16" if embeddings_dtype is None else parse_dtype(embeddings_dtype, "embeddings-dtype"),
-            weight_group=weights.group,
-            only_experts=weights.only_experts,
-            kv_sharing=parse_count(kv_sharing, "kv-sharing"),
-        )
-        for weights, kv in product(formats, _dtypes(kv_dtype, "kv-dtype", searching, engine))
-    ]
+def _question(request: PlanServing) -> _Question:
+    """The problem, with everything read and checked. Raises RooftopError naming the field that is wrong."""
+    where, searching = _servers(request.on)
+    where = calibrated_places(priced_places(where, request.price), request.calibration)
+    for name in ("mesh", "prefill_mesh", "prefill_on"):
+        if searching and (value := getattr(request, name)) is not None:
+            raise RooftopError(name.replace("_", "-"), value, "this with one slice, such as --on v5e:4x4")
+    for name in ("draft_length", "acceptance"):
+        if request.draft is None and name in request.changed():
+            raise RooftopError(name.replace("_", "-"), getattr(request, name), "this with --draft MODEL, which guesses")
+    first, config = next(iter(where.values()))[0], model_of(request.model)
+    numerics = _numerics(request, config, searching=searching)
+    batching, kv_split, host_dram = request.batching, request.kv_split, request.host_dram
     modes = [one_of("batching", batching, MODES)] if batching is not None else list(MODES if searching else MODES[:1])
     assumptions = ServingAssumptions(
-        mfu=None if mfu is None else parse_share(mfu, "mfu"),
-        engine=None if engine is None else one_of("engine", engine, tuple(ENGINES)),
+        mfu=None if request.mfu is None else parse_share(request.mfu, "mfu"),
+        engine=None if request.engine is None else one_of("engine", request.engine, tuple(ENGINES)),
     )
-    longest_prompt = max(1, config.max_seq_len - answer_tokens)
-    with _published_by(config, asked=weights_dtype is not None):
+    with _published_by(config, asked=request.weights_dtype is not None):
         problem = ServingProblem(
             model=config,
             slice=first,
-            workload=ServingWorkload(
-                prompt=min(PROMPT, longest_prompt) if prompt is None else parse_count(prompt, "prompt"),
-                generate=answer_tokens,
-                batch_seqs=None if batch_seqs is None else parse_count(batch_seqs, "batch-seqs"),
-                context=None if context is None else parse_count(context, "context"),
-                requests_per_second=rate_of(requests_per_second),
-                ttft_s=None if ttft is None else seconds_of(ttft, "ttft"),
-                tpot_s=None if tpot is None else seconds_of(tpot, "tpot"),
-                hit_rate=parse_share(hit_rate, "hit-rate"),
-            ),
+            workload=_workload(request, config),
             numerics=numerics[0],
-            assumptions=assumptions if assume is None else assumptions.with_shares(assume),
+            assumptions=assumptions if request.assume is None else assumptions.with_shares(request.assume),
             mode=modes[0],
-            bounds=one_of("bounds", bounds, BOUNDS),
-            axes=None if mesh is None else axes_of(mesh),
-            prefill_axes=None if prefill_mesh is None else axes_of(prefill_mesh),
+            bounds=one_of("bounds", request.bounds, BOUNDS),
+            axes=None if request.mesh is None else axes_of(request.mesh),
+            prefill_axes=None if request.prefill_mesh is None else axes_of(request.prefill_mesh),
             kv_split=None if kv_split is None else one_of("kv-split", kv_split, KV_SPLITS),
-            link=one_of("link", link, LINKS),
-            draft=None
-            if draft is None
-            else DraftModel(
-                model=model_of(draft),
-                length=parse_count(draft_length, "draft-length"),
-                acceptance=parse_share(acceptance, "acceptance"),
-            ),
+            link=one_of("link", request.link, LINKS),
+            draft=_draft(request),
             host_bytes=None if host_dram is None else float(parse_bytes(host_dram, "host-dram")),
-            prefill_slice=prefill_slice,
+            prefill_slice=_prefill_slice(request, first),
         )
     capacity, cached = problem.workload.held_tokens, problem.workload.context
     if not problem.book and cached is not None and cached > capacity:
         raise RooftopError("context", cached, f"at most {capacity:,}: the prompt and its answer")
     return _Question(problem=problem, where=where, numerics=numerics, modes=modes, searching=searching)
+
+
+def _workload(request: PlanServing, config: ModelConfig) -> ServingWorkload:
+    """Lengths, batch and targets. Raises RooftopError."""
+    generate, prompt = parse_count(request.generate, "generate"), request.prompt
+    longest_prompt = max(1, config.max_seq_len - generate)
+    return ServingWorkload(
+        prompt=min(PROMPT, longest_prompt) if prompt is None else parse_count(prompt, "prompt"),
+        generate=generate,
+        batch_seqs=None if request.batch_seqs is None else parse_count(request.batch_seqs, "batch-seqs"),
+        context=None if request.context is None else parse_count(request.context, "context"),
+        requests_per_second=rate_of(request.requests_per_second),
+        ttft_s=None if request.ttft is None else seconds_of(request.ttft, "ttft"),
+        tpot_s=None if request.tpot is None else seconds_of(request.tpot, "tpot"),
+        hit_rate=parse_share(request.hit_rate, "hit-rate"),
+    )
+
+
+def _numerics(request: PlanServing, config: ModelConfig, *, searching: bool) -> list[ServingNumerics]:
+    """The number formats that are asked for: of the weights, times those of the KV cache. Raises RooftopError."""
+    engine, matmul, embeddings = request.engine, request.matmul_dtype, request.embeddings_dtype
+    is_free = request.weights_dtype is None and request.bounds != "book"
+    published = published_weights(config) if is_free else None
+    if published is None:
+        formats = _formats(_dtypes(request.weights_dtype, "weights-dtype", searching, engine), request.weight_group)
+    elif request.weight_group is None:
+        formats = [published]
+    else:
+        raise RooftopError("weight-group", request.weight_group, "this with --weights-dtype")
+    return [
+        ServingNumerics(
+            weights=weights.dtype,
+            kv=kv,
+            flops=weights.dtype if engine and matmul == "bf16" else parse_dtype(matmul, "matmul-dtype"),
+            embeddings="bf16" if embeddings is None else parse_dtype(embeddings, "embeddings-dtype"),
+            weight_group=weights.group,
+            only_experts=weights.only_experts,
+            kv_sharing=parse_count(request.kv_sharing, "kv-sharing"),
+        )
+        for weights, kv in product(formats, _dtypes(request.kv_dtype, "kv-dtype", searching, engine))
+    ]
+
+
+def _draft(request: PlanServing) -> DraftModel | None:
+    if request.draft is None:
+        return None
+    return DraftModel(
+        model=model_of(request.draft),
+        length=parse_count(request.draft_length, "draft-length"),
+        acceptance=parse_share(request.acceptance, "acceptance"),
+    )
+
+
+def _prefill_slice(request: PlanServing, first: Slice) -> Slice | None:
+    """The slice of a prefill server. Of the same chip, with the price that is given."""
+    if request.prefill_on is None:
+        return None
+    where = slice_of(request.prefill_on)
+    return Slice(first.chip, where.shape, where.num_slices) if where.chip.name == first.chip.name else where
 
 
 @contextmanager

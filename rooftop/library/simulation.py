@@ -10,18 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.files import read_json_object, write_text
 from rooftop.core.quantities import format_seconds, parse_bytes, parse_count, parse_quantity
 from rooftop.core.records import read_record
-from rooftop.library.inputs import CalibrationLike, CountLike, TimeLike, rate_of, recalibrated, seconds_of
+from rooftop.library.inputs import rate_of, recalibrated, seconds_of
 from rooftop.library.results import Result
 from rooftop.library.serving import Progress, ServingPlanResult
 from rooftop.plan.serving.fleet import RecommendationDocument
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.search import MOST_SEQUENCES
+from rooftop.requests.function import of_request
+from rooftop.requests.simulating import Simulate
 from rooftop.scheduling.serving.scheduler import Policy, Routing
 from rooftop.simulate.serving import engine as simulator
 from rooftop.simulate.serving.metrics import ServingMetrics, SimulationReport, Targets
@@ -29,8 +31,9 @@ from rooftop.simulate.serving.records import Deployment
 from rooftop.simulate.serving.timeline import timeline
 from rooftop.simulate.serving.traces import Lengths, RequestTrace, closed_trace, draw_trace, read_trace
 
-#: Tokens of a request: a number, or LOW:HIGH to draw from.
-LengthsLike: TypeAlias = Lengths | CountLike
+if TYPE_CHECKING:
+    from rooftop.requests.likes import CountLike, LengthsLike, ServingPlanLike, TimeLike, TraceLike
+
 #: Servers of a role that are simulated at most.
 MOST_SERVERS = 10_000
 #: Requests of each client of a closed loop.
@@ -45,6 +48,7 @@ class SimulationResult(Result):
 
     document_kind = "simulation"
 
+    request: Simulate
     plan: ServingPlan
     deployment: Deployment
     metrics: ServingMetrics
@@ -55,8 +59,8 @@ class SimulationResult(Result):
         return SimulationReport.of(self.plan, self.deployment, self.metrics)
 
     def to_json(self) -> dict[str, object]:
-        """``report`` as plain JSON values."""
-        return self.report.to_json()
+        """``report`` as plain JSON values, and the request."""
+        return self.report.to_json() | {"request": self.request.to_json()}
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -118,116 +122,82 @@ class SimulationResult(Result):
         write_text(Path(path), json.dumps(timeline(self.metrics.simulation, _TIMELINE_S), allow_nan=False))
 
 
-def simulate(
-    plan: ServingPlanResult | ServingPlan | Mapping[str, object] | Path | str,
-    *,
-    trace: RequestTrace | Path | str | None = None,
-    requests_per_second: float | str | None = None,
-    duration: TimeLike = 600.0,
-    concurrency: CountLike | None = None,
-    requests: CountLike | None = None,
-    prompt: LengthsLike | None = None,
-    generate: LengthsLike | None = None,
-    burstiness: float | str = 1.0,
-    seed: int = 0,
-    hash_tokens: CountLike = 512,
-    batching: str | None = None,
-    chunk_tokens: CountLike | None = None,
-    batch_seqs: CountLike | None = None,
-    replicas: CountLike | None = None,
-    prefill_servers: CountLike | None = None,
-    routing: str = "least_loaded",
-    preemption: str = "recompute",
-    prefix_cache: bool = False,
-    host_dram: CountLike | None = None,
-    ttft: TimeLike | None = None,
-    tpot: TimeLike | None = None,
-    calibration: CalibrationLike | None = None,
-    on_progress: Progress | None = None,
-) -> SimulationResult:
+@of_request(Simulate)
+def simulate(request: Simulate, on_progress: Progress | None = None) -> SimulationResult:
     """Serve requests by a serving plan, step by step, before anyone pays for it.
 
-    Args:
-        plan: A result of ``plan_serving``, a plan, or a plan.json (its content or path).
-        trace: Requests, or the path of a JSONL or CSV file of them; by default they are drawn.
-        requests_per_second: Rate of drawn requests; by default the plan's.
-        duration: Time span of drawn requests.
-        concurrency: Clients, each of which sends its next request when its last answer ends; in the place of a rate.
-        requests: Requests of all clients; by default 10 for each.
-        prompt: Tokens of a prompt: 512 or '128:1024'; by default the plan's.
-        generate: Tokens of an answer, likewise.
-        burstiness: Shape of the times between requests: 1 is Poisson, below it requests come in bursts.
-        seed: Seed of everything that is drawn.
-        hash_tokens: Tokens that a hash of a trace stands for.
-        batching: static, interleaved or disaggregated; by default the plan's.
-        chunk_tokens: Most tokens of a step, with prompts prefilled in chunks; by default prompts are whole.
-        batch_seqs: Sequences that a server has in progress at most; by default the plan's batch.
-        replicas: Servers (disaggregated: that generate); by default the plan's, or 1.
-        prefill_servers: Servers that prefill (disaggregated); by default the plan's.
-        routing: round_robin, least_loaded or affinity.
-        preemption: recompute or swap, when pages run out.
-        prefix_cache: Keep the KV of prompts for those that begin alike.
-        host_dram: Bytes of each host for prefixes and swapped sequences.
-        ttft: Target of the time to first token, for goodput; by default the plan's.
-        tpot: Target of the time per output token, likewise.
-        calibration: A calibration file of `rooftop calibrate`, or its fractions: they replace the catalogue's.
-        on_progress: Called with requests done, requests in all, and a label.
+    ``on_progress`` is called with requests done, requests in all, and a label.
 
-    Raises RooftopError naming the argument that is wrong, and Infeasible if the servers have no room for a cache.
+    Raises RooftopError naming the field that is wrong, and Infeasible if the servers have no room for a cache.
     """
-    planned, fleet = _planned(plan)
-    planned = recalibrated(planned, calibration)
-    batching = batching or planned.problem.mode
+    plan, fleet = _planned(request.plan)
+    plan = recalibrated(plan, request.calibration)
+    deployment = _deployment(request, plan, fleet)
+    work = plan.problem.workload
+    requests_per_second = request.requests_per_second
+    if request.trace is None and request.concurrency is None and request.requests is None and not requests_per_second:
+        requests_per_second = work.requests_per_second
+    served = trace_of(
+        request.trace,
+        concurrency=request.concurrency,
+        requests=request.requests,
+        requests_per_second=requests_per_second,
+        duration=request.duration,
+        prompt=work.prompt if request.prompt is None else request.prompt,
+        generate=work.generate if request.generate is None else request.generate,
+        burstiness=request.burstiness,
+        seed=request.seed,
+        hash_tokens=request.hash_tokens,
+    )
+    if request.prefix_cache and served.hashes is None:
+        raise RooftopError("prefix-cache", "requests without hashes", "a --trace whose hashes say what prompts share")
+    targets = targets_of(
+        work.ttft_s if request.ttft is None else request.ttft, work.tpot_s if request.tpot is None else request.tpot
+    )
+    simulation = simulator.simulate(served, deployment, on_progress)
+    metrics = ServingMetrics(simulation=simulation, targets=targets)
+    return SimulationResult(request=request, plan=plan, deployment=deployment, metrics=metrics)
+
+
+def _deployment(request: Simulate, plan: ServingPlan, fleet: Mapping[str, float | None]) -> Deployment:
+    """The servers. Raises RooftopError, and Infeasible if they have no room for a cache."""
+    batching, batch_seqs, chunk_tokens = request.batching or plan.problem.mode, request.batch_seqs, request.chunk_tokens
+    host_dram = request.host_dram
     policy = Policy(
-        max_batch=planned.batch if batch_seqs is None else _at_most(batch_seqs, "batch-seqs", MOST_SEQUENCES),
+        max_batch=plan.batch if batch_seqs is None else _at_most(batch_seqs, "batch-seqs", MOST_SEQUENCES),
         batching=batching,
         chunk_tokens=None if chunk_tokens is None else parse_count(chunk_tokens, "chunk-tokens"),
-        preemption=preemption,
+        preemption=request.preemption,
     )
-    generators = (
-        math.ceil(fleet.get("generate_servers") or 1)
-        if replicas is None
-        else _at_most(replicas, "replicas", MOST_SERVERS)
-    )
-    prefillers = None if prefill_servers is None else _at_most(prefill_servers, "prefill-servers", MOST_SERVERS)
-    if prefillers is None and batching == "disaggregated":
-        prefillers = math.ceil(fleet.get("prefill_servers") or planned.prefill_per_generate * generators)
-    times = planned.step_times()
-    if preemption == "swap" and host_dram is None:
+    generators = math.ceil(fleet.get("generate_servers") or 1)
+    if request.replicas is not None:
+        generators = _at_most(request.replicas, "replicas", MOST_SERVERS)
+    prefillers = 0
+    if request.prefill_servers is not None:
+        prefillers = _at_most(request.prefill_servers, "prefill-servers", MOST_SERVERS)
+    elif batching == "disaggregated":
+        prefillers = math.ceil(fleet.get("prefill_servers") or plan.prefill_per_generate * generators)
+    times = plan.step_times()
+    if request.preemption == "swap" and host_dram is None:
         raise RooftopError("preemption", "swap", "swap with --host-dram, the memory that each host has for it")
     if min(times.kv_tokens // times.kv_groups, times.prefill_kv_tokens // times.prefill_kv_groups) < times.page_tokens:
-        planned.require_fit()
-        problem = planned.problem
+        plan.require_fit()
+        problem = plan.problem
         raise Infeasible(f"{problem.model.name} on {problem.slice.name}", "no HBM is left for a KV cache")
-    deployment = Deployment(
+    return Deployment(
         policy=policy,
         times=times,
         replicas=generators,
-        prefill_servers=prefillers or 0,
-        routing=Routing(kind=routing),
-        prefix_cache=prefix_cache,
-        front_end=planned.problem.front_end,
+        prefill_servers=prefillers,
+        routing=Routing(kind=request.routing),
+        prefix_cache=request.prefix_cache,
+        front_end=plan.problem.front_end,
         host_kv_tokens=0 if host_dram is None else times.host_tokens(parse_bytes(host_dram, "host-dram")),
-    )
-    work = planned.problem.workload
-    lengths = (work.prompt if prompt is None else prompt, work.generate if generate is None else generate)
-    if trace is None and concurrency is None and requests is None and requests_per_second is None:
-        requests_per_second = work.requests_per_second
-    served = trace_of(
-        trace, concurrency=concurrency, requests=requests, requests_per_second=requests_per_second, duration=duration,
-        prompt=lengths[0], generate=lengths[1], burstiness=burstiness, seed=seed, hash_tokens=hash_tokens,
-    )  # fmt: skip
-    if prefix_cache and served.hashes is None:
-        raise RooftopError("prefix-cache", "requests without hashes", "a --trace whose hashes say what prompts share")
-    targets = targets_of(work.ttft_s if ttft is None else ttft, work.tpot_s if tpot is None else tpot)
-    simulation = simulator.simulate(served, deployment, on_progress)
-    return SimulationResult(
-        plan=planned, deployment=deployment, metrics=ServingMetrics(simulation=simulation, targets=targets)
     )
 
 
 def trace_of(
-    trace: RequestTrace | Path | str | None,
+    trace: TraceLike | None,
     *,
     concurrency: CountLike | None,
     requests: CountLike | None,
@@ -297,9 +267,7 @@ def _lengths(lengths: LengthsLike, field: str) -> Lengths:
     return lengths if isinstance(lengths, Lengths) else Lengths.parse(str(lengths), field)
 
 
-def _planned(
-    plan: ServingPlanResult | ServingPlan | Mapping[str, object] | Path | str,
-) -> tuple[ServingPlan, Mapping[str, float | None]]:
+def _planned(plan: ServingPlanLike) -> tuple[ServingPlan, Mapping[str, float | None]]:
     """A plan, and the servers of the fleet that it recommends (empty: none). Raises RooftopError."""
     if isinstance(plan, ServingPlan):
         return plan, {}
@@ -311,8 +279,10 @@ def _planned(
     data: Mapping[str, object]
     if isinstance(plan, (str, Path)):
         data = read_json_object(Path(plan), field="plan", accepted="a plan.json written by rooftop plan serve")
-    else:
+    elif isinstance(plan, Mapping):
         data = plan
+    else:
+        return plan.plan, {}
     planned = ServingPlan.from_json(data)
     recommendation = data.get("recommendation")
     if recommendation is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import math
 import shlex
@@ -12,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_text
@@ -25,6 +23,7 @@ from rooftop.models import count_params
 from rooftop.models.embedding_tables.files import load_tables
 from rooftop.models.embedding_tables.tables import Tables
 from rooftop.present.documents.embedding import embedding_export
+from rooftop.requests.function import of_request
 from rooftop.runs.beats import Beats
 from rooftop.runs.environment import prepare_environment, uninterrupted
 from rooftop.runs.folder import RunFolder
@@ -40,11 +39,6 @@ if TYPE_CHECKING:
 
 #: Callback with the batches that are done and the last one.
 OnBatch: TypeAlias = Callable[[int, int], None]
-
-_Parameters = ParamSpec("_Parameters")
-_Request = TypeVar("_Request")
-_Watch = TypeVar("_Watch")
-_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -201,39 +195,7 @@ class EmbeddingExportResult(Result):
         return f"{len(self.tables)} tables, {total}, {dtype}as they were trained in {self.batches:,} batches"
 
 
-class RequestFunction(Generic[_Parameters, _Request, _Watch, _Answer]):
-    """A function of a frozen request, or of the request's fields as keywords: both are typed by the dataclass."""
-
-    def __init__(
-        self, build: Callable[_Parameters, _Request], run: Callable[[_Request, _Watch | None], _Answer]
-    ) -> None:
-        self._build: Callable[..., _Request] = build
-        self._run = run
-        functools.update_wrapper(self, run)
-        returned = inspect.signature(run).return_annotation
-        self.__signature__ = inspect.signature(build).replace(return_annotation=returned)
-
-    @overload
-    def __call__(self, request: _Request, /, *, watch: _Watch | None = None) -> _Answer: ...
-
-    @overload
-    def __call__(self, *args: _Parameters.args, **fields: _Parameters.kwargs) -> _Answer: ...
-
-    def __call__(self, *requests: Any, watch: Any = None, **fields: Any) -> _Answer:
-        """Run the request, or the one of these fields. Raises RooftopError for fields next to a request."""
-        if requests and fields:
-            raise RooftopError("request", f"a request and {', '.join(fields)}", "one of the two")
-        return self._run(requests[0] if requests else self._build(**fields), watch)
-
-
-def _of_request(
-    build: Callable[_Parameters, _Request],
-) -> Callable[[Callable[[_Request, _Watch | None], _Answer]], RequestFunction[_Parameters, _Request, _Watch, _Answer]]:
-    """Let a function of a request also take the request's fields as keywords."""
-    return lambda run: RequestFunction(build, run)
-
-
-@_of_request(TrainRequest)
+@of_request(TrainRequest)
 def train(request: TrainRequest, watch: Watch | None = None) -> TrainResult:
     """Train a plan or a model on the devices here, or resume the run in the folder ``run``.
 
@@ -302,7 +264,7 @@ def train(request: TrainRequest, watch: Watch | None = None) -> TrainResult:
             )
 
 
-@_of_request(EmbeddingTrainRequest)
+@of_request(EmbeddingTrainRequest)
 def train_embedding(request: EmbeddingTrainRequest, watch: OnBatch | None = None) -> EmbeddingTrainResult:
     """Train a DLRM on embedding tables, or resume the run in the folder ``run``.
 

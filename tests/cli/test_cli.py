@@ -142,8 +142,8 @@ def test_a_full_disk_is_one_line(arguments):
         (["plan", "train"], "model: got nothing; accepted: rooftop plan train [OPTIONS] MODEL"),
         (
             ["plan", "train", "llama3-8b"],
-            "on: got nothing; accepted: --on HARDWARE: CHIP:SHAPE[@SLICES], such as v5p:16x16x16; or slices and chips "
-            "to compare: v5p,v6e",
+            "on: got nothing; accepted: --on HARDWARE: A slice, CHIP:SHAPE[@SLICES], such as v5p:16x16x16; or slices "
+            "and chips to compare: v5p,v6e:16x16@8",
         ),
         (
             ["chips", "v5e", "v5p"],

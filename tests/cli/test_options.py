@@ -15,12 +15,13 @@ import pytest
 from rooftop.arrays.mesh import AXES
 from rooftop.cli import options
 from rooftop.cli.main import cli
-from rooftop.cli.options import GroupedOption, VerbCommand
+from rooftop.cli.options import GroupedOption, OptionType, VerbCommand
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import DTYPE_BYTES
 from rooftop.hardware import catalogue
 from rooftop.models import presets
 from rooftop.plan.training.workload import OPTIMIZERS
+from rooftop.requests import kinds, words
 from rooftop.scheduling.pipeline import SCHEDULES
 from rooftop.scheduling.serving.scheduler import BATCHING
 
@@ -54,15 +55,18 @@ def _declared(command: click.Command) -> dict[str, Any]:
         if get_origin(hint) is Unpack:
             del hints[name]
             hints |= get_type_hints(get_args(hint)[0])
+    # The fields of a request are declared once, as its own.
+    if (request := hints.pop("request", None)) is not None:
+        hints |= {setting.name: None for setting in request.settings()} | {"request_file": None, "save_request": None}
     return hints
 
 
 def _given(param: click.Parameter) -> Any:
     """Type of the values that click passes for a parameter."""
     match param.type:
-        case options.Parsed():
-            value = get_type_hints(param.type.parse)["return"]
-        case options.Dtype(several=True):
+        case OptionType(kind=kinds.Parsed() as kind):
+            value = get_type_hints(kind.parse)["return"]
+        case OptionType(kind=kinds.Dtype(several=True)):
             value = tuple[str, ...]
         case click.Path():
             value = Path
@@ -87,7 +91,9 @@ def _given(param: click.Parameter) -> Any:
 def test_a_verb_declares_the_types_that_its_options_have(path: str) -> None:
     declared = _declared(COMMANDS[path])
     del declared["return"]
-    assert declared == {param.name: _given(param) for param in COMMANDS[path].params}
+    passed = {param.name: _given(param) for param in COMMANDS[path].params}
+    assert declared.keys() == passed.keys()
+    assert {name: passed[name] if hint is None else hint for name, hint in declared.items()} == passed
 
 
 def test_an_option_has_one_kind_of_value_in_every_verb() -> None:
@@ -96,7 +102,7 @@ def test_an_option_has_one_kind_of_value_in_every_verb() -> None:
         for param in command.params:
             if isinstance(param, click.Option):
                 # A verb may accept fewer of an option's names.
-                names = isinstance(param.type, options.Name)
+                names = isinstance(param.type, OptionType) and isinstance(param.type.kind, kinds.Name)
                 value = "flag" if param.is_flag else "name" if names else param.make_metavar(click.Context(command))
                 values[max(param.opts, key=len)].add(value)
     several = {name: kinds for name, kinds in values.items() if len(kinds) > 1}
@@ -109,7 +115,7 @@ def test_every_option_has_a_group_and_a_sentence(path: str) -> None:
     for param in COMMANDS[path].params:
         if isinstance(param, click.Option):
             assert isinstance(param, GroupedOption)
-            assert param.group in options.GROUPS
+            assert param.group in words.GROUPS
             assert param.help
             assert "\b" not in param.help
 
@@ -128,9 +134,9 @@ def test_help_shows_groups_and_ends_with_examples(rooftop: Callable[..., Any], p
 
 
 def test_names_are_those_of_the_modules_that_read_them() -> None:
-    assert set(options.SCHEDULES) == set(SCHEDULES)
-    assert set(options.OPTIMIZERS) == set(OPTIMIZERS)
-    assert set(options.BATCHINGS) <= set(BATCHING)
+    assert set(words.SCHEDULES) == set(SCHEDULES)
+    assert set(words.OPTIMIZERS) == set(OPTIMIZERS)
+    assert set(words.BATCHINGS) <= set(BATCHING)
 
 
 @pytest.mark.parametrize(

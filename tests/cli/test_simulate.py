@@ -28,7 +28,7 @@ def plan(rooftop: Run, path: Path, *options: str) -> Any:
 def check_report(report: Any) -> None:
     """Every key of the schema and no other, and figures within their range."""
     jsonschema.validate(report, schema(SimulationReport))
-    assert report.keys() == SimulationReport.__dataclass_fields__.keys()
+    assert report.keys() == SimulationReport.__dataclass_fields__.keys() | {"request"}
     assert report["servers"]
     assert report["plan"]["batch"] >= 1
     for path, value in _figures(report):

@@ -16,6 +16,8 @@ from rooftop.core.errors import RooftopError
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.training.plan import TrainingPlan
+from rooftop.requests.planning import PlanEmbedding, PlanServing, PlanTraining
+from rooftop.requests.request import Request
 
 ROOT = Path(__file__).parents[2]
 #: What no figure of a plan is.
@@ -27,13 +29,22 @@ UNREAD = (
 )  # fmt: skip
 
 
+def _reader(read: Callable[[Any], object], request: type[Request]) -> Callable[[Any], object]:
+    """The reader of a plan and of the request in its answer."""
+    return lambda data: (read(data), request.from_json(data).to_json())
+
+
 @pytest.fixture(scope="module")
 def plans() -> Mapping[str, tuple[Callable[[object], object], dict[str, Any]]]:
     """A plan of each kind, as JSON, and its reader."""
     training = rooftop.plan_training("llama3-8b", on="v5e:4x4", batch_seqs=32, seq=1024, mesh="fsdp=8,tensor=2")
     serving = rooftop.plan_serving("llama3-8b", on="v5e:2x4", prompt=512, generate=128)
     embedding = rooftop.plan_embedding(ROOT / "docs" / "tables.toml", on="v5p:2x2x1", batch_samples=1024)
-    readers = {"train": TrainingPlan.from_json, "serve": ServingPlan.from_json, "embed": EmbedPlan.from_json}
+    readers = {
+        "train": _reader(TrainingPlan.from_json, PlanTraining),
+        "serve": _reader(ServingPlan.from_json, PlanServing),
+        "embed": _reader(EmbedPlan.from_json, PlanEmbedding),
+    }
     results = {"train": training, "serve": serving, "embed": embedding}
     return {kind: (readers[kind], json.loads(json.dumps(results[kind].to_json()))) for kind in readers}
 

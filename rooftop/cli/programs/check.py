@@ -12,10 +12,7 @@ from rooftop.cli.options import (
     COUNT,
     FILE,
     GROWTH,
-    OUTPUT,
-    RUN,
     TIME,
-    WORKLOAD,
     frames_option,
     json_option,
     on_option,
@@ -42,6 +39,7 @@ from rooftop.cli.programs.words import (
 )
 from rooftop.core.errors import RooftopError, refuse
 from rooftop.core.files import write_text
+from rooftop.requests.words import OUTPUT, RUN, WORKLOAD
 
 if TYPE_CHECKING:
     from rooftop.library.programs.compiling import CompileResult

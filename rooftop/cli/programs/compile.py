@@ -10,7 +10,6 @@ import click
 
 from rooftop.cli.options import (
     FILE,
-    OUTPUT,
     calibration_option,
     check_option,
     frames_option,
@@ -44,6 +43,7 @@ from rooftop.cli.programs.words import (
 )
 from rooftop.core.errors import RooftopError, refuse
 from rooftop.core.files import write_json, write_text
+from rooftop.requests.words import OUTPUT
 
 if TYPE_CHECKING:
     from rooftop.library.programs.compiling import CompileResult, EmbedCompileResult

@@ -10,10 +10,7 @@ import click
 from rooftop.cli.options import (
     COUNT,
     FILE,
-    OUTPUT,
     QUANTITY,
-    RUN,
-    WORKLOAD,
     Name,
     json_option,
     on_option,
@@ -37,6 +34,7 @@ from rooftop.cli.programs.words import (
 )
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json, write_text
+from rooftop.requests.words import OUTPUT, RUN, WORKLOAD
 
 
 @click.command(

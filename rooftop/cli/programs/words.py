@@ -11,20 +11,9 @@ from typing import Any, TypedDict, TypeVar
 
 import click
 
-from rooftop.cli.options import (
-    FOLDER,
-    OUTPUT,
-    PARALLELISM,
-    RUN,
-    WORKLOAD,
-    VerbCommand,
-    layout_option,
-    mesh_option,
-    min_flops_option,
-    option,
-    steps_option,
-)
+from rooftop.cli.options import FOLDER, VerbCommand, layout_option, mesh_option, min_flops_option, option, steps_option
 from rooftop.core.errors import RooftopError, refuse
+from rooftop.requests.words import OUTPUT, PARALLELISM, RUN, WORKLOAD
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 #: Where a command line after ``--`` stands in click's context.

@@ -1,0 +1,74 @@
+"""Functions of a request, or of its fields as keywords."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+from rooftop.core.errors import RooftopError
+from rooftop.requests.request import Request
+
+_Parameters = ParamSpec("_Parameters")
+_Request = TypeVar("_Request")
+_Watch = TypeVar("_Watch")
+_Answer = TypeVar("_Answer")
+
+
+class RequestFunction(Generic[_Parameters, _Request, _Watch, _Answer]):
+    """A function of a frozen request, or of the request's fields: both are typed by the dataclass.
+
+    A second parameter of the function, such as ``on_progress``, is a keyword of both forms.
+    """
+
+    def __init__(self, build: Callable[_Parameters, _Request], run: Callable[..., _Answer]) -> None:
+        self._build: Callable[..., _Request] = build
+        self._run = run
+        functools.update_wrapper(self, run)
+        signature = inspect.signature(run)
+        self._watch = next(iter(list(signature.parameters)[1:]), None)
+        self.__signature__ = inspect.signature(build).replace(return_annotation=signature.return_annotation)
+        if isinstance(build, type) and issubclass(build, Request):
+            fields = "\n".join(f"    {field.name}: {field.about}" for field in build.settings())
+            self.__doc__ = f"{inspect.getdoc(run)}\n\nArgs:\n{fields}\n"
+
+    @overload
+    def __call__(self, request: _Request, /, **watch: _Watch | None) -> _Answer: ...
+
+    @overload
+    def __call__(self, /, *args: _Parameters.args, **fields: _Parameters.kwargs) -> _Answer: ...
+
+    def __call__(self, /, *args: Any, **fields: Any) -> Any:
+        """Run the request, or the one of these fields. Raises RooftopError for fields next to a request."""
+        watch = {name: fields.pop(name) for name in (self._watch,) if name is not None and name in fields}
+        is_request = len(args) == 1 and isinstance(self._build, type) and isinstance(args[0], self._build)
+        if is_request and fields:
+            raise RooftopError("request", f"a request and {', '.join(fields)}", "one of the two")
+        return self._run(args[0] if is_request else self._build(*args, **fields), **watch)
+
+
+class _OfRequest(Generic[_Parameters, _Request]):
+    """The decorator of ``of_request``."""
+
+    def __init__(self, build: Callable[_Parameters, _Request]) -> None:
+        self._build = build
+
+    @overload
+    def __call__(
+        self, run: Callable[[_Request, _Watch | None], _Answer], /
+    ) -> RequestFunction[_Parameters, _Request, _Watch, _Answer]: ...
+
+    @overload
+    def __call__(
+        self, run: Callable[[_Request], _Answer], /
+    ) -> RequestFunction[_Parameters, _Request, None, _Answer]: ...
+
+    def __call__(self, run: Any, /) -> RequestFunction[_Parameters, _Request, Any, Any]:
+        """Let a function of a request also take the request's fields."""
+        return RequestFunction(self._build, run)
+
+
+def of_request(build: Callable[_Parameters, _Request]) -> _OfRequest[_Parameters, _Request]:
+    """Let a function of a request also take the request's fields."""
+    return _OfRequest(build)

@@ -1,0 +1,290 @@
+"""Kinds of values that fields have: how a text is read, how it is completed, and its form in JSON.
+
+Nothing here imports planners or JAX, so that a command line is checked before they are imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+from rooftop.core import records
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.quantities import (
+    DTYPE_BYTES,
+    LARGEST_QUANTITY,
+    parse_bytes,
+    parse_count,
+    parse_dtype,
+    parse_growth,
+    parse_quantity,
+    parse_seconds,
+    parse_share,
+)
+
+
+class Kind:
+    """A text that is taken as it is. ``name`` stands for a value in help."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def read(self, value: Any, field: str) -> Any:
+        """Check and convert a text, or a value that was read before. Raises RooftopError naming ``field``."""
+        return value
+
+    def plain(self, value: Any, field: str) -> Any:
+        """The value in JSON. Raises RooftopError naming ``field``."""
+        return plain(self.read(value, field))
+
+    def candidates(self, incomplete: str) -> Iterable[str]:
+        """Values that may complete what is typed."""
+        return ()
+
+
+class Parsed(Kind):
+    """A text that ``parse(text, field)`` reads, a function of ``rooftop.core.quantities``."""
+
+    def __init__(self, name: str, parse: Callable[[str, str], Any]) -> None:
+        super().__init__(name)
+        self.parse = parse
+
+    def read(self, value: Any, field: str) -> Any:
+        """Parse it."""
+        return self.parse(value, field)
+
+
+class Dtype(Kind):
+    """The canonical name of a dtype; several, comma-separated, become a tuple if ``several``."""
+
+    def __init__(self, *, several: bool = False) -> None:
+        super().__init__("dtype")
+        self.several = several
+
+    def read(self, value: Any, field: str) -> str | tuple[str, ...]:
+        """The canonical names."""
+        if not self.several:
+            return parse_dtype(value, field)
+        return tuple(parse_dtype(part, field) for part in (value.split(",") if isinstance(value, str) else value))
+
+    def candidates(self, incomplete: str) -> Iterable[str]:
+        """Dtypes."""
+        return last_entries(incomplete, DTYPE_BYTES) if self.several else DTYPE_BYTES
+
+
+class Name(Kind):
+    """One of a few names; another is refused with the close ones suggested."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__("name")
+        self.names = names
+
+    def read(self, value: Any, field: str) -> str:
+        """The name in lower case."""
+        name = str(value).strip().lower()
+        if name not in self.names:
+            raise unknown(field, str(value), self.names)
+        return name
+
+    def candidates(self, incomplete: str) -> Iterable[str]:
+        """The names."""
+        return self.names
+
+
+class Hardware(Kind):
+    """A slice, a chip, or several of them separated by commas: a text is checked against the catalogue, and stays one.
+
+    In JSON a slice or chip of the catalogue is its name, another one the object of its figures.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("hardware")
+
+    def read(self, value: Any, field: str) -> Any:
+        """The text, or the objects as they are."""
+        from rooftop.hardware import Slice, chip
+
+        for part in value.split(",") if isinstance(value, str) else ():
+            if ":" in part:
+                Slice.parse(part)
+            else:
+                chip(part)
+        return value
+
+    def plain(self, value: Any, field: str) -> Any:
+        """The name, or the object of a slice or chip that the catalogue does not have."""
+        if isinstance(value, str):
+            return value
+        if isinstance(value, Sequence):
+            parts = [self.plain(part, field) for part in value]
+            return ",".join(parts) if all(isinstance(part, str) for part in parts) else parts
+        from rooftop.hardware import Chip, Slice, catalogue
+
+        where = value if isinstance(value, (Slice, Chip, Mapping)) else value.slice
+        spec = where.chip if isinstance(where, Slice) else where
+        if isinstance(where, Mapping) or not isinstance(spec, Chip) or catalogue().get(spec.name) != spec:
+            return plain(where)
+        return where.name
+
+    def candidates(self, incomplete: str) -> Iterable[str]:
+        """Chips; after a colon, shapes."""
+        from rooftop.hardware import catalogue
+
+        chips = catalogue()
+        name, colon, _ = incomplete.rpartition(",")[2].partition(":")
+        if not colon:
+            return last_entries(incomplete, chips)
+        shapes = chips[name].slice_shapes if name in chips else ()
+        return last_entries(incomplete, [f"{name}:{'x'.join(map(str, shape))}" for shape in shapes])
+
+
+class Model(Kind):
+    """A preset, llama:N or mixtral:N, or the path of a Hugging Face config.json or of its folder: left a text.
+
+    In JSON a preset is its name, another ModelConfig its object.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("model")
+
+    def plain(self, value: Any, field: str) -> Any:
+        """The text, a preset's name, or the object of the model."""
+        if isinstance(value, (str, Path)):
+            return str(value)
+        from rooftop.models import ModelConfig, load_model, presets
+
+        config = value if isinstance(value, (ModelConfig, Mapping)) else value.config
+        is_preset = isinstance(config, ModelConfig) and config.name in presets() and load_model(config.name) == config
+        return config.name if isinstance(config, ModelConfig) and is_preset else plain(config)
+
+    def candidates(self, incomplete: str) -> Iterable[str]:
+        """Presets, and small models."""
+        from rooftop.models import presets
+
+        return (*presets(), "llama:2M", "mixtral:5M")
+
+
+class Pairs(Kind):
+    """Names and values, fsdp=4,tensor=2: left a text; a mapping or a number becomes one in JSON."""
+
+    def plain(self, value: Any, field: str) -> Any:
+        """The text of a mapping or a number; other objects as they are."""
+        if isinstance(value, Mapping):
+            return ",".join(f"{name}={entry:g}" if isinstance(entry, float) else f"{name}={entry}"
+                            for name, entry in value.items())  # fmt: skip
+        return f"{value:g}" if isinstance(value, float) else str(value) if isinstance(value, int) else plain(value)
+
+
+class Axes(Pairs):
+    """Mesh axes and their sizes: left a text, as the names that a mesh may have differ by verb."""
+
+    def __init__(self) -> None:
+        super().__init__("axes")
+
+    def candidates(self, incomplete: str) -> Iterable[str]:
+        """Axes that are not typed yet."""
+        from rooftop.arrays import AXES as names
+
+        taken = {entry.partition("=")[0] for entry in incomplete.split(",")[:-1]}
+        return last_entries(incomplete, [f"{axis}=" for axis in names if axis not in taken])
+
+
+class Listed(Kind):
+    """Several texts, separated by commas: left a text; a sequence becomes one in JSON."""
+
+    def plain(self, value: Any, field: str) -> Any:
+        """The text."""
+        return value if isinstance(value, str) else ",".join(map(str, value))
+
+
+class Flag(Kind):
+    """On or off; ``None`` where the verb decides."""
+
+    def __init__(self) -> None:
+        super().__init__("flag")
+
+
+class Location(Kind):
+    """The path of a file (``folders`` False), of a folder (``files`` False), or of either: read as a Path."""
+
+    def __init__(self, name: str, *, files: bool = True, folders: bool = True) -> None:
+        super().__init__(name)
+        self.files, self.folders = files, folders
+
+    def read(self, value: Any, field: str) -> Any:
+        """The path; an object that was read from one stays."""
+        return Path(value) if isinstance(value, str) else value
+
+
+def plain(value: Any) -> Any:
+    """A value in JSON: paths as text, objects by their ``to_json``."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    if hasattr(value, "to_json"):
+        return plain(value.to_json())
+    return records.plain(value) if is_dataclass(value) else value
+
+
+def last_entries(incomplete: str, names: Iterable[str]) -> Iterable[str]:
+    """A list, separated by commas, with each of ``names`` as its last entry."""
+    before, comma, _ = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in names]
+
+
+def _count_or_zero(text: str, field: str) -> int:
+    return 0 if str(text) == "0" else parse_count(text, field)
+
+
+def _top(text: str, field: str) -> int | str:
+    return "all" if str(text) == "all" else parse_count(text, field)
+
+
+def _quantity(text: str, field: str) -> float:
+    return parse_quantity(text, field, largest=LARGEST_QUANTITY)
+
+
+def _quantity_or_zero(text: str, field: str) -> float:
+    return parse_quantity(text, field, largest=LARGEST_QUANTITY, zero=True)
+
+
+def _seconds(text: str | float, field: str) -> float:
+    return float(text) if isinstance(text, (int, float)) else parse_seconds(text, field)
+
+
+def _devices(text: str, field: str) -> int:
+    count = parse_count(text, field)
+    if count > _MOST_EMULATED:
+        raise RooftopError(field, text, f"from 1 to {_MOST_EMULATED:,} emulated devices")
+    return count
+
+
+#: XLA starts threads for each device that it emulates: thousands of them take minutes to start, or the memory.
+_MOST_EMULATED = 1024
+COUNT = Parsed("n", parse_count)
+DEVICES = Parsed("n", _devices)
+COUNT_OR_ZERO = Parsed("n", _count_or_zero)
+#: A number of rows, or "all".
+TOP = Parsed("n", _top)
+QUANTITY = Parsed("x", _quantity)
+QUANTITY_OR_ZERO = Parsed("x", _quantity_or_zero)
+BYTES = Parsed("bytes", parse_bytes)
+SHARE = Parsed("share", parse_share)
+#: A share of '+2%'.
+GROWTH = Parsed("share", parse_growth)
+#: Seconds, as a float, of a time with its unit.
+TIME = Parsed("time", _seconds)
+DTYPE = Dtype()
+DTYPES = Dtype(several=True)
+HARDWARE_NAME = Hardware()
+MODEL = Model()
+AXES = Axes()
+FLAG = Flag()
+FILE = Location("file", folders=False)
+FOLDER = Location("directory", files=False)
+PATH = Location("path")

@@ -1,0 +1,161 @@
+"""The base of requests: their fields as settings, their JSON, and the docstrings that stand below the fields."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.files import read_json_object, write_json
+from rooftop.requests.kinds import Kind
+from rooftop.requests.words import WORDS, Word
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A field of a request: its name here and as an option, its default, its meaning, and the words for it.
+
+    ``is_argument`` fields come first on a command line, without a name. ``default`` is MISSING where there is none.
+    """
+
+    name: str
+    word: Word
+    default: Any
+    about: str
+    is_argument: bool
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of its values."""
+        return self.word.kind
+
+    @property
+    def option(self) -> str:
+        """The name without dashes in front, as in errors: batch-seqs."""
+        return self.word.option or self.name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Base of the frozen dataclasses that verbs take. Each field has its docstring below it, and a word for its name.
+
+    ``verb`` is the command that takes the request.
+    """
+
+    verb: ClassVar[str] = ""
+
+    @classmethod
+    def settings(cls) -> tuple[Setting, ...]:
+        """The fields, in order."""
+        return _settings(cls)  # type: ignore[arg-type]  # a class is hashable
+
+    def to_json(self) -> dict[str, object]:
+        """The verb, and each field that differs from its default, as plain JSON: equal requests have equal JSON.
+
+        Raises RooftopError naming a field that is wrong.
+        """
+        data: dict[str, object] = {"verb": self.verb}
+        for setting in self.settings():
+            value, default = getattr(self, setting.name), setting.default
+            if value is None or (default is not MISSING and value == default):
+                continue
+            written = setting.kind.plain(value, setting.option)
+            if default in (MISSING, None) or written != setting.kind.plain(default, setting.option):
+                data[setting.name] = written
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, object], **changes: object) -> Self:
+        """The request in ``data``, or in the answer ``data``, with ``changes``.
+
+        Raises RooftopError for a request of another verb, a field that is unknown, and one that is missing.
+        """
+        own = data.get("request", data)
+        if not isinstance(own, Mapping):
+            raise RooftopError("request", own, "an object")
+        verb = own.get("verb", cls.verb)
+        if verb != cls.verb:
+            raise RooftopError("request", f"a request for {verb}", f"one for {cls.verb}")
+        names = [setting.name for setting in cls.settings()]
+        values = {name: value for name, value in own.items() if name != "verb"} | changes
+        for name in values:
+            if name not in names:
+                raise unknown("request", name, names)
+        for setting in cls.settings():
+            if setting.default is MISSING and setting.name not in values:
+                raise RooftopError(setting.option, None, setting.about)
+        return cls(**values)
+
+    @classmethod
+    def read(cls, path: Path | str, **changes: object) -> Self:
+        """The request in a file, or in an answer's, with ``changes``. Raises RooftopError."""
+        accepted = f"a request for {cls.verb}, or an answer that has one (JSON)"
+        return cls.from_json(read_json_object(Path(path), field="request", accepted=accepted), **changes)
+
+    def write(self, path: Path | str) -> None:
+        """Write the request. Raises RooftopError if the path cannot be written."""
+        write_json(Path(path), self.to_json())
+
+    def changed(self) -> dict[str, object]:
+        """The fields that differ from their defaults."""
+        return {
+            setting.name: getattr(self, setting.name)
+            for setting in self.settings()
+            if setting.default is MISSING or getattr(self, setting.name) != setting.default
+        }
+
+
+def setting(default: Any = MISSING, **words: Any) -> Any:
+    """A field whose word differs from the vocabulary's: ``kind``, ``group``, ``option`` or ``metavar``."""
+    return field(default=default, metadata=words)
+
+
+@cache
+def _settings(kind: type[Request]) -> tuple[Setting, ...]:
+    docs = _docs(kind)
+    return tuple(
+        Setting(
+            name=member.name,
+            word=WORDS.get(member.name, Word()).with_changes(member.metadata),
+            default=member.default,
+            about=docs.get(member.name, ""),
+            is_argument=not member.kw_only,
+        )
+        for member in fields(kind)
+    )
+
+
+def _docs(kind: type) -> dict[str, str]:
+    """Docstrings below the fields of a class and of its bases, by name."""
+    docs: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        source = getattr(sys.modules.get(base.__module__), "__file__", None)
+        if not issubclass(base, Request) or source is None:
+            continue
+        for node in _classes(source).get(base.__name__, ()):
+            docs[node[0]] = node[1]
+    return docs
+
+
+@cache
+def _classes(source: str) -> dict[str, list[tuple[str, str]]]:
+    """Fields and their docstrings by class of a source file."""
+    classes = {}
+    for node in ast.parse(Path(source).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            classes[node.name] = [
+                (first.target.id, re.sub(r"\s+", " ", second.value.value).strip())
+                for first, second in zip(node.body, node.body[1:], strict=False)
+                if isinstance(first, ast.AnnAssign)
+                and isinstance(first.target, ast.Name)
+                and isinstance(second, ast.Expr)
+                and isinstance(second.value, ast.Constant)
+                and isinstance(second.value.value, str)
+            ]
+    return classes

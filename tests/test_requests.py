@@ -1,0 +1,129 @@
+"""Requests: what a verb takes stands once, and its options, its JSON and its documentation follow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rooftop as library
+from rooftop.core.errors import RooftopError
+from rooftop.hardware import Slice, chip
+from rooftop.models import load_model
+from rooftop.requests.planning import PlanEmbedding, PlanServing, PlanTraining
+from rooftop.requests.request import Request
+from rooftop.requests.simulating import Simulate
+
+REQUESTS: list[type[Request]] = [PlanTraining, PlanServing, PlanEmbedding, Simulate]
+EXAMPLES = [
+    PlanTraining("llama3-8b", on="v5e:4x4", batch_seqs="1k", mesh={"fsdp": 16}, price=2.5, collective_matmuls=False),
+    PlanTraining(load_model("llama3-8b"), on=Slice.parse("v5e:4x4"), batch_tokens="4Mi", weights_dtype="BFloat16"),
+    PlanTraining(Path("model/config.json"), on=["v5p", chip("v6e")], tokens="15T", days="60", smallest=True),
+    PlanTraining(replace(load_model("llama3-8b"), layers=2), on=chip("v5e").replace(hbm_bytes=8e9)),
+    PlanServing(on="v5e,v6e", weights_dtype=["int8", "bfloat16"], ttft="500ms", tpot=0.03, contexts=["2k", 8192]),
+    PlanEmbedding("tables.toml", on="v5p:2x2x1", dense_flops="30M"),
+    Simulate("plan.json", requests_per_second=2, prompt="128:1024", duration="1h", prefix_cache=True),
+]
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_each_field_has_a_docstring_and_a_group(kind: type[Request]) -> None:
+    for setting in kind.settings():
+        assert setting.about.endswith((".", ".)")), setting.name
+        assert setting.word.group, setting.name
+
+
+@pytest.mark.parametrize("request_", EXAMPLES)
+def test_json_is_read_back(request_: Request) -> None:
+    data = json.loads(json.dumps(request_.to_json()))
+    again = type(request_).from_json(data)
+    assert again.to_json() == data
+    assert data["verb"] == request_.verb
+
+
+def test_values_are_written_in_one_way() -> None:
+    assert EXAMPLES[0].to_json() == {
+        "verb": "plan train", "model": "llama3-8b", "on": "v5e:4x4", "batch_seqs": 1000, "mesh": "fsdp=16",
+        "price": "2.5", "collective_matmuls": False,
+    }  # fmt: skip
+    assert EXAMPLES[1].to_json() == {
+        "verb": "plan train", "model": "llama3-8b", "on": "v5e:4x4", "batch_tokens": 4 * 2**20,
+        "weights_dtype": "bf16",
+    }  # fmt: skip
+    assert EXAMPLES[2].to_json()["on"] == "v5p,v6e"
+
+
+def test_the_answer_to_a_request_in_json_is_the_same() -> None:
+    small = replace(load_model("llama3-8b"), layers=2)
+    mine = chip("v5e").replace(hbm_bytes=8e9, hbm_usable_bytes=8e9)
+    asked = PlanTraining(small, on=Slice(mine, (2, 2)), batch_seqs=8)
+    answer = library.plan_training(asked).to_json()
+    again = PlanTraining.from_json(json.loads(json.dumps(answer)))
+    assert json.dumps(library.plan_training(again).to_json()) == json.dumps(answer)
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"verb": "plan serve"}, "request: got 'a request for plan serve'; accepted: one for plan train"),
+        ({"on": "v5e:4x4", "model": "m", "batches": 3}, "request: got 'batches'; accepted: did you mean microbatches"),
+        ({"on": "v5e:4x4"}, "model: got nothing; accepted: A preset"),
+        ({"request": 3}, "request: got 3; accepted: an object"),
+    ],
+)
+def test_a_wrong_request_is_one_line(data: dict[str, Any], line: str) -> None:
+    with pytest.raises(RooftopError) as caught:
+        PlanTraining.from_json(data)
+    assert str(caught.value).startswith(line)
+
+
+def test_a_function_takes_a_request_or_its_fields() -> None:
+    asked = PlanTraining("llama3-8b", on="v5e:4x4", batch_seqs=16)
+    seen: list[tuple[int, int, str]] = []
+    answers = [
+        library.plan_training(asked, on_progress=lambda *progress: seen.append(progress)),
+        library.plan_training("llama3-8b", on="v5e:4x4", batch_seqs=16),
+        library.plan_training(**{"model": "llama3-8b", "on": "v5e:4x4", "batch_seqs": 16}),
+    ]
+    assert len({json.dumps(answer.to_json()) for answer in answers}) == 1
+    assert seen
+    with pytest.raises(RooftopError, match="one of the two"):
+        library.plan_training(asked, batch_seqs=8)  # type: ignore[call-overload]
+    assert "Args:\n    model: A preset" in (library.plan_training.__doc__ or "")
+
+
+def test_a_file_gives_the_request_and_options_change_it(rooftop: Callable[..., Any], tmp_path: Path) -> None:
+    request, plan = tmp_path / "request.json", tmp_path / "plan.json"
+    command = ("plan", "train", "llama3-8b", "--on", "v5e:4x4", "--batch-seqs", "16", "--remat", "block")
+    asked = rooftop(*command, "--save-request", str(request), "-o", str(plan), "--json").json
+    assert json.loads(request.read_text()) == asked["request"]
+    assert asked["request"]["remat"] == "block"
+    for file in (request, plan):
+        assert rooftop("plan", "train", "--request", str(file), "--json").json == asked
+    changed = rooftop("plan", "train", "--request", str(plan), "--batch-seqs", "32", "--json").json
+    assert changed["request"] == asked["request"] | {"batch_seqs": 32}
+    other = rooftop("plan", "train", "llama3.2-1b", "--request", str(plan), "--json").json
+    assert other["model"]["name"] == "llama3.2-1b"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("plan", "train"), "model: got nothing"),
+        (("plan", "train", "--request", "none.json"), "request: got 'none.json'"),
+        (("plan", "serve", "--request", "train.json"), "request: got 'a request for plan train'; accepted: one for"),
+    ],
+)
+def test_a_wrong_file_is_one_line(
+    rooftop: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    PlanTraining("llama3-8b", on="v5e:4x4").write("train.json")
+    answer = rooftop(*arguments)
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err.startswith(f"rooftop: {line}")
+    assert answer.err.count("\n") == 1
