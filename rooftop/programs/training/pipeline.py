@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -79,76 +79,27 @@ def pipelined(
     if how.specs.rules.activations["seq"] and how.context_attention == "ring":
         # On CPU devices a permutation waits for all devices, but stages reach different ones.
         raise RooftopError("context_attention", how.context_attention, "all_gather with pipeline stages")
-    runs, shared = segments(how.model), shared_segment(how.model)
-    _require_enough(runs[shared], table)
-    mesh = jax.sharding.get_abstract_mesh()
-    batch_axes, stored = how.specs.rules.activations["batch"], how.specs.rules.parameters
-    split_axes = {axis for name, axes in stored.items() if name != "layers" for axis in axes}
-    copies = tuple(axis for at, axis in enumerate(batch_axes) if not split_axes & set(batch_axes[: at + 1]))
-    manual = ("stage", *copies)
-    shares = table.microbatches * math.prod(mesh.shape[axis] for axis in copies)
-    inside = replace(how, specs=_StageSpecs(how.specs.rules.only(dict.fromkeys(set(mesh.shape) - set(manual), 1))))
+    cut = _Cut.of(how, table)
+    shared = cut.shared
     parts = jax.tree.map(lambda ids: in_parts(ids, table.microbatches, dim=0), batch)
-    # The type of a Pallas kernel's outputs does not say over which axes they vary: then no type here does.
-    typed = () if how.attention == "splash" else manual
 
     def of_shared(layers: tuple[Layers, ...], here: Layers) -> tuple[Layers, ...]:
         """The layers of all segments, with ``here`` as the shared one."""
         return (*layers[:shared], here, *layers[shared + 1 :])
 
     def body(stacks: Layers, tables: Transformer[jax.Array], parts: Batch[jax.Array], counted: Any) -> Any:
-        stacks, tables, parts, counted = varying((stacks, tables, parts, counted), typed)
-        first = FirstWeights(embed=tables.embed, positions=tables.positions, layers=tables.layers[:shared])
-        last = LastWeights(
-            norm=tables.final_norm,
-            unembed=tables.embed if tables.unembed is None else tables.unembed,
-            layers=tables.layers[shared + 1 :],
-        )
-
-        def begin(first: FirstWeights, part: Batch[jax.Array]) -> ResidualStream:
-            assert first.embed is not None
-            with named_scope("embed"):
-                x = transformer.embed(replace(tables, embed=first.embed, positions=first.positions), part, inside)
-            load = varying(no_load(how.model, inside.specs), typed) if how.balance_loss else None
-            return _through(runs[:shared], first.layers, ResidualStream(x=x, load=load), part, inside)
-
-        def finish(stream: ResidualStream, last: LastWeights, part: Batch[jax.Array]) -> tuple[jax.Array, Terms]:
-            stream = _through(runs[shared + 1 :], last.layers, stream, part, inside)
-            tied = tables.unembed is None
-            tables_ = replace(
-                tables,
-                final_norm=last.norm,
-                embed=last.unembed if tied else tables.embed,
-                unembed=None if tied else last.unembed,
-            )
-            result = transformer.head_loss(stream.x, tables_, part, inside, chunks=loss_chunks, counted=counted)
-            if stream.load is not None:
-                with named_scope("loss"):
-                    load = psum(jnp.sum(stream.load, axis=0), copies)
-                result = transformer.balanced(*result, load, inside)
-            share: tuple[jax.Array, Terms] = jax.tree.map(lambda mean: mean / shares, result)
-            return share
-
-        stage = Stage(
-            stacks=stacks, first=first, last=last, parts=parts, how=inside, segment=runs[shared], begin=begin,
-            finish=finish, tied=tables.unembed is None, table=table, manual=typed,
-        )  # fmt: skip
-        losses, layer_gradients, begun, finished = stage.run(trip_table(table))
-        table_gradients = Transformer(
-            embed=finished.unembed if begun.embed is None else begun.embed,
-            positions=begun.positions,
-            layers=(*begun.layers, (), *finished.layers),
-            final_norm=finished.norm,
-            unembed=None if begun.embed is None else finished.unembed,
-        )
+        stacks, tables, parts, counted = varying((stacks, tables, parts, counted), cut.typed)
+        ends = _Ends(cut=cut, tables=tables, loss_chunks=loss_chunks, counted=counted)
+        losses, layer_gradients, begun, finished = ends.stage(stacks, parts).run(trip_table(table))
+        table_gradients = ends.gradients(begun, finished)
         with named_scope("gradients"):
             layer_gradients, table_gradients = jax.tree.map(
                 lambda sum_: sum_.astype(summed), (layer_gradients, table_gradients)
             )
-            return psum(losses, manual), psum(layer_gradients, copies), psum(table_gradients, manual)
+            return psum(losses, cut.manual), psum(layer_gradients, cut.copies), psum(table_gradients, cut.manual)
 
     by_stage = P(None, "stage")
-    counted_share = None if counted is None else counted / shares
+    counted_share = None if counted is None else counted / cut.shares
     stacks, tables = _by_chunk(weights.layers[shared], table), replace(weights, layers=of_shared(weights.layers, ()))
     losses, layer_gradients, table_gradients = on_some_shards(
         body,
@@ -156,12 +107,124 @@ def pipelined(
         tables,
         parts,
         counted_share,
-        axes=manual,
-        in_specs=(by_stage, P(), P(None, copies or None), P()),
+        axes=cut.manual,
+        in_specs=(by_stage, P(), P(None, cut.copies or None), P()),
         out_specs=(P(), *jax.tree.map(lambda weight: jax.typeof(weight).sharding.spec, (stacks, tables))),
-        check_vma=bool(typed),
+        check_vma=bool(cut.typed),
     )
     return losses, replace(table_gradients, layers=of_shared(table_gradients.layers, _by_layer(layer_gradients)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """A model and a mesh cut into stages.
+
+    ``runs`` are the model's segments, of which stages share that at index ``shared``. ``copies`` are the axes that hold
+    copies of the weights. ``shares`` is the number of parts that an objective is the mean of, and ``inside`` the
+    computation of a stage.
+    """
+
+    runs: Sequence[Segment]
+    shared: int
+    copies: tuple[str, ...]
+    shares: int
+    inside: Computation
+    table: PipelineTable
+
+    @classmethod
+    def of(cls, how: Computation, table: PipelineTable) -> _Cut:
+        """The cut of the mesh in context. Raises RooftopError for more chunks than periods of layers."""
+        runs, shared = segments(how.model), shared_segment(how.model)
+        _require_enough(runs[shared], table)
+        mesh = jax.sharding.get_abstract_mesh()
+        batch_axes, stored = how.specs.rules.activations["batch"], how.specs.rules.parameters
+        split_axes = {axis for name, axes in stored.items() if name != "layers" for axis in axes}
+        copies = tuple(axis for at, axis in enumerate(batch_axes) if not split_axes & set(batch_axes[: at + 1]))
+        specs = _StageSpecs(how.specs.rules.only(dict.fromkeys(set(mesh.shape) - {"stage", *copies}, 1)))
+        return cls(
+            runs=runs, shared=shared, copies=copies, table=table, inside=replace(how, specs=specs),
+            shares=table.microbatches * math.prod(mesh.shape[axis] for axis in copies),
+        )  # fmt: skip
+
+    @property
+    def manual(self) -> tuple[str, ...]:
+        """Axes over which the program is manual."""
+        return ("stage", *self.copies)
+
+    @property
+    def typed(self) -> tuple[str, ...]:
+        """Manual axes over which types say that arrays vary."""
+        # The type of a Pallas kernel's outputs does not say over which axes they vary: then no type here does.
+        return () if self.inside.attention == "splash" else self.manual
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ends:
+    """The model before and after the shared layers, whose weights are in ``tables``: embedding, other layers and loss.
+
+    ``counted`` is this part's share of the tokens that carry loss.
+    """
+
+    cut: _Cut
+    tables: Transformer[jax.Array]
+    loss_chunks: int
+    counted: jax.Array | None
+
+    @property
+    def tied(self) -> bool:
+        """True if both ends have the same table."""
+        return self.tables.unembed is None
+
+    def stage(self, stacks: Layers, parts: Batch[jax.Array]) -> Stage:
+        """This device's stage, with ``stacks`` as its shared layers."""
+        cut, tables = self.cut, self.tables
+        first = FirstWeights(embed=tables.embed, positions=tables.positions, layers=tables.layers[: cut.shared])
+        last = LastWeights(
+            norm=tables.final_norm,
+            unembed=tables.embed if tables.unembed is None else tables.unembed,
+            layers=tables.layers[cut.shared + 1 :],
+        )
+        return Stage(
+            stacks=stacks, first=first, last=last, parts=parts, how=cut.inside, segment=cut.runs[cut.shared],
+            begin=self.begin, finish=self.finish, tied=self.tied, table=cut.table, manual=cut.typed,
+        )  # fmt: skip
+
+    def begin(self, first: FirstWeights, part: Batch[jax.Array]) -> ResidualStream:
+        """The stream of a microbatch before the shared layers."""
+        cut, inside = self.cut, self.cut.inside
+        assert first.embed is not None
+        with named_scope("embed"):
+            x = transformer.embed(replace(self.tables, embed=first.embed, positions=first.positions), part, inside)
+        load = varying(no_load(inside.model, inside.specs), cut.typed) if inside.balance_loss else None
+        return _through(cut.runs[: cut.shared], first.layers, ResidualStream(x=x, load=load), part, inside)
+
+    def finish(self, stream: ResidualStream, last: LastWeights, part: Batch[jax.Array]) -> tuple[jax.Array, Terms]:
+        """The share of the objective that a microbatch has, from the stream after the shared layers."""
+        cut, inside, tables = self.cut, self.cut.inside, self.tables
+        stream = _through(cut.runs[cut.shared + 1 :], last.layers, stream, part, inside)
+        tables = replace(
+            tables,
+            final_norm=last.norm,
+            embed=last.unembed if self.tied else tables.embed,
+            unembed=None if self.tied else last.unembed,
+        )
+        result = transformer.head_loss(stream.x, tables, part, inside, chunks=self.loss_chunks, counted=self.counted)
+        if stream.load is not None:
+            with named_scope("loss"):
+                load = psum(jnp.sum(stream.load, axis=0), cut.copies)
+            result = transformer.balanced(*result, load, inside)
+        share: tuple[jax.Array, Terms] = jax.tree.map(lambda mean: mean / cut.shares, result)
+        return share
+
+    def gradients(self, begun: FirstWeights, finished: LastWeights) -> Transformer[jax.Array]:
+        """Gradients of ``tables`` from those of the first and of the last weights."""
+        return Transformer(
+            embed=finished.unembed if begun.embed is None else begun.embed,
+            positions=begun.positions,
+            layers=(*begun.layers, (), *finished.layers),
+            final_norm=finished.norm,
+            unembed=None if begun.embed is None else finished.unembed,
+        )
 
 
 def _through(
