@@ -14,7 +14,7 @@ from rooftop.models.families.parts import (
     Reader,
     attention_bias,
     decoder,
-    joined,
+    joined_fields,
     layer_norm,
     partial_rotary,
     rotary,
@@ -122,7 +122,7 @@ def _dbrx(keys: Keys) -> Fields:
     }
     theta = attention.number("rope_theta", 1e4)
     clipped = unless(attention, "clip_qkv", None, "clipped queries, keys and values")
-    return joined(fields, layer_norm(bias=False), rotary(keys, fields["max_seq_len"], theta), clipped)
+    return joined_fields(fields, layer_norm(bias=False), rotary(keys, fields["max_seq_len"], theta), clipped)
 
 
 #: Readers by ``model_type``.

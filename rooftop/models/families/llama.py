@@ -13,7 +13,7 @@ from rooftop.models.families.parts import (
     all_biases,
     attention_bias,
     decoder,
-    joined,
+    joined_fields,
     layer_norm,
     one_of_layers,
     partial_rotary,
@@ -210,7 +210,7 @@ def _llama4(keys: Keys) -> Fields:
     tuned = keys.data.get("attn_temperature_tuning", True) not in (False, None, 0)
     keys.ignore("attn_temperature_tuning")
     scaled = {"not_run": ("temperatures of attention by position",)} if tuned else {}
-    return joined(fields, rotary(keys, fields["max_seq_len"], 5e5), attention_bias(keys), scaled)
+    return joined_fields(fields, rotary(keys, fields["max_seq_len"], 5e5), attention_bias(keys), scaled)
 
 
 #: Readers by ``model_type``.

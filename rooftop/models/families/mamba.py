@@ -12,7 +12,7 @@ from rooftop.models.families.parts import (
     Reader,
     all_biases,
     decoder,
-    joined,
+    joined_fields,
     partial_rotary,
     rotary,
     unless,
@@ -62,7 +62,7 @@ def _falcon_h1(keys: Keys) -> Fields:
     }
     parts = [unless(keys, key, usual, key.replace("_", " ")) for key, usual in scales.items()]
     mixers = mamba_layers(keys, fields, [True] * fields["layers"], beside=True)
-    return joined(fields, mixers, rotary(keys, fields["max_seq_len"]), *parts)
+    return joined_fields(fields, mixers, rotary(keys, fields["max_seq_len"]), *parts)
 
 
 def _jamba(keys: Keys) -> Fields:

@@ -11,7 +11,7 @@ from rooftop.models.families.parts import (
     Reader,
     attention_bias,
     decoder,
-    joined,
+    joined_fields,
     layer_norm,
     local_rotary,
     rotary,
@@ -24,7 +24,9 @@ from rooftop.models.families.parts import (
 def _olmo(keys: Keys) -> Fields:
     fields = decoder(keys, norm_eps=1e-5, eps="layer_norm_eps")
     clipped = unless(keys, "clip_qkv", None, "clipped queries, keys and values")
-    return joined(fields, rotary(keys, fields["max_seq_len"]), attention_bias(keys), layer_norm(scale=False), clipped)
+    return joined_fields(
+        fields, rotary(keys, fields["max_seq_len"]), attention_bias(keys), layer_norm(scale=False), clipped
+    )
 
 
 def _olmo2(keys: Keys, theta: float = 1e4) -> Fields:
@@ -47,7 +49,9 @@ def _olmoe(keys: Keys, norm_eps: float = 1e-5, theta: float = 1e4) -> Fields:
     experts, active = keys.whole("num_experts", 64), keys.whole("num_experts_per_tok", 8)
     normalise = keys.flag("norm_topk_prob", False)
     moe = MoE(experts=experts, active=active, d_ff=fields["d_ff"], normalise=normalise)
-    return joined(fields, rotary(keys, fields["max_seq_len"], theta), attention_bias(keys), clipped, {"moe": moe})
+    return joined_fields(
+        fields, rotary(keys, fields["max_seq_len"], theta), attention_bias(keys), clipped, {"moe": moe}
+    )
 
 
 def _flex_olmo(keys: Keys) -> Fields:

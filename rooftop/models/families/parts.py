@@ -182,7 +182,7 @@ def dense_first(keys: Keys, layers: int, first: int) -> int:
     return dense
 
 
-def joined(*parts: Fields) -> Fields:
+def joined_fields(*parts: Fields) -> Fields:
     """Fields of several parts; what no program runs adds up."""
     fields: Fields = {}
     for part in parts:

@@ -13,7 +13,7 @@ from rooftop.models.families.parts import (
     Reader,
     attention_bias,
     decoder,
-    joined,
+    joined_fields,
     partial_rotary,
     rotary,
     same_window,
@@ -99,7 +99,7 @@ def _qwen_delta(keys: Keys, d_ff: Any = REQUIRED) -> Fields:
     mixers = tuple(kinds[kind] for kind in types)
     fields |= {"mixers": mixers} | ({"gated_delta": delta} if "gated_delta" in mixers else {})
     fields |= {"qk_norm": "head", "norm_offset": True, "attn_gate": True}
-    return joined(fields, attention_bias(keys), partial_rotary(keys, fields, 0.25))
+    return joined_fields(fields, attention_bias(keys), partial_rotary(keys, fields, 0.25))
 
 
 def _qwen3_next(keys: Keys) -> Fields:

@@ -67,7 +67,7 @@ class MoEAxes:
         stored = [axes_of(entry) for entry in at_rest.partitions]
         whole = [tuple(axis for axis in entry if axis not in self.embed) for entry in stored]
         reduced = frozenset(self.summed).difference(*whole)
-        if weight.ndim == 3 and stored != whole and weight.shape[0] == ways(stored[0]):
+        if weight.ndim == 3 and stored != whole and weight.shape[0] == devices_along(stored[0]):
             # With one expert on a device, XLA:TPU turns the ReduceScatter along the second dim into an AllReduce of
             # twice the bytes, unless the first dim is folded into the second.
             rows = (weight.shape[0] * weight.shape[1], weight.shape[2])
@@ -89,7 +89,7 @@ class MoEAxes:
         """ReduceScatter of partial sums to the device of each row; in the backward pass, an AllGather."""
         if not columns:
             return rows
-        own = lax.psum_scatter(_split_in_two(rows, ways(columns)), columns, scatter_dimension=1, tiled=True)
+        own = lax.psum_scatter(_split_in_two(rows, devices_along(columns)), columns, scatter_dimension=1, tiled=True)
         return own.reshape(rows.shape[0], -1, rows.shape[-1])
 
     def summed_width(self, sums: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
@@ -113,7 +113,7 @@ class MoEAxes:
         """The rows of this device along ``width``."""
         if rows is None or not self.width:
             return rows
-        own = rows.shape[1] // ways(self.width)
+        own = rows.shape[1] // devices_along(self.width)
         return lax.dynamic_slice_in_dim(rows, lax.axis_index(self.width) * own, own, axis=1)
 
     @property
@@ -170,7 +170,7 @@ def _spec(entries: Sequence[Axes], reduced: Set[str]) -> P:
     return P(*(entry or None for entry in entries), reduced=reduced)
 
 
-def ways(axes: Axes) -> int:
+def devices_along(axes: Axes) -> int:
     """Devices of the mesh along ``axes``."""
     shape = jax.sharding.get_abstract_mesh().shape
     return math.prod(shape[axis] for axis in axes)

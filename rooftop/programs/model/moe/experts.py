@@ -14,7 +14,7 @@ from rooftop.models import ModelConfig, MoE
 from rooftop.models.program_sizes import expert_rows, expert_tile
 from rooftop.programs.model.activation import activate
 from rooftop.programs.model.grouped_matmul import RowGroups, grouped_matmul, grouped_matmul_of
-from rooftop.programs.model.moe.axes import MoEAxes, ways
+from rooftop.programs.model.moe.axes import MoEAxes, devices_along
 from rooftop.programs.model.moe.route import one_hot
 from rooftop.programs.model.narrow import NarrowWeight, grouped_narrow_matmul, narrow_matmul
 from rooftop.programs.quantised import Quantised, in_full
@@ -42,7 +42,7 @@ class Experts:
     @property
     def shards(self) -> int:
         """Shards that have slots of their own: those of the mesh, or each expert."""
-        return ways(self.axes.expert) if self.grouped else self.stored
+        return devices_along(self.axes.expert) if self.grouped else self.stored
 
     @property
     def per_shard(self) -> int:
@@ -52,11 +52,13 @@ class Experts:
     @property
     def here(self) -> int:
         """Experts of this device."""
-        return self.stored // ways(self.axes.expert)
+        return self.stored // devices_along(self.axes.expert)
 
     def piece_rows(self, tokens: int) -> int:
         """Rows of a piece, where a device multiplies the sorted pairs of so many tokens piece by piece."""
-        return int(expert_rows(tokens, self.moe, ways(self.axes.expert), self.here, ways(self.axes.width)))
+        return int(
+            expert_rows(tokens, self.moe, devices_along(self.axes.expert), self.here, devices_along(self.axes.width))
+        )
 
     def linear(self, rows: jax.Array, name: str, groups: RowGroups | None = None) -> jax.Array:
         """Rows [E, rows, d] times a weight: [E, d, f] of the experts, or [d, f] of the shared ones."""
@@ -72,7 +74,7 @@ class Experts:
         if isinstance(weight, Quantised) and groups is not None:
             tile = int(expert_tile(self.every_token, self.moe))
             visits = float(expert_visits(self.moe.experts, self.moe.active, self.every_token, tile))
-            visits /= ways(self.axes.expert)
+            visits /= devices_along(self.axes.expert)
             return grouped_matmul_of(rows[0], weight, groups, tile=tile, visits=visits)[None]
         # The rest are rows that pad the weight at rest.
         weight = in_full(weight, rows.dtype)[..., : rows.shape[-1], :]

@@ -8,7 +8,7 @@ from jax import P, lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from rooftop.models import ModelConfig, MoE
-from rooftop.programs.model.moe.axes import MoEAxes, ways
+from rooftop.programs.model.moe.axes import MoEAxes, devices_along
 from rooftop.programs.sharding import Specs
 
 
@@ -66,7 +66,7 @@ def no_load(model: ModelConfig, specs: Specs) -> Float32[Array, "devices 3 E"]:
     """The load before any layer, in the form in which ``moe_mlp`` returns it."""
     assert model.moe is not None
     axes = MoEAxes.of(specs).residual
-    return jnp.zeros((ways(axes), 3, model.moe.experts), jnp.float32, out_sharding=P(axes or None))
+    return jnp.zeros((devices_along(axes), 3, model.moe.experts), jnp.float32, out_sharding=P(axes or None))
 
 
 def one_hot(ids: Int[Array, "*dims"], size: int) -> Bool[Array, "*dims size"]:

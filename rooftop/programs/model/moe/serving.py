@@ -10,7 +10,7 @@ from jax import lax, named_scope
 
 from rooftop.core.rounding import next_multiple
 from rooftop.programs.model.grouped_matmul import RowGroups
-from rooftop.programs.model.moe.axes import ways
+from rooftop.programs.model.moe.axes import devices_along
 from rooftop.programs.model.moe.experts import Experts
 from rooftop.programs.model.moe.route import one_hot
 from rooftop.programs.model.moe.slots import ExpertSlots, from_slots, to_slots
@@ -69,7 +69,7 @@ def _of_rows(every: jax.Array, shares: jax.Array, own: jax.Array, experts: Exper
 
 def _trips(shards: jax.Array, count: int, experts: Experts) -> jax.Array:
     """Pieces of ``_of_rows`` on the device with the most pairs: all devices agree on it, and so meet in each."""
-    pairs = jnp.sum(one_hot(shards.reshape(-1), ways(experts.axes.expert)), axis=0, dtype=jnp.int32)
+    pairs = jnp.sum(one_hot(shards.reshape(-1), devices_along(experts.axes.expert)), axis=0, dtype=jnp.int32)
     return -(-jnp.max(pairs) // experts.piece_rows(count))
 
 
@@ -131,7 +131,7 @@ def _with_shared(total: jax.Array, every: jax.Array, experts: Experts) -> jax.Ar
     """Partial sums of all tokens with those of the shared experts, of which a device adds those of its own part."""
     axes = experts.axes
     with named_scope("shared"):
-        size = len(every) // ways(axes.expert)
+        size = len(every) // devices_along(axes.expert)
         rows = lax.dynamic_slice_in_dim(every, axes.expert_index * size, size)
         y = experts.linear(experts.hidden(rows[None], "shared_"), "shared_down")[0]
         return axes.added_rows(total, experts.with_gate(y, rows))

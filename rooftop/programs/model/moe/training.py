@@ -9,7 +9,7 @@ from jax import named_scope
 from jax.ad_checkpoint import checkpoint_name
 
 from rooftop.programs.model.grouped_matmul import RowGroups
-from rooftop.programs.model.moe.axes import ways
+from rooftop.programs.model.moe.axes import devices_along
 from rooftop.programs.model.moe.experts import Experts
 from rooftop.programs.model.moe.slots import ExpertSlots, capacity, from_slots, to_slots
 
@@ -68,7 +68,7 @@ class _Arrived:
         if self.ids is None:
             # Rows stay apart by sender, as they are exchanged. To sum the gradient of the bias over joined rows,
             # XLA:TPU writes it in float32 in another layout.
-            bias, apart = bias[:, None], apart.reshape(len(apart), ways(experts.axes.expert), -1, 1)
+            bias, apart = bias[:, None], apart.reshape(len(apart), devices_along(experts.axes.expert), -1, 1)
         return (bias * apart).astype(experts.dtype)
 
 
