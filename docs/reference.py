@@ -25,7 +25,7 @@ from rooftop.library.results import Result
 from rooftop.models import ModelConfig, count_params, from_huggingface
 from rooftop.plan.shapes import require_planned
 from rooftop.requests.request import Request
-from rooftop.requests.words import GROUPS
+from rooftop.requests.words import GROUPS, MEANINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Options of the process that every verb has.
@@ -68,7 +68,10 @@ This page is written by `docs/reference.py` from signatures and docstrings.
 """
     for name, function in functions.items():
         if inspect.isclass(function) and issubclass(function, Request):
-            text += f"## rooftop.{name}\n\n{_docstring(function)}\n\nThe request of `{function.verb}`: see above.\n\n"
+            text += f"## rooftop.{name}\n\n{_docstring(function)}\n\n"
+            takers = [taker for taker, taking in functions.items() if getattr(taking, "request", None) is function]
+            members = [f"- `{member.name}`: {member.about}" for member in function.settings()]
+            text += f"Its fields are those of `rooftop.{takers[0]}`.\n\n" if takers else "\n".join(members) + "\n\n"
             continue
         text += f"## rooftop.{name}\n\n```python\n{_signature(name, function)}\n```\n\n{_docstring(function)}\n\n"
     text += "## Results\n\n"
@@ -128,7 +131,7 @@ def every_option(group: click.Group = cli, prefix: str = "") -> Iterator[tuple[s
 
 def shared_help() -> dict[str, str]:
     """The help of each shared option, as the vocabulary has it."""
-    texts: dict[str, str] = {}
+    texts = {f"--{name.replace('_', '-')}": meaning for name, meaning in MEANINGS.items()}
     for name, factory in vars(options).items():
         if name.endswith("_option") and name != "json_option":
             function = factory()(lambda: None)

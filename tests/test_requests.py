@@ -16,9 +16,11 @@ from rooftop.hardware import Slice, chip
 from rooftop.models import load_model
 from rooftop.requests.planning import PlanEmbedding, PlanServing, PlanTraining
 from rooftop.requests.request import Request
+from rooftop.requests.serving import Serve
 from rooftop.requests.simulating import Simulate
+from rooftop.requests.training import Train, TrainEmbedding
 
-REQUESTS: list[type[Request]] = [PlanTraining, PlanServing, PlanEmbedding, Simulate]
+REQUESTS: list[type[Request]] = [PlanTraining, PlanServing, PlanEmbedding, Simulate, Train, TrainEmbedding, Serve]
 EXAMPLES = [
     PlanTraining("llama3-8b", on="v5e:4x4", batch_seqs="1k", mesh={"fsdp": 16}, price=2.5, collective_matmuls=False),
     PlanTraining(load_model("llama3-8b"), on=Slice.parse("v5e:4x4"), batch_tokens="4Mi", weights_dtype="BFloat16"),
@@ -26,6 +28,9 @@ EXAMPLES = [
     PlanTraining(replace(load_model("llama3-8b"), layers=2), on=chip("v5e").replace(hbm_bytes=8e9)),
     PlanServing(on="v5e,v6e", weights_dtype=["int8", "bfloat16"], ttft="500ms", tpot=0.03, contexts=["2k", 8192]),
     PlanEmbedding("tables.toml", on="v5p:2x2x1", dense_flops="30M"),
+    Train(run="runs/first", data=("a.txt", Path("b.txt")), steps=100, model="llama:2M", mesh={"fsdp": 2}),
+    TrainEmbedding(tables="tables.toml", data="day0.tsv", run="runs/first", profile=(2, 3)),
+    Serve(Path("model"), batch_seqs=8, cors=("a", "b"), drain_s=60.0),
     Simulate("plan.json", requests_per_second=2, prompt="128:1024", duration="1h", prefix_cache=True),
 ]
 
@@ -33,7 +38,7 @@ EXAMPLES = [
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_each_field_has_a_docstring_and_a_group(kind: type[Request]) -> None:
     for setting in kind.settings():
-        assert setting.about.endswith((".", ".)")), setting.name
+        assert setting.about.endswith((".", "]")), setting.name
         assert setting.word.group, setting.name
 
 
@@ -55,6 +60,12 @@ def test_values_are_written_in_one_way() -> None:
         "weights_dtype": "bf16",
     }  # fmt: skip
     assert EXAMPLES[2].to_json()["on"] == "v5p,v6e"
+
+
+def test_secrets_are_not_written() -> None:
+    request = Serve(Path("model"), api_keys=("secret",), link_key="secret")
+    assert "secret" not in json.dumps(request.to_json())
+    assert "secret" not in repr(request)
 
 
 def test_the_answer_to_a_request_in_json_is_the_same() -> None:

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING
 
 import click
 
 from rooftop.cli.options import (
     COUNT,
-    COUNT_OR_ZERO,
     FILE,
     FOLDER,
-    PROFILE,
     Name,
     VerbCommand,
     batch_samples_option,
-    check_option,
-    devices_option,
     dtype_option,
     host_threads_option,
     json_option,
     on_option,
     option,
     output_option,
-    save_every_option,
-    seed_option,
-    workers_option,
+    request_options,
 )
 from rooftop.cli.output import VerbGroup, emit_json, progress_bar, say, show_document
-from rooftop.requests.words import NUMERICS, OUTPUT, PARALLELISM, RUN, WORKLOAD
+from rooftop.requests.training import TrainEmbedding
+from rooftop.requests.words import WORKLOAD
 from rooftop.runs.environment import keep_compilations, prepare_environment
+
+if TYPE_CHECKING:
+    from rooftop.embed.train.request import EmbeddingTrainRequest
 
 _TRAIN_EXAMPLES = (
     "rooftop embed train tables.toml day0.tsv runs/first --batch-samples 4096 --evaluate day1.tsv",
@@ -103,89 +101,16 @@ def stats(
     return 0
 
 
-class _EmbedTrainOptions(TypedDict):
-    """Arguments and options that are fields of ``EmbeddingTrainRequest``."""
-
-    tables: Path
-    data: Path
-    run: Path
-    batch_samples: int
-    steps: int | None
-    evaluate: Path | None
-    devices: int | None
-    cores_per_device: int | None
-    sample_passes: int
-    pipelined: bool
-    limits: Path | None
-    learning_rate: float
-    warmup: int
-    decay: str
-    decay_steps: int | None
-    final_learning_rate: float
-    seed: int | None
-    save_every: int
-    keep: int
-    keep_every: int | None
-    host_threads: int
-    workers: int
-    profile: tuple[int, int] | None
-    tensorboard: bool
-
-
 @command.command(name="train", cls=VerbCommand, examples=_TRAIN_EXAMPLES)
-@click.argument("tables", type=FILE)
-@click.argument("data", type=FILE)
-@click.argument("run", type=FOLDER)
-@batch_samples_option(default=1024, show_default=True)
-@option("--steps", group=RUN, type=COUNT, help="The last step of the run. [default: the end of the data]")
-@option("--evaluate", group=WORKLOAD, type=FILE, help="Data whose AUC is computed at the end.")
-@devices_option(help="Emulate N devices on the CPU. [default: the devices here]", metavar="N")
-@option(
-    "--cores-per-device",
-    group=PARALLELISM,
-    type=COUNT,
-    help="SparseCores that a device without any emulates. [default: 2]",
-)
-@option("--sample-passes", group=PARALLELISM, type=COUNT, default=1, show_default=True, help="Passes over the samples.")
-@option("--pipelined", group=PARALLELISM, is_flag=True, help="Overlap tables and dense part: gradients a step stale.")
-@option("--limits", group=PARALLELISM, type=FILE, help="Limits file. [default: the run's own, from its first batches]")
-@option(
-    "--lr", "learning_rate", group=NUMERICS, type=float, default=1e-3, show_default=True, metavar="X",
-    help="Largest learning rate of the dense part.",
-)  # fmt: skip
-@option("--warmup", group=NUMERICS, type=int, default=0, show_default=True, metavar="N", help="Steps of warm-up.")
-@option(
-    "--decay", group=NUMERICS, type=Name("cosine", "linear", "constant"), default="constant", show_default=True,
-    help="Shape of the decay of all learning rates.",
-)  # fmt: skip
-@option("--decay-steps", group=NUMERICS, type=COUNT, help="Last step of the decay. [default: the last step]")
-@option(
-    "--final-lr", "final_learning_rate", group=NUMERICS, type=float, default=0.1, show_default=True, metavar="X",
-    help="Last learning rate, as a share of the largest.",
-)  # fmt: skip
-@seed_option(type=int, metavar="N", help="Seed of tables and weights. [default: the run's own; 0 for a new run]")
-@save_every_option(default=100, show_default=True)
-@option("--keep", group=RUN, type=COUNT, default=2, show_default=True, help="Newest checkpoints to keep.")
-@option("--keep-every", group=RUN, type=COUNT, help="Keep checkpoints of steps that N divides.")
-@check_option(help="Look for faults: nan; on TPUs also bounds and buffers.")
-@host_threads_option(type=click.IntRange(1, 1024), metavar="N", default=1, show_default=True)
-@workers_option(type=COUNT_OR_ZERO, default=0, show_default=True, help="Processes that prepare batches ahead.")
-@option(
-    "--profile", group=OUTPUT, type=PROFILE, metavar="steps=A..B",
-    help="Trace these steps into RUN/profile.",
-)  # fmt: skip
-@option("--tensorboard", group=OUTPUT, is_flag=True, help="Write TensorBoard events into RUN/tensorboard.")
+@request_options(TrainEmbedding)
 @json_option
-def train(*, check: str | None, as_json: bool, **options: Unpack[_EmbedTrainOptions]) -> int:
+def train(*, request: EmbeddingTrainRequest, as_json: bool) -> int:
     """Train a DLRM with TABLES (tables.toml) on DATA (Criteo's TSV) in the folder RUN, or resume the run there.
 
     SIGTERM and Ctrl-C save the state; the same command resumes the run.
     """
-    from rooftop.compiler.sparsecore import parse_checks
-    from rooftop.embed.train.request import EmbeddingTrainRequest
     from rooftop.library.training import train_embedding
 
-    request = EmbeddingTrainRequest(checks=parse_checks(check), **options)
     prepare_environment(request.devices, extra="embed")
     if request.profile is None:
         # Traces of a program out of the compilation cache lack its scopes.

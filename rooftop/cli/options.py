@@ -26,17 +26,14 @@ from rooftop.requests.kinds import Kind
 from rooftop.requests.request import Request, Setting
 from rooftop.requests.words import (
     ASSUMPTIONS,
-    BATCHINGS,
     GROUPS,
     HARDWARE,
     LEVELS,
     NUMERICS,
-    OPTIMIZERS,
     OUTPUT,
     PARALLELISM,
     PROCESSES,
     RUN,
-    SCHEDULES,
     WORKLOAD,
 )
 
@@ -129,14 +126,6 @@ def Parsed(name: str, parse: Callable[[str, str], Any]) -> OptionType:  # as a t
     return OptionType(kinds.Parsed(name, parse))
 
 
-def parse_profile(text: str, field: str) -> tuple[int, int]:
-    """Read the first and last traced step of 'steps=A..B'. Raises RooftopError naming ``field``."""
-    match = re.fullmatch(r"steps=(\d+)\.\.(\d+)", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise RooftopError(field, text, "steps=A..B with A up to B, counted from 1: steps=10..13")
-    return int(match[1]), int(match[2])
-
-
 COUNT = OptionType(kinds.COUNT)
 DEVICES = OptionType(kinds.DEVICES)
 COUNT_OR_ZERO = OptionType(kinds.COUNT_OR_ZERO)
@@ -148,7 +137,7 @@ SHARE = OptionType(kinds.SHARE)
 GROWTH = OptionType(kinds.GROWTH)
 TIME = OptionType(kinds.TIME)
 #: First and last step of a trace.
-PROFILE = Parsed("steps=a..b", parse_profile)
+PROFILE = OptionType(kinds.PROFILE)
 DTYPE = OptionType(kinds.DTYPE)
 DTYPES = OptionType(kinds.DTYPES)
 HARDWARE_NAME = OptionType(kinds.HARDWARE_NAME)
@@ -190,10 +179,6 @@ def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decora
 
 
 on_option = _shared("--on", group=HARDWARE, type=HARDWARE_NAME, help="CHIP:SHAPE[@SLICES], such as v5e:4x4.")
-shrink_option = _shared("--shrink", group=HARDWARE, is_flag=True, help="Shrink the plan's mesh to the devices here.")
-price_option = _shared(
-    "--price", group=HARDWARE, metavar="USD", help="Dollars per chip-hour, not the list price: 2.5, or h100=2.5,v5p=3."
-)
 figure_option = _shared(
     "--figure",
     "figures",
@@ -204,10 +189,6 @@ figure_option = _shared(
     help="Override a figure of the chip.",
 )
 
-batch_seqs_option = _shared("--batch-seqs", group=WORKLOAD, type=COUNT, help="Sequences of a step.")
-batch_tokens_option = _shared(
-    "--batch-tokens", group=WORKLOAD, type=COUNT, help="Tokens of a step: 4M, 4Mi. Rounded to whole sequences."
-)
 batch_samples_option = _shared("--batch-samples", group=WORKLOAD, type=COUNT, help="Samples of a step, on all devices.")
 seq_option = _shared("--seq", "seq_len", group=WORKLOAD, type=COUNT, help="Tokens of a sequence.")
 duration_option = _shared("--duration", group=WORKLOAD, type=TIME, help="Time span of drawn requests: 10m.")
@@ -225,52 +206,18 @@ burstiness_option = _shared(
 hash_tokens_option = _shared(
     "--hash-tokens", group=WORKLOAD, default="512", type=COUNT, help="Tokens that a hash of a trace stands for."
 )
-draft_option = _shared("--draft", group=WORKLOAD, type=MODEL, help="Draft model of speculative decoding.")
-draft_length_option = _shared(
-    "--draft-length", group=WORKLOAD, type=COUNT_OR_ZERO, help="Tokens that a draft guesses a round."
-)
-batching_option = _shared("--batching", group=WORKLOAD, type=Name(*BATCHINGS), help="How a server batches requests.")
-
 mesh_option = _shared("--mesh", group=PARALLELISM, type=AXES, help="Mesh axes and their sizes: fsdp=4,tensor=2.")
 layout_option = _shared("--layout", group=PARALLELISM, metavar="LAYOUT", help="Pin axes to the torus: X=x,Y=y[1:2]+z.")
-microbatches_option = _shared("--microbatches", group=PARALLELISM, type=COUNT, help="Microbatches of a step.")
-schedule_option = _shared("--schedule", group=PARALLELISM, type=Name(*SCHEDULES), help="Schedule of pipeline stages.")
-chunks_option = _shared("--chunks", group=PARALLELISM, type=COUNT, help="Model chunks of a stage (interleaved).")
-remat_option = _shared(
-    "--remat", group=PARALLELISM, metavar="POLICY", help="none, matmuls, minimal, block, or changes: block,qkv=offload."
-)
-
-weights_dtype_option = _shared("--weights-dtype", group=NUMERICS, type=DTYPE, help="Dtype of the stored weights.")
-kv_dtype_option = _shared("--kv-dtype", group=NUMERICS, type=DTYPE, help="Dtype of the KV cache.")
-matmul_dtype_option = _shared("--matmul-dtype", group=NUMERICS, type=DTYPE, help="Dtype of the layers' matmuls.")
-compute_dtype_option = _shared(
-    "--compute-dtype", group=NUMERICS, type=DTYPE, help="Dtype of everything else that is computed."
-)
-embeddings_dtype_option = _shared(
-    "--embeddings-dtype", group=NUMERICS, type=DTYPE, help="Dtype of embedding and unembedding."
-)
-moments_dtype_option = _shared("--moments-dtype", group=NUMERICS, type=DTYPE, help="Dtype of the optimizer's moments.")
 dtype_option = _shared("--dtype", group=NUMERICS, type=DTYPE, help="Dtype of arrays without one.")
-weight_group_option = _shared(
-    "--weight-group", group=NUMERICS, type=COUNT, help="Input channels of the weights that share a scale."
-)
-optimizer_option = _shared("--optimizer", group=NUMERICS, type=Name(*OPTIMIZERS), help="The optimizer.")
-
 assume_option = _shared("--assume", group=ASSUMPTIONS, metavar="NAME=SHARE,...", help="Assumptions beyond the bound.")
 calibration_option = _shared(
     "--calibration", group=ASSUMPTIONS, type=FILE, help="Take the fractions that rooftop calibrate measured (JSON)."
-)
-bounds_option = _shared(
-    "--bounds", group=ASSUMPTIONS, type=Name("usable", "book"), help="Usable HBM, or the book's arithmetic."
 )
 level_option = _shared(
     "--level", group=ASSUMPTIONS, type=Name(*LEVELS), help="Peak rates, achievable rates, or the book's."
 )
 
-host_dram_option = _shared("--host-dram", group=RUN, type=BYTES, help="Memory of a host for KV pages: 400G.")
 host_threads_option = _shared("--host-threads", group=RUN, type=COUNT, help="Threads that prepare batches on a host.")
-workers_option = _shared("--workers", group=RUN, type=COUNT_OR_ZERO, help="Worker processes.")
-save_every_option = _shared("--save-every", group=RUN, type=COUNT, help="Steps between checkpoints.")
 check_option = _shared("--check", group=RUN, metavar="NAMES", help="Build checks in: nan, bounds, buffers.")
 timeout_option = _shared("--timeout", group=RUN, type=TIME, help="Give up after this time: 10m.")
 steps_option = _shared("--steps", group=RUN, type=COUNT_OR_ZERO, help="The last step of the run.")
@@ -352,20 +299,29 @@ def request_options(kind: type[Request]) -> _Decorator:
         @functools.wraps(function)
         def with_request(*, request_file: Path | None, save_request: Path | None, **values: Any) -> Any:
             own = {setting.name: values.pop(setting.name) for setting in kind.settings()}
-            request = _request(kind, own, request_file)
+            request = _request(kind.checked(), own, request_file)
             if save_request is not None:
                 request.write(save_request)
             return function(request=request, **values)
 
-        decorated: Any = with_request
-        for setting in reversed(kind.settings()):
-            decorated = _parameter(setting)(decorated)
+        with_request.__dict__["request_kind"] = kind
         reading = option(
             "--request", "request_file", group=OUTPUT, type=FILE, is_eager=True,
             help="Take the request from this file, or from an answer (JSON); options change it.",
         )  # fmt: skip
         writing = option("--save-request", group=OUTPUT, type=FILE, help="Write the request here (JSON).")
-        return reading(writing(decorated))
+        return reading(writing(field_options(kind)(with_request)))
+
+    return decorate
+
+
+def field_options(kind: type[Request], *, required: bool = True) -> _Decorator:
+    """Give a verb the fields of a request as arguments and options, all of them optional unless ``required``."""
+
+    def decorate(function: Any) -> Any:
+        for setting in reversed(kind.settings()):
+            function = _parameter(setting, required=required)(function)
+        return function
 
     return decorate
 
@@ -380,29 +336,32 @@ def _request(kind: type[Request], values: Mapping[str, Any], path: Path | None) 
     return kind.read(path, **{name: value for name, value in values.items() if sources[name] in typed})
 
 
-def _parameter(setting: Setting) -> _Decorator:
+def _parameter(setting: Setting, *, required: bool) -> _Decorator:
     """The argument or option of a field."""
-    is_given = setting.default is not dataclasses.MISSING
-    default = setting.default if is_given else None
-    attributes: dict[str, Any] = {"required": not is_given, "type": _type(setting.kind)}
+    word, default = setting.word, None if setting.default is dataclasses.MISSING else setting.default
+    attributes: dict[str, Any] = {
+        "required": required and setting.default is dataclasses.MISSING,
+        "type": _type(setting.kind),
+    }
     if default not in (None, ()):
-        attributes["default"] = default
+        attributes["default"] = setting.kind.text(default)
+    own_name = type(setting.kind) in (Kind, kinds.Pairs, kinds.Listed) or setting.kind.name == "DIR"
+    if word.metavar or own_name:
+        attributes["metavar"] = word.metavar or setting.kind.name
     if setting.is_argument:
         return click.argument(setting.name, cls=_RequestArgument, **attributes)
-    text = re.sub(r"``(\w+)``", lambda match: "--" + match[1].replace("_", "-"), setting.about)
     names = [f"--{setting.option}", setting.name]
     if isinstance(setting.kind, kinds.Flag):
         del attributes["type"]
-        if default is None:
-            names[0] = f"--{setting.option}/--no-{setting.option}"
-            attributes["default"] = None
-        else:
+        attributes["default"] = default
+        if default is False:
             attributes["is_flag"] = True
-    elif type(setting.kind) in (Kind, kinds.Pairs, kinds.Listed):
-        attributes["metavar"] = setting.kind.name
+        else:
+            names[0] = f"--{setting.option}/--no-{setting.option}"
+    text = re.sub(r"``(\w+)``", lambda match: "--" + match[1].replace("_", "-"), setting.about)
     return click.option(
-        *names, cls=_RequestOption, group=setting.word.group, help=text,
-        show_default=default is not None and default is not False, **attributes,
+        *names, cls=_RequestOption, group=word.group, help=text, multiple=word.several, envvar=word.envvar,
+        show_default=default not in (None, (), "") and default is not False, **attributes,
     )  # fmt: skip
 
 

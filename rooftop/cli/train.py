@@ -15,41 +15,21 @@ from click.core import ParameterSource
 
 from rooftop.cli.options import (
     COUNT,
-    COUNT_OR_ZERO,
-    FILE,
     PATH,
-    PROFILE,
-    QUANTITY,
-    Name,
-    Parsed,
     VerbCommand,
-    batch_seqs_option,
-    chunks_option,
-    compute_dtype_option,
     coordinator_option,
-    devices_option,
+    field_options,
     json_option,
-    matmul_dtype_option,
-    mesh_option,
-    microbatches_option,
-    moments_dtype_option,
-    optimizer_option,
     option,
     process_option,
     processes_option,
-    remat_option,
-    save_every_option,
-    schedule_option,
-    seed_option,
-    seq_option,
-    shrink_option,
-    weights_dtype_option,
 )
 from rooftop.cli.output import emit_json, say
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import parse_count
 from rooftop.plan.training.plan import TrainingPlan
-from rooftop.requests.words import HARDWARE, NUMERICS, OPTIMIZERS, OUTPUT, PARALLELISM, RUN, WORKLOAD
+from rooftop.requests.training import Train
+from rooftop.requests.words import RUN
 from rooftop.runs.beats import Beats
 from rooftop.runs.environment import join_processes, keep_compilations, prepare_environment
 from rooftop.runs.folder import RunFolder
@@ -67,104 +47,13 @@ _EXAMPLES = (
 )
 
 
-def _parse_number(text: str | float, field: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < math.inf:
-        raise RooftopError(field, text, "a number from 0")
-    return number
-
-
-NUMBER = Parsed("x", _parse_number)
 #: Options of the processes, which are no fields of a request.
 _PROCESSES = ("coordinator", "processes", "process", "supervise", "max_restarts")
 
 
 @click.command(name="train", cls=VerbCommand, examples=_EXAMPLES)
-@click.argument("plan", required=False, type=FILE, metavar="[PLAN.json]")
-@option("--model", group=HARDWARE, metavar="MODEL", help="Without a plan: a preset, a config.json or llama:4M.")
-@option("--init", group=HARDWARE, type=PATH, metavar="DIR", help="Begin with a published checkpoint (safetensors).")
-@option("--as-is", group=HARDWARE, is_flag=True, help="Run a plan for another slice with its own mesh and batch.")
-@shrink_option()
-@devices_option(help="Emulate N devices on the CPU.", metavar="N")
-@option(
-    "--data", group=WORKLOAD, multiple=True, metavar="PATH",
-    help="Text, JSONL, Parquet, .npy or .bin: a file, a folder or a glob.",
-)  # fmt: skip
-@option("--field", group=WORKLOAD, default="text", metavar="NAME", help="Column of JSONL, Parquet.")
-@option("--tokenizer", group=WORKLOAD, type=PATH, metavar="PATH", help="A tokenizer.json, or a folder that has one.")
-@option("--vocab", group=WORKLOAD, type=COUNT, help="Train a BPE tokenizer of N tokens on the data.")
-@option(
-    "--hold-out", group=WORKLOAD, type=NUMBER,
-    help="Share of the documents to evaluate on; 0: none. [default: 0.01, of one document nothing]",
-)  # fmt: skip
-@batch_seqs_option(help="Sequences of a step. [default: the plan's, else about 16]")
-@seq_option(help="Tokens of a sequence. [default: the plan's, else 512]")
-@option("--steps", group=RUN, type=COUNT_OR_ZERO, help="The last step of the run.")
-@mesh_option(help="Axes over the devices here: fsdp=2,tensor=2. [default: the plan's, else fsdp]")
-@microbatches_option(help="Parts of a batch whose gradients are accumulated.")
-@schedule_option()
-@chunks_option()
-@remat_option()
-@option(
-    "--context-attention", group=PARALLELISM, type=Name("ring", "all_gather"), help="Attention over a context axis."
-)
-@option(
-    "--expert-capacity", group=PARALLELISM, type=NUMBER, help="Room of an expert, in even shares. [default: dropless]"
-)
-@compute_dtype_option(help="bf16 or f32. [default: the plan's, else bf16, on a CPU f32]")
-@matmul_dtype_option(help="bf16, f32, int8 or f8_e4m3. [default: the plan's, else --compute-dtype]")
-@weights_dtype_option(help="Dtype of the stored weights. [default: the plan's, else f32]")
-@moments_dtype_option(help="Dtype of the optimizer's moments. [default: the plan's, else f32]")
-@optimizer_option(type=Name(*OPTIMIZERS), help="The optimizer. [default: the plan's, else adamw]")
-@option("--lr", "learning_rate", group=NUMERICS, type=NUMBER, default=3e-4, help="Largest learning rate.")
-@option(
-    "--warmup",
-    group=NUMERICS,
-    type=COUNT_OR_ZERO,
-    help="Steps of warm-up. [default: a tenth of the steps, at most 1000]",
-)
-@option(
-    "--decay", group=NUMERICS, type=Name("cosine", "linear", "constant"), default="cosine",
-    help="Shape of the decay.",
-)  # fmt: skip
-@option("--decay-steps", group=NUMERICS, type=COUNT, help="Last step of the decay. [default: the steps]")
-@option(
-    "--final-lr", "final_learning_rate", group=NUMERICS, type=NUMBER, default=0.1,
-    help="Last learning rate, as a share of the largest.",
-)  # fmt: skip
-@option("--weight-decay", group=NUMERICS, type=NUMBER, default=0.1, help="Decoupled weight decay.")
-@option("--clip", "clip_norm", group=NUMERICS, type=NUMBER, default=1.0, help="Largest norm of the gradients; 0: any.")
-@option("--z-loss", group=NUMERICS, type=NUMBER, default=0.0, help="Coefficient of the z-loss.")
-@option(
-    "--balance-loss", group=NUMERICS, type=NUMBER,
-    help="Coefficient of the balance of experts. [default: 0.01 with experts]",
-)  # fmt: skip
-@option("--run", group=RUN, type=PATH, metavar="DIR", help="Folder of the run. One that has begun is resumed.")
+@field_options(Train, required=False)
 @option("--resume", group=RUN, type=PATH, metavar="DIR", help="Resume the run in DIR with the options it had.")
-@seed_option(default=0, help="Seed of weights, order of the data and held-out documents.")
-@option("--eval-every", group=RUN, type=COUNT, help="Steps between evaluations. [default: at the end only]")
-@option("--eval-batches", group=RUN, type=COUNT, default=16, help="Most batches of an evaluation.")
-@save_every_option(default=100)
-@option("--keep", group=RUN, type=COUNT, default=2, help="Newest checkpoints to keep.")
-@option("--keep-every", group=RUN, type=COUNT, help="Keep checkpoints of steps that N divides.")
-@option(
-    "--save-also", group=RUN, type=PATH, metavar="DIR", help="For checkpoints that the run's folder has no room for."
-)
-@option(
-    "--divergence", group=RUN, type=NUMBER, default=2.0, metavar="NATS",
-    help="Stop when the loss has risen by this; 0: never.",
-)  # fmt: skip
-@option("--peak-flops", group=RUN, type=QUANTITY, metavar="F", help="FLOP/s of a device for MFU, if not catalogued.")
-@option("--samples", group=OUTPUT, type=COUNT_OR_ZERO, default=2, help="Texts to draw at the end.")
-@option("--sample-tokens", group=OUTPUT, type=COUNT, default=64, help="Tokens of each text.")
-@option("--prompt", group=OUTPUT, default="", show_default=False, metavar="TEXT", help="Beginning of the texts.")
-@option("--temperature", group=OUTPUT, type=NUMBER, default=0.8, help="0: the likeliest token.")
-@option("--profile", group=OUTPUT, type=PROFILE, metavar="steps=A..B", help="Trace these steps into DIR/profile.")
-@option("--tensorboard", group=OUTPUT, is_flag=True, help="Write TensorBoard events into DIR/tensorboard.")
-@option("--export", group=OUTPUT, type=PATH, metavar="DIR", help="Write the weights as a published checkpoint.")
 @coordinator_option()
 @processes_option()
 @process_option()

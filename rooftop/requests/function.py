@@ -24,6 +24,8 @@ class RequestFunction(Generic[_Parameters, _Request, _Watch, _Answer]):
 
     def __init__(self, build: Callable[_Parameters, _Request], run: Callable[..., _Answer]) -> None:
         self._build: Callable[..., _Request] = build
+        #: The class of the requests.
+        self.request = build
         self._run = run
         functools.update_wrapper(self, run)
         signature = inspect.signature(run)

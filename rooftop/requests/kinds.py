@@ -5,6 +5,8 @@ Nothing here imports planners or JAX, so that a command line is checked before t
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -39,6 +41,10 @@ class Kind:
         """The value in JSON. Raises RooftopError naming ``field``."""
         return plain(self.read(value, field))
 
+    def text(self, value: Any) -> Any:
+        """A default as one would type it."""
+        return value
+
     def candidates(self, incomplete: str) -> Iterable[str]:
         """Values that may complete what is typed."""
         return ()
@@ -54,6 +60,33 @@ class Parsed(Kind):
     def read(self, value: Any, field: str) -> Any:
         """Parse it."""
         return self.parse(value, field)
+
+
+class Time(Parsed):
+    """Seconds, as a float, of a time with its unit."""
+
+    def __init__(self) -> None:
+        super().__init__("time", _seconds)
+
+    def text(self, value: Any) -> Any:
+        """Minutes where they are whole, and seconds."""
+        if isinstance(value, str):
+            return value
+        return f"{value:g}s" if value % 60 else f"{value / 60:g}m"
+
+
+class Port(Kind):
+    """A port; 0 is a free one."""
+
+    def __init__(self) -> None:
+        super().__init__("n")
+
+    def read(self, value: Any, field: str) -> int:
+        """The number."""
+        text = str(value)
+        if not text.isdecimal() or int(text) >= 2**16:
+            raise RooftopError(field, value, "a whole number from 0 to 65535")
+        return int(text)
 
 
 class Dtype(Kind):
@@ -238,7 +271,11 @@ def last_entries(incomplete: str, names: Iterable[str]) -> Iterable[str]:
 
 
 def _count_or_zero(text: str, field: str) -> int:
-    return 0 if str(text) == "0" else parse_count(text, field)
+    try:
+        return 0 if str(text) == "0" else parse_count(text, field)
+    except RooftopError as error:
+        accepted = error.accepted
+        raise RooftopError(field, text, f"0, or {accepted}" if accepted.startswith("a ") else accepted) from None
 
 
 def _top(text: str, field: str) -> int | str:
@@ -255,6 +292,25 @@ def _quantity_or_zero(text: str, field: str) -> float:
 
 def _seconds(text: str | float, field: str) -> float:
     return float(text) if isinstance(text, (int, float)) else parse_seconds(text, field)
+
+
+def _number(text: str | float, field: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise RooftopError(field, text, "a number from 0")
+    return number
+
+
+def parse_profile(text: str | Sequence[int], field: str) -> tuple[int, int]:
+    """Read the first and last traced step of 'steps=A..B'. Raises RooftopError naming ``field``."""
+    match = re.fullmatch(r"steps=(\d+)\.\.(\d+)", text) if isinstance(text, str) else None
+    steps = tuple(text) if match is None and not isinstance(text, str) else match and (int(match[1]), int(match[2]))
+    if not steps or len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
+        raise RooftopError(field, text, "steps=A..B with A up to B, counted from 1: steps=10..13")
+    return steps[0], steps[1]
 
 
 def _devices(text: str, field: str) -> int:
@@ -277,8 +333,11 @@ BYTES = Parsed("bytes", parse_bytes)
 SHARE = Parsed("share", parse_share)
 #: A share of '+2%'.
 GROWTH = Parsed("share", parse_growth)
-#: Seconds, as a float, of a time with its unit.
-TIME = Parsed("time", _seconds)
+TIME = Time()
+#: A number from 0, without a suffix.
+NUMBER = Parsed("x", _number)
+#: First and last step of a trace.
+PROFILE = Parsed("steps=a..b", parse_profile)
 DTYPE = Dtype()
 DTYPES = Dtype(several=True)
 HARDWARE_NAME = Hardware()

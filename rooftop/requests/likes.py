@@ -49,6 +49,14 @@ class OfPlan(Protocol):
         """The plan."""
 
 
+class OfTrainingPlan(Protocol):
+    """A result that has a training plan."""
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """The plan."""
+
+
 class OfFractions(Protocol):
     """A result that has measured fractions of a chip."""
 

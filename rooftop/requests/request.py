@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import sys
 from collections.abc import Mapping
@@ -40,15 +41,31 @@ class Setting:
         """The name without dashes in front, as in errors: batch-seqs."""
         return self.word.option or self.name.replace("_", "-")
 
+    def plain(self, value: Any) -> Any:
+        """A value in JSON. Raises RooftopError naming the option."""
+        if self.word.several:
+            entries = [value] if isinstance(value, (str, Path)) else value
+            return [self.kind.plain(entry, self.option) for entry in entries]
+        return self.kind.plain(value, self.option)
+
 
 @dataclass(frozen=True)
 class Request:
     """Base of the frozen dataclasses that verbs take. Each field has its docstring below it, and a word for its name.
 
-    ``verb`` is the command that takes the request.
+    ``verb`` is the command that takes the request. ``checked_by``, 'module:Class', is the subclass that checks and
+    resolves the fields, where that imports what a light command should not.
     """
 
     verb: ClassVar[str] = ""
+    checked_by: ClassVar[str] = ""
+
+    @classmethod
+    def checked(cls) -> type[Request]:
+        """The class of requests to build."""
+        module, _, name = cls.checked_by.partition(":")
+        kind: type[Request] = getattr(importlib.import_module(module), name) if module else cls
+        return kind
 
     @classmethod
     def settings(cls) -> tuple[Setting, ...]:
@@ -58,15 +75,15 @@ class Request:
     def to_json(self) -> dict[str, object]:
         """The verb, and each field that differs from its default, as plain JSON: equal requests have equal JSON.
 
-        Raises RooftopError naming a field that is wrong.
+        Secrets are left out. Raises RooftopError naming a field that is wrong.
         """
         data: dict[str, object] = {"verb": self.verb}
         for setting in self.settings():
             value, default = getattr(self, setting.name), setting.default
-            if value is None or (default is not MISSING and value == default):
+            if value is None or setting.word.secret or (default is not MISSING and value == default):
                 continue
-            written = setting.kind.plain(value, setting.option)
-            if default in (MISSING, None) or written != setting.kind.plain(default, setting.option):
+            written = setting.plain(value)
+            if default in (MISSING, None) or written != setting.plain(default):
                 data[setting.name] = written
         return data
 
@@ -112,20 +129,21 @@ class Request:
 
 
 def setting(default: Any = MISSING, **words: Any) -> Any:
-    """A field whose word differs from the vocabulary's: ``kind``, ``group``, ``option`` or ``metavar``."""
-    return field(default=default, metadata=words)
+    """A field whose word differs from the vocabulary's, by attributes of ``Word``."""
+    return field(default=default, metadata=words, repr=not words.get("secret", False))
 
 
 @cache
 def _settings(kind: type[Request]) -> tuple[Setting, ...]:
     docs = _docs(kind)
+    words = {member.name: WORDS.get(member.name, Word()).with_changes(member.metadata) for member in fields(kind)}
     return tuple(
         Setting(
             name=member.name,
-            word=WORDS.get(member.name, Word()).with_changes(member.metadata),
+            word=words[member.name],
             default=member.default,
             about=docs.get(member.name, ""),
-            is_argument=not member.kw_only,
+            is_argument=words[member.name].argument or not member.kw_only,
         )
         for member in fields(kind)
     )

@@ -11,17 +11,21 @@ from rooftop.requests.kinds import (
     BYTES,
     COUNT,
     COUNT_OR_ZERO,
+    DEVICES,
     DTYPE,
     FILE,
     FLAG,
     HARDWARE_NAME,
     MODEL,
+    NUMBER,
     PATH,
+    PROFILE,
     QUANTITY,
     SHARE,
     TIME,
     Kind,
     Listed,
+    Location,
     Name,
     Pairs,
 )
@@ -48,12 +52,20 @@ LEVELS = ("bound", "expected", "book")
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """A name's group in help and kind of value; ``option`` where the option has another name, ``metavar`` for help."""
+    """A name's group in help and kind of value; ``option`` where the option has another name, ``metavar`` for help.
+
+    An option with ``several`` may be given more than once. ``envvar`` gives it too. A ``secret`` is never written. An
+    ``argument`` has no name on a command line.
+    """
 
     group: str = ""
     kind: Kind = Kind("text")
     option: str = ""
     metavar: str = ""
+    several: bool = False
+    envvar: str | None = None
+    secret: bool = False
+    argument: bool = False
 
     def with_changes(self, changes: Mapping[str, Any]) -> Word:
         """The word with other attributes."""
@@ -69,7 +81,8 @@ WORDS: Mapping[str, Word] = {
     **_words(
         HARDWARE, model=MODEL, on=HARDWARE_NAME, chips=COUNT, smallest=FLAG, price=Pairs("USD"),
         link=Name("ici", "dcn"), prefill_on=Kind("SLICE"), replicas=COUNT, prefill_servers=COUNT,
-        tables=PATH, plan=PATH,
+        tables=PATH, plan=PATH, checkpoint=PATH, weights_of=Location("DIR"), shrink=FLAG,
+        init=Location("DIR"), as_is=FLAG,
     ),
     **_words(
         WORKLOAD, batch_tokens=COUNT, batch_seqs=COUNT, batch_samples=COUNT, tokens=COUNT, days=QUANTITY, seq=COUNT,
@@ -78,23 +91,77 @@ WORDS: Mapping[str, Word] = {
         batching=Name(*BATCHINGS), limits=FILE, sample_passes=COUNT, dense_flops=QUANTITY, trace=PATH, duration=TIME,
         concurrency=COUNT, requests=COUNT, burstiness=QUANTITY, hash_tokens=COUNT, chunk_tokens=COUNT,
         routing=Name("round_robin", "least_loaded", "affinity"), preemption=Name("recompute", "swap"),
-        prefix_cache=FLAG,
+        prefix_cache=FLAG, max_model_len=COUNT, data=PATH, field=Kind("NAME"), tokenizer=PATH, vocab=COUNT,
+        hold_out=NUMBER, evaluate=FILE, seq_len=COUNT,
     ),
     **_words(
         PARALLELISM, mesh=AXES, layout=Kind("LAYOUT"), remat=Kind("POLICY"), microbatches=COUNT,
         collective_matmuls=FLAG, experts_over_tensor=FLAG, schedule=Name(*SCHEDULES), chunks=COUNT, prefill_mesh=AXES,
-        kv_split=Name("batch", "seq"),
+        kv_split=Name("batch", "seq"), prefill_devices=COUNT,
+        context_attention=Name("ring", "all_gather"), expert_capacity=NUMBER,
+        cores_per_device=COUNT,
+        pipelined=FLAG,
     ),
     **_words(
         NUMERICS, matmul_dtype=DTYPE, weights_dtype=DTYPE, moments_dtype=DTYPE, kv_dtype=DTYPE, compute_dtype=DTYPE,
         embeddings_dtype=DTYPE, optimizer=Name(*OPTIMIZERS), weight_group=COUNT, kv_sharing=COUNT,
+        warmup=COUNT_OR_ZERO, decay=Name("cosine", "linear", "constant"), decay_steps=COUNT, weight_decay=NUMBER,
+        z_loss=NUMBER, balance_loss=NUMBER,
     ),
     **_words(
         ASSUMPTIONS, assume=Pairs("NAME=SHARE,..."), calibration=FILE, bounds=Name("usable", "book"), mfu=SHARE,
         engine=Name("vllm", "trtllm"),
     ),
-    **_words(RUN, host_dram=BYTES, host_threads=COUNT, seed=COUNT_OR_ZERO),
+    **_words(
+        RUN, host_dram=BYTES, host_threads=COUNT, seed=COUNT_OR_ZERO, run=Location("DIR"), steps=COUNT_OR_ZERO,
+        eval_every=COUNT, eval_batches=COUNT, save_every=COUNT, keep=COUNT, keep_every=COUNT, save_also=Location("DIR"),
+        divergence=NUMBER, peak_flops=QUANTITY, checks=Kind("NAMES"), workers=COUNT_OR_ZERO,
+    ),
+    "profile": Word(group=OUTPUT, kind=PROFILE, metavar="steps=A..B"),
+    "learning_rate": Word(group=NUMERICS, kind=NUMBER, option="lr"),
+    "final_learning_rate": Word(group=NUMERICS, kind=NUMBER, option="final-lr"),
+    "clip_norm": Word(group=NUMERICS, kind=NUMBER, option="clip"),
+    **_words(CACHE, page_tokens=COUNT, pages=COUNT, host_pages=COUNT_OR_ZERO),
+    **_words(
+        SERVER, host=Kind("ADDRESS"), port=COUNT, name=Kind("NAME"), api_keys=Kind("KEY"), cors=Kind("ORIGIN"),
+        max_queue=COUNT, max_body=BYTES, allow_host=Kind("NAME"), tls_cert=FILE, tls_key=FILE, request_timeout_s=TIME,
+        max_connections=COUNT, max_connections_per_address=COUNT, step_timeout_s=TIME, chat_template=FILE, drain_s=TIME,
+        log_level=Name("debug", "info", "warning", "error"), log_texts=FLAG,
+    ),
+    **_words(
+        PROCESSES, devices=DEVICES, coordinator=Kind("HOST:PORT"), processes=COUNT, process=COUNT_OR_ZERO,
+        generate_at=Kind("local|HOST:PORT"), role=Name("generate"), link_key=Kind("KEY"),
+    ),
     **_words(
         OUTPUT, alternatives=COUNT, objective=Name("cost", "chips", "pareto"), contexts=Listed("LIST"),
+        samples=COUNT_OR_ZERO, sample_tokens=COUNT, temperature=NUMBER, tensorboard=FLAG,
+        export=Location("DIR"),
     ),
 }  # fmt: skip
+
+#: Meanings of names that verbs share, where a field says more.
+MEANINGS: Mapping[str, str] = {
+    "shrink": "Shrink the plan's mesh to the devices here.",
+    "price": "Dollars per chip-hour, not the list price: 2.5, or h100=2.5,v5p=3.",
+    "batch_seqs": "Sequences of a step.",
+    "batch_tokens": "Tokens of a step: 4M, 4Mi. Rounded to whole sequences.",
+    "draft": "Draft model of speculative decoding.",
+    "draft_length": "Tokens that a draft guesses a round.",
+    "batching": "How a server batches requests.",
+    "microbatches": "Microbatches of a step.",
+    "schedule": "Schedule of pipeline stages.",
+    "chunks": "Model chunks of a stage (interleaved).",
+    "remat": "none, matmuls, minimal, block, or changes: block,qkv=offload.",
+    "weights_dtype": "Dtype of the stored weights.",
+    "kv_dtype": "Dtype of the KV cache.",
+    "matmul_dtype": "Dtype of the layers' matmuls.",
+    "compute_dtype": "Dtype of everything else that is computed.",
+    "embeddings_dtype": "Dtype of embedding and unembedding.",
+    "moments_dtype": "Dtype of the optimizer's moments.",
+    "weight_group": "Input channels of the weights that share a scale.",
+    "optimizer": "The optimizer.",
+    "bounds": "Usable HBM, or the book's arithmetic.",
+    "host_dram": "Memory of a host for KV pages: 400G.",
+    "workers": "Worker processes.",
+    "save_every": "Steps between checkpoints.",
+}

@@ -6,12 +6,13 @@ import math
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 
+from rooftop.arrays import parse_axes
 from rooftop.capabilities import ENGINE_WEIGHTS, KV_SPLITS, published_weights
 from rooftop.core.errors import RooftopError, one_of, unknown
 from rooftop.models import ModelConfig
+from rooftop.requests.serving import Serve
 from rooftop.scheduling.serving.scheduler import BATCHING, Policy
 from rooftop.serve.engine.configuration import Configuration
 
@@ -54,66 +55,9 @@ class Settings:
             raise RooftopError("api-key", "", "a key that is not empty")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeRequest:
-    """A checkpoint to serve, the address to listen at, and how the engine runs. None: the plan's value or a default.
-
-    ``checkpoint`` is a folder (config.json, safetensors, tokenizer.json), a plan.json with ``weights_of`` as the folder
-    of its weights, or llama:N for a small random model. ``batch_seqs`` sequences are in progress at most, ``max_queue``
-    more wait. ``request_timeout_s`` is for the head of a request, and again for its body; a step of the engine that
-    takes ``step_timeout_s`` hangs.
-    ``chunk_tokens`` 0 prefills prompts whole. With ``generate_at`` another process generates: 'local' starts
-    it here; with ``role`` 'generate' this process is the other one. Each round guesses ``draft_length`` tokens, by the
-    ``draft`` model or by n-grams. ``shrink`` reduces the mesh to the devices here; ``devices`` emulates them. With
-    ``coordinator`` this is process ``process`` of ``processes``.
-    """
-
-    checkpoint: Path
-    weights_of: Path | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    name: str | None = None
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    cors: tuple[str, ...] = ()
-    max_queue: int = 1024
-    max_body: int | None = None
-    allow_host: tuple[str, ...] = ()
-    request_timeout_s: float = 30.0
-    step_timeout_s: float = 120.0
-    max_connections: int = 4096
-    max_connections_per_address: int | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    chat_template: Path | None = None
-    drain_s: float = 30.0
-    log_level: str = "info"
-    log_texts: bool = False
-    batch_seqs: int | None = None
-    max_model_len: int | None = None
-    chunk_tokens: int | None = None
-    batching: str | None = None
-    prefill_devices: int = 0
-    generate_at: str | None = None
-    role: str | None = None
-    link_key: str | None = field(default=None, repr=False)
-    preemption: str | None = None
-    prefix_cache: bool = True
-    draft: Path | None = None
-    draft_length: int = 0
-    page_tokens: int = 16
-    pages: int | None = None
-    host_pages: int = 0
-    compute_dtype: str | None = None
-    weights_dtype: str | None = None
-    weight_group: int | None = None
-    kv_dtype: str | None = None
-    mesh: Mapping[str, int] | None = None
-    kv_split: str | None = None
-    shrink: bool = False
-    devices: int | None = None
-    coordinator: str | None = None
-    processes: int | None = None
-    process: int | None = None
+@dataclass(frozen=True)
+class ServeRequest(Serve):
+    """A request for a server, checked. Raises RooftopError naming the field that is wrong."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -139,7 +83,12 @@ class ServeRequest:
             accepted = "HOST:PORT with --coordinator: the processes that generate are started as these are"
             raise RooftopError("generate-at", "local", accepted)
 
-    def settings(self, model: str) -> Settings:
+    @property
+    def axes(self) -> Mapping[str, int] | None:
+        """Mesh axes and their sizes. Raises RooftopError if the text names none."""
+        return parse_axes(self.mesh) if isinstance(self.mesh, str) else self.mesh
+
+    def api_settings(self, model: str) -> Settings:
         """Settings of the API for ``model``. Raises RooftopError."""
         return Settings(
             model=self.name or model,
@@ -158,7 +107,7 @@ class ServeRequest:
         naming the option that is wrong.
         """
         base = Configuration() if planned is None else planned
-        if planned is None and model is not None and (published := published_weights(model, self.mesh)) is not None:
+        if planned is None and model is not None and (published := published_weights(model, self.axes)) is not None:
             name = ENGINE_WEIGHTS[published.dtype, published.group]
             base = replace(base, weights_dtype=name, only_experts=published.only_experts)
         weights = self._weights()
@@ -188,7 +137,7 @@ class ServeRequest:
                 prefix_cache=self.prefix_cache,
                 max_model_len=self.max_model_len,
                 max_queue=self.max_queue,
-                mesh=base.mesh if self.mesh is None else tuple(self.mesh.items()),
+                mesh=base.mesh if (axes := self.axes) is None else tuple(axes.items()),
                 kv_split=base.kv_split if self.kv_split is None else one_of("kv-split", self.kv_split, KV_SPLITS),
                 prefill_devices=self.prefill_devices,
                 compute_dtype=self._computed(),

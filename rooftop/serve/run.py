@@ -168,7 +168,7 @@ def _run(
     planned = None if source is None or source.plan is None else configuration_of(source.plan)
     with named_as_options():
         configuration = part.configured(request.configuration(planned, model))
-    request.settings(model.name)  # Checked now, used once the model is there.
+    request.api_settings(model.name)  # Checked now, used once the model is there.
     # The engine has a process of its own, which alone starts JAX.
     apart = not joined and part.role != "generate"
     tls: ssl.SSLContext | None = None
@@ -249,7 +249,7 @@ class _Server:
         )
         serving = Serving(
             bound=self.bound,
-            settings=self.request.settings(self.source.model.name),
+            settings=self.request.api_settings(self.source.model.name),
             texts=texts,
             log=self.log,
             load=self._load,

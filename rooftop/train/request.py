@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rooftop.arrays import parse_axes
 from rooftop.core.errors import RooftopError, misread, unknown
@@ -16,6 +16,7 @@ from rooftop.models import ModelConfig, load_model
 from rooftop.models.activations import parse_policy
 from rooftop.models.sizing import SMALL_VOCAB, is_small, small_model
 from rooftop.plan.training.plan import TrainingPlan
+from rooftop.requests.training import Train
 from rooftop.runs.folder import RunFolder
 from rooftop.runs.schedule import Schedule
 from rooftop.runs.trace import check_steps
@@ -30,10 +31,6 @@ _REQUIRED = {
     "steps": "--steps N, a whole number of steps",
     "data": "--data PATH: a file, a folder or a glob",
 }
-#: Names of options of other fields, for errors.
-_OPTIONS = {
-    "seq_len": "seq", "learning_rate": "lr", "final_learning_rate": "final-lr", "clip_norm": "clip",
-}  # fmt: skip
 _POSITIVE = (
     "vocab", "batch_seqs", "seq_len", "decay_steps", "microbatches", "chunks", "eval_every", "eval_batches",
     "save_every", "keep", "keep_every", "sample_tokens", "devices",
@@ -54,95 +51,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 _ONCE = ("run", "plan", "profile")
 
 
-class OfTrainingPlan(Protocol):
-    """A result that has a plan."""
-
-    @property
-    def plan(self) -> TrainingPlan:
-        """The plan."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class TrainRequest:
-    """Training of a plan or a model on the devices here, in the folder ``run``. None: the plan's value, or a default.
-
-    What
-        ``plan`` (a TrainingPlan, a plan.json or its path) sets model, mesh, batch and numerics. On other devices than
-        planned, ``as_is`` keeps its mesh and batch and ``shrink`` reduces them. Without a plan, ``model`` is a
-        preset, a config.json, 'llama:N' or a ModelConfig. ``init`` is a published checkpoint to begin with.
-    Data
-        ``data`` are files, folders and globs; ``field`` names the column of JSONL and Parquet. ``tokenizer`` is a
-        tokenizer.json or its folder; ``vocab`` trains a tokenizer of that size instead. ``hold_out`` is the share of
-        documents that evaluations use (None: 0.01, or nothing of a single document).
-    Batch and mesh
-        ``batch_seqs`` sequences of ``seq_len`` tokens a step. ``mesh`` are axes over the devices. ``devices`` emulates
-        so many on the CPU. ``schedule`` and ``chunks`` are those of pipeline stages; ``remat`` is a policy.
-    Optimization
-        ``learning_rate`` is the largest; it rises over ``warmup`` steps (None: a tenth of the steps, at most 1000) and
-        decays to the share ``final_learning_rate`` at ``decay_steps`` (None: the steps). ``clip_norm`` 0 does not clip.
-        ``matmul_dtype`` is that of the layers' matmuls: int8 or f8_e4m3, or ``compute_dtype``.
-    Run
-        ``steps`` is the last step of the run. A checkpoint every ``save_every`` steps; the newest ``keep`` stay, and
-        multiples of ``keep_every``; those that ``run`` has no room for go to the folder ``save_also``. ``divergence``:
-        nats by which the loss may rise; 0: any. ``profile`` is the first and last traced step. ``samples`` texts that
-        begin with ``prompt`` are drawn at the end. ``export`` is a folder for the weights as a published checkpoint.
-        ``peak_flops``: FLOP/s of a device, if the catalogue has none.
-
-    Raises RooftopError naming a field that is out of range.
-    """
-
-    run: Path | str
-    data: str | Path | tuple[str | Path, ...]
-    steps: int
-    plan: TrainingPlan | OfTrainingPlan | Mapping[str, object] | Path | str | None = None
-    as_is: bool = False
-    shrink: bool = False
-    model: ModelConfig | Path | str | None = None
-    init: Path | str | None = None
-    field: str = "text"
-    tokenizer: Path | str | None = None
-    vocab: int | None = None
-    hold_out: float | None = None
-    batch_seqs: int | None = None
-    seq_len: int | None = None
-    mesh: Mapping[str, int] | str | None = None
-    devices: int | None = None
-    microbatches: int | None = None
-    schedule: str | None = None
-    chunks: int | None = None
-    remat: str | None = None
-    context_attention: str | None = None
-    expert_capacity: float | None = None
-    compute_dtype: str | None = None
-    matmul_dtype: str | None = None
-    weights_dtype: str | None = None
-    moments_dtype: str | None = None
-    optimizer: str | None = None
-    learning_rate: float = 3e-4
-    warmup: int | None = None
-    decay: str = "cosine"
-    decay_steps: int | None = None
-    final_learning_rate: float = 0.1
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    z_loss: float = 0.0
-    balance_loss: float | None = None
-    seed: int = 0
-    eval_every: int | None = None
-    eval_batches: int = 16
-    save_every: int | None = 100
-    keep: int = 2
-    keep_every: int | None = None
-    save_also: Path | str | None = None
-    divergence: float = 2.0
-    peak_flops: float | None = None
-    samples: int = 2
-    sample_tokens: int = 64
-    prompt: str = ""
-    temperature: float = 0.8
-    profile: tuple[int, int] | None = None
-    tensorboard: bool = False
-    export: Path | str | None = None
+class TrainRequest(Train):
+    """A request for a training run, checked. Raises RooftopError naming a field that is out of range."""
 
     def __post_init__(self) -> None:
         # First, as a broken file is a surprise: other fields may be missing for it.
@@ -285,7 +196,7 @@ class TrainRequest:
 
 
 def _option(field: str) -> str:
-    return _OPTIONS.get(field, field.replace("_", "-"))
+    return next(setting.option for setting in Train.settings() if setting.name == field)
 
 
 def _plain_path(value: object) -> object:

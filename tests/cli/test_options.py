@@ -50,14 +50,16 @@ def test_every_command_has_groups_and_examples(path: str) -> None:
 def _declared(command: click.Command) -> dict[str, Any]:
     """Types of the parameters of a verb's function, by name."""
     assert command.callback is not None
-    hints = get_type_hints(command.callback)
+    kind = vars(command.callback).get("request_kind")
+    hints = get_type_hints(command.callback, localns={command.callback.__annotations__.get("request", ""): kind})
     for name, hint in list(hints.items()):
         if get_origin(hint) is Unpack:
             del hints[name]
             hints |= get_type_hints(get_args(hint)[0])
     # The fields of a request are declared once, as its own.
-    if (request := hints.pop("request", None)) is not None:
-        hints |= {setting.name: None for setting in request.settings()} | {"request_file": None, "save_request": None}
+    if kind is not None:
+        del hints["request"]
+        hints |= {setting.name: None for setting in kind.settings()} | {"request_file": None, "save_request": None}
     return hints
 
 

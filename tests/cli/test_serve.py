@@ -229,7 +229,7 @@ def test_a_server_that_is_told_to_stop_ends_with_status_0(folder: Path, served: 
     ("arguments", "message"),
     [
         (["/nowhere"], "checkpoint: got '/nowhere'; accepted: the folder of a checkpoint"),
-        (["{folder}", "--port", "99999"], "port: got 99999; accepted: a whole number from 0 to 65535"),
+        (["{folder}", "--port", "99999"], "port: got '99999'; accepted: a whole number from 0 to 65535"),
         (["{folder}", "--port", "http"], "port: got 'http'"),
         (["{folder}", "--log-level", "loud"], "log-level: got 'loud'"),
         (["{folder}", "--kv-dtype", "int3"], "kv-dtype: got 'int3'; accepted: did you mean int8 or int4? one of"),

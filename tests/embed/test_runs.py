@@ -317,11 +317,11 @@ table = "t1"
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--seed", "-1"), "seed: got -1"),
+        (("--seed", "-1"), "seed: got '-1'"),
         (("--decay", "cosin"), "decay: got 'cosin'; accepted: did you mean cosine"),
-        (("--warmup", "-3"), "warmup: got -3"),
-        (("--warmup", "3", "--final-lr", "nan"), "final-lr: got nan"),
-        (("--lr", "nan"), "lr: got nan"),
+        (("--warmup", "-3"), "warmup: got '-3'"),
+        (("--warmup", "3", "--final-lr", "nan"), "final-lr: got 'nan'"),
+        (("--lr", "nan"), "lr: got 'nan'"),
         (("--save-every", "0"), "save-every: got '0'"),
     ],
 )

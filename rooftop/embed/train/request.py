@@ -13,60 +13,15 @@ from rooftop.embed.criteo import check_features
 from rooftop.embed.host.workers import check_workers
 from rooftop.models.embedding_tables.files import load_tables
 from rooftop.models.embedding_tables.tables import Tables
+from rooftop.requests.training import TrainEmbedding
 from rooftop.runs.folder import RunFolder
 from rooftop.runs.schedule import Schedule
 from rooftop.runs.trace import check_steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingTrainRequest:
-    """Training of a DLRM with ``tables`` (a tables.toml) on ``data`` (Criteo's TSV) in the folder ``run``.
-
-    Data
-        ``batch_samples``, B, is over all ``devices`` (None: all that are here). ``steps`` is the last step of the run
-        (None: the end of the data). ``evaluate`` is a file whose AUC is computed at the end.
-    Program
-        A device without SparseCores emulates ``cores_per_device`` (None: 2). ``sample_passes`` above 1 look a batch up
-        in so many parts of its samples and update each row once. ``pipelined`` uses gradients that are stale by a step
-        (``rooftop.programs.embedding.pipeline``). ``limits`` is a limits file (None: the run's own, estimated from its
-        first batches). ``checks`` are names of ``rooftop.compiler.sparsecore.CHECKS``.
-    Optimization
-        ``learning_rate`` is that of the dense part. ``warmup``, ``decay``, ``decay_steps`` (None: the last step) and
-        ``final_learning_rate``, a share, scale all learning rates alike. ``seed`` None is the run's own, 0 for a new
-        run.
-    Run
-        A checkpoint every ``save_every`` steps and at the end; the newest ``keep`` stay, and every multiple of
-        ``keep_every``. ``workers`` processes (0: the run's own) of ``host_threads`` threads prepare batches.
-        ``profile`` is the first and last step of a trace, counted from 1. ``tensorboard`` writes events too.
-
-    Raises RooftopError naming a field that is out of range.
-    """
-
-    tables: Tables | Path | str
-    data: Path | str
-    run: Path | str
-    batch_samples: int = 1024
-    steps: int | None = None
-    evaluate: Path | str | None = None
-    devices: int | None = None
-    cores_per_device: int | None = None
-    sample_passes: int = 1
-    pipelined: bool = False
-    limits: Path | str | None = None
-    checks: tuple[str, ...] = ()
-    learning_rate: float = 1e-3
-    warmup: int = 0
-    decay: str = "constant"
-    decay_steps: int | None = None
-    final_learning_rate: float = 0.1
-    seed: int | None = None
-    save_every: int = 100
-    keep: int = 2
-    keep_every: int | None = None
-    host_threads: int = 1
-    workers: int = 0
-    profile: tuple[int, int] | None = None
-    tensorboard: bool = False
+class EmbeddingTrainRequest(TrainEmbedding):
+    """A request for a training run of embedding tables, checked. Raises RooftopError naming a field out of range."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -77,7 +32,7 @@ class EmbeddingTrainRequest:
             if value is not None and value < 1:
                 raise RooftopError(name.replace("_", "-"), value, "a positive whole number")
         check_workers(self.workers)
-        parse_checks(",".join(self.checks))
+        _ = self.check_names
         check_steps(self.profile)
         if not 0 <= self.learning_rate < math.inf:
             raise RooftopError("lr", self.learning_rate, "a number of at least 0")
@@ -93,6 +48,11 @@ class EmbeddingTrainRequest:
     def all_tables(self) -> Tables:
         """The tables, read if they are a file. Raises RooftopError if it cannot be read."""
         return self.tables if isinstance(self.tables, Tables) else load_tables(Path(self.tables))
+
+    @property
+    def check_names(self) -> tuple[str, ...]:
+        """Names of ``rooftop.compiler.sparsecore.CHECKS``. Raises RooftopError for another."""
+        return parse_checks(self.checks if isinstance(self.checks, str) else ",".join(self.checks or ()))
 
     @property
     def folder(self) -> RunFolder:

@@ -87,7 +87,7 @@ class Trainer:
             require_same(self.folder.path, saved.job, self._job)
         #: One line for each damaged checkpoint that was passed over.
         self.refused = () if saved is None else saved.refused
-        self._options = compiler_options(self.target, available[0], request.checks, pipelined=request.pipelined)
+        self._options = compiler_options(self.target, available[0], request.check_names, pipelined=request.pipelined)
         self._compile_for(self._first_limits())
         self.state, self.done = self._begin(saved)
         self.resumed_at = self.done
@@ -145,7 +145,7 @@ class Trainer:
                 unread.append(loss)
                 self.done += 1
                 self._trace.end(self.done, self.state)
-                if "nan" in request.checks:
+                if "nan" in request.check_names:
                     check_finite(self.state.embedding, self.stacking, self.done)
                 ending = self.done == self.last or stopped()
                 if ending or self.done % request.save_every == 0:
