@@ -108,8 +108,8 @@ lint: $(VENV)/dev.installed
 	$(BIN)/lint-imports --no-logo
 
 bench: $(VENV)/demo.installed
-	$(BIN)/python bench/plan.py
-	$(BIN)/python bench/simulate.py --runs 1
+	$(BIN)/python bench/speed/plan.py
+	$(BIN)/python bench/speed/simulate.py --runs 1
 
 docs: $(VENV)/demo.installed
 	$(BIN)/python docs/transcripts.py
@@ -126,7 +126,7 @@ site:
 
 # Of the Pythons 3.11 to 3.14 those that are here; dependencies come from the index that uv is configured for.
 release-check: $(VENV)/dev.installed
-	$(BIN)/python -m bench.release
+	$(BIN)/python -m tests.release
 
 # One lock file serves every Python from 3.11 on: where releases differ, each pin says for which Python it is. Nothing
 # in it names a package index: pip asks the one that it is configured for, and the hashes decide.

@@ -219,14 +219,16 @@ def default_layout(dtype: str, shape: Sequence[int]) -> TileLayout:
 
 #: VMEM that XLA:TPU lets one operation use on v5e and v5p unless an option says otherwise: 16 MiB.
 SCOPED_VMEM_BYTES = 2.0**24
-#: Share of it that a scatter's pieces fill: between 89.1 % (they fit) and 91.4 % (they do not), bench/scatter.py.
+#: Share of it that a scatter's pieces fill: between 89.1 % (they fit) and 91.4 % (they do not); see
+#: bench/evidence/scatter.py.
 _SHARE_OF_SCOPED = 0.9
 
 #: Largest prime factor of the tiles across an array with which XLA:TPU still scatters it, piece by piece.
 _LARGEST_FACTOR = 397
 #: The same where columns are in the lanes, times the devices of the ring: every step of it holds a piece of each.
 _LARGEST_STEP = 1690
-#: The same of chips that scatter parts of tiles too, TPU7x: 3,392 is scattered, 3,424 is not (bench/scatter.py).
+#: The same of chips that scatter parts of tiles too, TPU7x: 3,392 is scattered, 3,424 is not; see
+#: bench/evidence/scatter.py.
 _LARGEST_STEP_OF_PARTS = 3400
 #: The most permutes that move the rows of padded parts to their devices; where it takes more, the whole is summed.
 _MOST_SHIFTS = 64
@@ -248,7 +250,8 @@ def summed_whole(shape: Sequence[int], parts: int, *, whole_tiles: bool = True) 
     - parts are padded to whole tiles, and it takes more than 64 permutes to move their rows (``shifts``).
 
     Columns are in the lanes if they fill registers, or pad them less than rows do. So found, not documented: it agrees
-    with libtpu 0.0.42.1 on the arrays tried (bench/scatter.py, bench/results/scatter.csv) but those that tests name.
+    with libtpu 0.0.42.1 on the arrays tried (bench/evidence/scatter.py, bench/results/scatter.csv) but those that tests
+    name.
     """
     rows, columns = shape[0], shape[-1]
     lanes, tile = VPU[1], VPU[0] * _packing("bf16")

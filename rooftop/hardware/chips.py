@@ -87,7 +87,8 @@ class Chip:
     one order of the axes; chips that wrap by "cube" come in any number of whole 4x4x4 cubes besides, up to a pod.
     On GPUs the pod is a node: the NVLink domain, which may have several hosts.
     ``core_bytes_per_s`` joins the devices of one chip (None: there is one, or no figure). ``dcn_bytes_per_s`` is
-    egress to other slices (GPU: to other nodes). ``price_usd_per_hour`` is a list price, None if none was found.
+    egress to other slices (GPU: to other nodes). ``sparse_programs``: libtpu compiles programs of TensorCores together
+    with SparseCores. ``price_usd_per_hour`` is a list price, None if none was found.
     ``sharp_gain`` is how much faster an AllReduce of large arrays is if the node's switches reduce it (SHARP); None if
     they cannot. ``power_w`` is the most that a chip may draw, None if unpublished.
 
@@ -121,6 +122,7 @@ class Chip:
     pcie_bytes_per_s: float
     dcn_bytes_per_s: float
     sparse_cores: int
+    sparse_programs: bool = False
     price_usd_per_hour: float | None
     sharp_gain: float | None = None
     power_w: float | None = None

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from rooftop.arrays.mesh import Floats
-from rooftop.capabilities import block_size
 from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import ceil_div
 from rooftop.models.attention import MatmulShape
 from rooftop.models.config import ModelConfig
 from rooftop.models.mixers import Recurrence, projections
+from rooftop.models.program_sizes import block_size
 
 
 def require_planned(config: ModelConfig) -> None:

@@ -42,7 +42,7 @@ _OF_DEVICES = (
     )),
     *(f"program.{name}" for name in ("chunks", "loss_chunks", "microbatches", "schedule")),
 )  # fmt: skip
-#: Fastest block of queries and keys on a CPU (bench/train_cpu.py).
+#: Fastest block of queries and keys on a CPU (bench/speed/train_cpu.py).
 _CPU_BLOCK = 128
 _SEQUENCES = 16
 _BALANCE = 0.01

@@ -40,7 +40,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 #: Kinds of which XLA:TPU's statistics (``temp_size_in_bytes``) have more than the heap that the program takes.
 STATISTICS: tuple[str, ...] = ("xla_temp", "xla_total")
 #: 5th and 95th percentile of that figure over the heap, in train steps compiled by libtpu 0.0.42.1
-#: (bench/temporaries.py).
+#: (bench/evidence/temporaries.py).
 STATISTICS_OVER_HEAP = (1.05, 1.50)
 #: Bytes of a parameter of Megatron-LM's distributed optimizer with bf16 parameters and f32 gradients; the optimizer's
 #: are split over data parallelism (docs/source/api-guide/dist_optimizer.md: 6 + 12/d).

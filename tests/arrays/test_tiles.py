@@ -211,7 +211,7 @@ def test_default_layouts(text: str) -> None:
 
 
 def _scattered(name: str = "scatter.csv") -> list[dict[str, str]]:
-    """Results of bench/scatter.py: gradients as XLA:TPU compiled them."""
+    """Results of bench/evidence/scatter.py: gradients as XLA:TPU compiled them."""
     path = Path(__file__).parents[2] / "bench" / "results" / name
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
@@ -254,7 +254,7 @@ def test_gradients_that_xla_does_not_scatter(row: dict[str, str]) -> None:
     ],
 )  # fmt: skip
 def test_rows_of_padded_parts_are_moved_by_permutes(part: int, parts: int, permutes: int) -> None:
-    """Permutes counted in compiled programs of bench/scatter.py."""
+    """Permutes counted in compiled programs of bench/evidence/scatter.py."""
     assert shifts(part, parts) == permutes
 
 

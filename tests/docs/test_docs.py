@@ -87,14 +87,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("script", ["compile", "compile_gpu", "compile_random"])
 def test_tables_of_compiled_plans_are_those_of_their_results(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.syspath_prepend(str(ROOT / "bench" / "compiler"))
     shared, module = importlib.import_module("compile"), importlib.import_module(script)
     rows = shared.read_rows(module.RESULTS)
     if script == "compile_random":
         text = module.shown(rows.values())
     else:
         text = shared.table(rows[case.name] for case in module.CASES)
-    assert f"<!-- measured: python bench/{script}.py -->\n{text}\n<!-- end -->" in module.PAGE.read_text(
+    assert f"<!-- measured: python bench/compiler/{script}.py -->\n{text}\n<!-- end -->" in module.PAGE.read_text(
         encoding="utf-8"
     )
 

@@ -15,7 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def _release() -> Any:
-    spec = importlib.util.spec_from_file_location("release", ROOT / "bench" / "release.py")
+    spec = importlib.util.spec_from_file_location("release", ROOT / "tests" / "release.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

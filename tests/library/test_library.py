@@ -47,9 +47,12 @@ def test_another_name_is_an_attribute_error() -> None:
 
 
 def test_importing_a_package_of_the_same_name_does_not_hide_a_function() -> None:
-    for room in ("explain", "simulate", "target"):
+    for room in ("check", "explain", "simulate", "target", "tune"):
         importlib.import_module(f"rooftop.{room}")
         assert callable(getattr(library, room))
+    for module in ("check.report", "explain.join", "tune.report"):
+        importlib.import_module(f"rooftop.{module}")
+        assert callable(getattr(library, module.partition(".")[0]))
 
 
 def test_import_is_light() -> None:

@@ -73,7 +73,7 @@ _FOUR = tuple(
 
 
 def test_the_file_is_of_todays_predictions() -> None:
-    """``python bench/evidence.py`` writes it anew."""
+    """``python bench/evidence/evidence.py`` writes it anew."""
     result = rooftop.validate()
     compared = result.report.comparisons
     ratios = (

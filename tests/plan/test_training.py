@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rooftop.arrays import AXES, Mesh, parse_axes
-from rooftop.capabilities import KERNELS, LANES, AttentionKernel, block_size, padded_positions
+from rooftop.capabilities import KERNELS, AttentionKernel
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Ledger
 from rooftop.core.records import schema
@@ -27,6 +27,7 @@ from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
 from rooftop.models.activations import CHECKPOINTS, POLICIES, SEARCHED
 from rooftop.models.attention import MatmulShape
+from rooftop.models.program_sizes import LANES, block_size, padded_positions
 from rooftop.plan.layouts import enumerate_layouts, from_mesh
 from rooftop.plan.pricing import RingSteps, scalar
 from rooftop.plan.shapes import attended_pairs
@@ -451,7 +452,7 @@ _8_BITS = ("int8", "f8_e4m3", "f8_e5m2")
 
 
 def _compiled_rows() -> list[dict[str, str]]:
-    """Results of bench/compile.py, compile_random.py and compile_gpu.py: plans next to their programs by XLA."""
+    """Results of compile.py, compile_random.py and compile_gpu.py of bench/compiler: plans next to programs by XLA."""
     rows: list[dict[str, str]] = []
     for name in ("compile.csv", "compile_random.csv", "compile_gpu.csv"):
         path = Path(__file__).parents[2] / "bench" / "results" / name

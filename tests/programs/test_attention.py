@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import P
 
-from rooftop.capabilities import block_size
 from rooftop.compiler.hlo import text as hlo
 from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import next_multiple
 from rooftop.core.scopes import scope_and_phase
 from rooftop.hardware import chip
+from rooftop.models.program_sizes import block_size
 from rooftop.plan.shapes import attended_pairs
 from rooftop.programs.attention import splash as splash_attention
 from rooftop.programs.attention.attend import attend

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from jax import P
 
+from bench.compiler.block import lower, overlapped_mlp
 from rooftop.arrays import Mesh
 from rooftop.compiler.compiling import Compiled, CompileRequest, compile_ahead_of_time
 from rooftop.compiler.machine.schedule import timeline
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
-from rooftop.programs.einsum.block import lower, overlapped_mlp
 from rooftop.programs.einsum.collective_matmul import all_gather_einsum, einsum_all_reduce, einsum_reduce_scatter
 
 Operation = Callable[..., jax.Array]
@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused(
 def compile_block(**arguments: Any) -> Compiled:
     mesh = Mesh.from_layout(Slice.parse("v5e:4x4"), "X=x,Y=y")
     fields = {"B": 8192, "D": 8192, "F": 32768, "bidirectional": False} | arguments
-    request = CompileRequest(mesh=mesh, program="rooftop.programs.einsum.block:lower", arguments=fields)
+    request = CompileRequest(mesh=mesh, program="bench.compiler.block:lower", arguments=fields)
     return compile_ahead_of_time(request, timeout_s=1200)
 
 

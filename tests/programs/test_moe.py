@@ -37,7 +37,10 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Workload
 from rooftop.programs.model import grouped_matmul
-from rooftop.programs.model.moe import ExpertSlots, activate, capacity, from_slots, moe_mlp, route, to_slots
+from rooftop.programs.model.activation import activate
+from rooftop.programs.model.moe.mixture import moe_mlp
+from rooftop.programs.model.moe.route import route
+from rooftop.programs.model.moe.slots import ExpertSlots, capacity, from_slots, to_slots
 from rooftop.programs.parameters import MoEWeights, Norm
 from rooftop.programs.serving.decode import Decoder
 from rooftop.programs.serving.quantised import quantise
@@ -329,7 +332,7 @@ def test_experts_that_gather_all_tokens_are_those_that_exchange_them(
 
     for rows in (None, 8):
         if rows is not None:
-            monkeypatch.setattr("rooftop.programs.model.moe.expert_rows", lambda *_, rows=rows: rows)
+            monkeypatch.setattr("rooftop.programs.model.moe.experts.expert_rows", lambda *_, rows=rows: rows)
         with jax.set_mesh(mesh):
             out = jax.jit(lambda x, weights: mixture(x, weights))(jax.device_put(x.reshape(1, -1, D), stream), placed)
         assert_equal(np.asarray(out).reshape(x.shape), expected)

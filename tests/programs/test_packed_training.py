@@ -21,7 +21,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.models import ModelConfig, from_huggingface
 from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.model.layer import Computation
-from rooftop.programs.model.moe import balance, load
+from rooftop.programs.model.moe.route import balance, load
 from rooftop.programs.model.positions import within_segments
 from rooftop.programs.model.transformer import logits, objective
 from rooftop.programs.parameters import Batch, Transformer, describe, initialise

@@ -18,7 +18,7 @@ from rooftop.roofline.achievable import NO_MEASUREMENT, attention_seconds, fract
 from rooftop.roofline.collectives import price
 from rooftop.roofline.rates import Rates
 
-RESULTS = Path(__file__).parents[2] / "bench" / "gpu_microbenchmarks.csv"
+RESULTS = Path(__file__).parents[2] / "bench" / "evidence" / "gpu_microbenchmarks.csv"
 with RESULTS.open(encoding="utf-8") as file:
     ROWS = list(csv.DictReader(line for line in file if not line.startswith("#")))
 GPUS = ("a100", "h100", "h200", "b200", "b300", "gb200", "gb300")

@@ -1,6 +1,6 @@
 """The examples of every verb's help, and a folder in which each of them can run.
 
-Tests try them where packages are hidden, ``bench.release`` where a wheel is installed.
+Tests try them where packages are hidden, ``tests.release`` where a wheel is installed.
 """
 
 from __future__ import annotations

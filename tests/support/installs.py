@@ -129,7 +129,7 @@ def main(hurried: bool) -> None:
     """Print a JSON object: install -> verb -> example -> status, stdout's first line, stderr.
 
     An example that ran in the install without extras is not run in the others. Neither is one whose extra the install
-    has, which may train or compile for minutes: ``bench.release`` runs those. A ``hurried`` table leaves out those that
+    has, which may train or compile for minutes: ``tests.release`` runs those. A ``hurried`` table leaves out those that
     compute for seconds, and has one example of each verb and extra that it names in the other installs.
     """
     installs = {install: hidden(install) for install in INSTALLS}

@@ -47,18 +47,12 @@ from rooftop.arrays.rules import (
     Rules,
     ways,
 )
-from rooftop.capabilities import (
-    CONTEXT_CHUNKS,
-    KERNELS,
-    MATMUL_DTYPES,
-    TRAINING,
-    AttentionKernel,
-    TrainingSpec,
-)
+from rooftop.capabilities import KERNELS, MATMUL_DTYPES, TRAINING, AttentionKernel, TrainingSpec
 from rooftop.core.errors import RooftopError
 from rooftop.models import MLA, ModelConfig, MoE
 from rooftop.models.activations import POLICIES
 from rooftop.models.optimizers import OPTIMIZERS
+from rooftop.models.program_sizes import CONTEXT_CHUNKS
 from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.parameters import Parameter
 from rooftop.programs.training import program as program_module

@@ -11,8 +11,8 @@ import jax
 from jax import P
 from jax.sharding import Mesh, NamedSharding
 
-from rooftop.capabilities import LANES
 from rooftop.models import ModelConfig, load_model
+from rooftop.models.program_sizes import LANES
 from rooftop.programs.parameters import Parameter
 from rooftop.programs.serving.decode import Decoder, by_layer
 from rooftop.programs.serving.paged import best_reader

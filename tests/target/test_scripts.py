@@ -22,11 +22,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import rooftop as library
+from rooftop.check.report import CheckRecord
 from rooftop.compiler.memory import OutOfMemory
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
 from rooftop.core.records import schema
-from rooftop.explain.advisor.report import CheckRecord
 from rooftop.explain.scripts import ScriptRecord
 from rooftop.present.documents import document
 from rooftop.present.terminal import printed

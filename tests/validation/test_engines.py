@@ -134,7 +134,7 @@ def test_overheads_are_those_of_other_models() -> None:
 
 
 def test_plans_have_the_overheads_and_the_evidence_of_todays_predictions(report: EngineReport) -> None:
-    """``python bench/engine_evidence.py`` writes and prints them anew."""
+    """``python bench/evidence/engine_evidence.py`` writes and prints them anew."""
     fitted = overheads_of_engines([one.run for one in report.comparisons])
     for engine, overheads in fitted.items():
         kernels = engine_kernels(engine, "b200")

@@ -110,7 +110,7 @@ def test_what_was_calibrated_is_said_and_left_out(report: ServingReport) -> None
 
 def test_batches_that_were_not_looked_at_are_predicted_as_well() -> None:
     """Rows of the same source for batches 16, 64 and 128, found after the shares had been chosen."""
-    report = serving_report(Path(__file__).parents[2] / "bench" / "held_out_decode.csv")
+    report = serving_report(Path(__file__).parents[2] / "bench" / "evidence" / "held_out_decode.csv")
     assert {one.run.batch for one in report.comparisons} == {16, 64, 128}
     every, levels = report.groups["decode"], report.groups["decode, no bound beaten"]
     for group, runs in ((every, 12), (levels, 11)):

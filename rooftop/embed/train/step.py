@@ -41,8 +41,6 @@ from rooftop.programs.embedding.state import begin_on_devices
 
 #: SparseCores that a device without any emulates.
 EMULATED_CORES = 2
-#: Chips whose SparseCores libtpu compiles for; for v4 it refuses programs of both kinds of cores.
-_CHIPS = ("v5p", "v6e", "tpu7x")
 #: Batches under way before a step, by the effect of the step on a pipeline.
 STAGES: Mapping[str, tuple[str, ...]] = {
     "sequential": (),
@@ -69,7 +67,7 @@ class StepTarget:
         too. Raises RooftopError for another number of SparseCores than the device has.
         """
         chip = chip_of_kind(device.device_kind) if device.platform == "tpu" else None
-        if chip is None or chip.name not in _CHIPS:
+        if chip is None or not chip.sparse_programs:
             return cls(kernel="reference", cores_per_device=cores_per_device or EMULATED_CORES)
         own = chip.sparse_cores // chip.devices
         if cores_per_device not in (None, own):

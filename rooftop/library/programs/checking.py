@@ -16,8 +16,8 @@ from rooftop.library.programs.scripts import ScriptResult
 from rooftop.library.results import Result, flat
 
 if TYPE_CHECKING:
-    from rooftop.explain.advisor.report import ProgramCheck
-    from rooftop.explain.advisor.rules import ProgramFinding
+    from rooftop.check.report import ProgramCheck
+    from rooftop.check.rules import ProgramFinding
     from rooftop.present.document import Document
 
 
@@ -108,8 +108,8 @@ def check(
     result: ``raise_if_infeasible`` raises for it. Raises Infeasible if no program fits, and RooftopError for a program
     that did not compile, for limits without an earlier ledger, and for files that are none.
     """
-    from rooftop.explain.advisor.gates import GateLimits
-    from rooftop.explain.advisor.report import CheckReport, SavedCheck
+    from rooftop.check.gates import GateLimits
+    from rooftop.check.report import CheckReport, SavedCheck
     from rooftop.explain.compiled.module import reading
     from rooftop.explain.compiled.report import CompiledReport
 

@@ -29,9 +29,9 @@ from rooftop.target.running import STEPS
 
 if TYPE_CHECKING:
     from rooftop.arrays import Mesh
-    from rooftop.explain.tuning.report import TuneReport
-    from rooftop.explain.tuning.subjects import Subject
     from rooftop.hardware import Slice
+    from rooftop.tune.report import TuneReport
+    from rooftop.tune.subjects import Subject
 
 
 #: Values of a setting: a list, or 'a,b,c'; the first is that of the baseline.
@@ -74,7 +74,7 @@ class TuneResult(Result):
 
     def write_plan(self, path: Path | str) -> None:
         """Write the plan of the best, to compile, train or launch it. Raises RooftopError if a plan was not tuned."""
-        from rooftop.explain.tuning.subjects import TunedPlan
+        from rooftop.tune.subjects import TunedPlan
 
         subject = self.report.subject
         if not isinstance(subject, TunedPlan):
@@ -134,7 +134,7 @@ def tune(
     Raises RooftopError for wrong arguments and for a baseline that is refused, Infeasible if nothing that was tried
     fits.
     """
-    from rooftop.explain.tuning.factors import SEARCHED, USUAL
+    from rooftop.tune.factors import SEARCHED, USUAL
 
     names = USUAL if search is None else tuple(search.split(",") if isinstance(search, str) else search)
     for name in names:
@@ -162,7 +162,7 @@ def tune(
         plan = training_plan_of(program)
         require_compiler(plan.problem.slice.chip.kind)
         with uninterrupted():
-            from rooftop.explain.tuning.subjects import TunedPlan
+            from rooftop.tune.subjects import TunedPlan
         subject = TunedPlan(plan=plan)
     if few and subject.fewest_layers() is None:
         raise RooftopError("layers", layers, "nothing but with a plan of more layers than its smallest proxy")
@@ -181,9 +181,9 @@ def _searched(
     cache: bool,
     on_progress: Callable[[int, int, str], None] | None,
 ) -> TuneResult:
-    from rooftop.explain.tuning.report import TuneReport
-    from rooftop.explain.tuning.search import Search, SearchLimits
-    from rooftop.explain.tuning.trials import TrialFile
+    from rooftop.tune.report import TuneReport
+    from rooftop.tune.search import Search, SearchLimits
+    from rooftop.tune.trials import TrialFile
 
     versions = _versions(subject.slice.chip.kind)
     identity = {"program": subject.identity, "versions": versions}
@@ -258,7 +258,7 @@ def _function(
 ) -> Subject:
     where = _slice_to_compile_for(on)
     with uninterrupted():
-        from rooftop.explain.tuning.subjects import TunedFunction
+        from rooftop.tune.subjects import TunedFunction
     return TunedFunction(
         function=name,
         arrays=tuple(arguments),
@@ -283,7 +283,7 @@ def _script(
         if "{" + name + "}" not in text:
             raise RooftopError("vary", name, f"a setting that the command has as {{{name}}}")
     with uninterrupted():
-        from rooftop.explain.tuning.subjects import TunedScript
+        from rooftop.tune.subjects import TunedScript
     return TunedScript(
         words=tuple(words),
         slice=where,

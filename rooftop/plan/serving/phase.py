@@ -25,7 +25,6 @@ from rooftop.arrays.rules import (
     STAGE_AXES,
     Rules,
 )
-from rooftop.capabilities import LANES, SUBLANES, cache_row, expert_rows, expert_tile
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
@@ -34,6 +33,7 @@ from rooftop.models import ModelConfig
 from rooftop.models.attention import AttentionKind, AttentionMatmuls, MatmulShape, attention_kind
 from rooftop.models.counting import kv_cache_bytes
 from rooftop.models.mixers import Recurrence, recurrences, state_bytes
+from rooftop.models.program_sizes import LANES, SUBLANES, cache_row, expert_rows, expert_tile
 from rooftop.models.segments import heaviest_stage
 from rooftop.models.widths import ModelWidths
 from rooftop.plan.serving.placement import Placed

@@ -18,10 +18,11 @@ import numpy as np
 from rooftop.arrays import Mesh
 from rooftop.arrays.mesh import AxisPiece, AxisSpan, Floats, Ints, Reach, joint_span, reach
 from rooftop.arrays.rules import BATCH_AXES, COLUMN_AXES, EXPERT_AXES, GATHER_AXES, SEQUENCE_AXES, STAGE_AXES, ways
-from rooftop.capabilities import KV_SPLITS, SUBLANES, KvSplit
+from rooftop.capabilities import KV_SPLITS, KvSplit
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import Number
 from rooftop.hardware import Slice
+from rooftop.models.program_sizes import SUBLANES
 from rooftop.roofline.collectives import Price, joined_price, price
 
 

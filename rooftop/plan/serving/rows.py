@@ -21,11 +21,11 @@ from dataclasses import replace
 import numpy as np
 
 from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES, STAGE_AXES
-from rooftop.capabilities import scattered_rows
 from rooftop.core.ledger import CollectiveKind, Number
 from rooftop.models import ModelConfig
 from rooftop.models.attention import MatmulShape
 from rooftop.models.mixers import CONV_BYTES, STATE_BYTES
+from rooftop.models.program_sizes import expert_sum_rows
 from rooftop.plan.pricing import StagePart, Transfer, Work
 from rooftop.plan.serving.phase import ACTIVATION_BYTES, Phase
 from rooftop.plan.serving.workload import ROUTER_DTYPE
@@ -308,10 +308,10 @@ def _blocks(phase: Phase) -> list[Work]:
 
 
 def _scatter(phase: Phase, axes: tuple[str, ...], payload: Number, own: Number) -> list[Transfer]:
-    """Experts' sums, scattered over ``axes`` so that a device has ``own`` rows: see ``scattered_rows``."""
+    """Experts' sums, scattered over ``axes`` so that a device has ``own`` rows: see ``expert_sum_rows``."""
     if phase.lanes == 1:
         return [Transfer("reduce_scatter", axes, payload, "critical")]
-    padded = scattered_rows(own)
+    padded = expert_sum_rows(own)
     scattered = np.where(padded > 0, 1.0, 0.0)
     sums = (
         Transfer("reduce_scatter", axes, payload * np.where(padded > 0, padded / own, 1.0), "critical", when=scattered),

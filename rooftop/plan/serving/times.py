@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.arrays.rules import EXPERT_AXES, GATHER_AXES, REPLICA_AXES, SEQUENCE_AXES
-from rooftop.capabilities import PAGE_TOKENS
 from rooftop.core.rounding import next_multiple
 from rooftop.models.attention import attention_kind
+from rooftop.models.program_sizes import PAGE_TOKENS
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.rows import chunk_pairs

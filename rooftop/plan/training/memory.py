@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from rooftop.arrays.rules import GATHER_AXES, SEQUENCE_AXES, STAGE_AXES
 from rooftop.arrays.tiles import VPU
-from rooftop.capabilities import LANES
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
 from rooftop.models.activations import MLP_CHECKPOINTS
 from rooftop.models.attention import MatmulShape, attention_kind
+from rooftop.models.program_sizes import LANES
 from rooftop.models.segments import segments
 from rooftop.plan.training.step import TrainingStep
 

@@ -58,7 +58,7 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
     if problem.roomy_bytes < total <= problem.capacity:
         yield Reason(
             rule="room for the compiler",
-            source="bench/compile_random.py",
+            source="bench/compiler/compile_random.py",
             formula=f"planned bytes <= {1 - HEADROOM:.0%} of usable HBM",
             value=problem.roomy_bytes,
             limit=total,

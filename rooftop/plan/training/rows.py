@@ -25,7 +25,6 @@ from rooftop.arrays.rules import (
     TOKEN_AXES,
     copy_axes,
 )
-from rooftop.capabilities import LANES
 from rooftop.core.ledger import CollectiveKind, Ledger, Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
@@ -35,6 +34,7 @@ from rooftop.models.attention import MatmulShape, attention_kind, parameters
 from rooftop.models.config import MLA, MoE
 from rooftop.models.mixers import STATE_BYTES, Recurrence
 from rooftop.models.optimizers import NEWTON_SCHULZ_STEPS, SMALLEST_FACTORED_DIM, deal, newton_schulz_flops
+from rooftop.models.program_sizes import LANES
 from rooftop.models.segments import LayerKind, segments, shared_segment
 from rooftop.plan.pricing import ALWAYS, RingSteps, StagePart, Transfer, Work
 from rooftop.plan.shapes import MixerMatmuls, mlp_matmuls

@@ -27,7 +27,6 @@ from rooftop.arrays.rules import (
     copy_axes,
 )
 from rooftop.arrays.tiles import VPU, scattered_rows, shifts, summed_whole
-from rooftop.capabilities import CONTEXT_CHUNKS, LANES, block_size, padded_positions
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
@@ -37,6 +36,7 @@ from rooftop.models import ModelConfig, Weight, weights
 from rooftop.models.activations import CHECKPOINTS, LOSS_CHUNK
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
 from rooftop.models.mixers import Recurrence, recurrences
+from rooftop.models.program_sizes import CONTEXT_CHUNKS, LANES, block_size, padded_positions
 from rooftop.models.segments import layers_alone, segments, shared_segment
 from rooftop.models.widths import ModelWidths
 from rooftop.plan.launches import Launches, LayerKernels

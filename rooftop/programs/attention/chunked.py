@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from rooftop.capabilities import block_size
+from rooftop.models.program_sizes import block_size
 from rooftop.programs.attention.scores import (
     Absent,
     KeyRun,

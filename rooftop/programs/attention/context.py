@@ -29,9 +29,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from rooftop.capabilities import CONTEXT_CHUNKS, RING_KERNELS, block_size
+from rooftop.capabilities import RING_KERNELS
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.rounding import ceil_div, next_multiple
+from rooftop.models.program_sizes import CONTEXT_CHUNKS, block_size
 from rooftop.programs.attention.attend import attend, attend_block, block_gradients
 from rooftop.programs.attention.scores import (
     Keys,

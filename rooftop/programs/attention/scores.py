@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from rooftop.capabilities import block_size
 from rooftop.core.rounding import ceil_div
 from rooftop.models import ModelConfig
+from rooftop.models.program_sizes import block_size
 from rooftop.roofline.achievable import KERNEL_MATMULS
 
 #: Queries and keys in a block of a kernel: the block for which docs/achievable.md prices the TPU kernels.

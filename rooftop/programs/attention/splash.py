@@ -16,8 +16,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jaxtyping import Array, Float
 
-from rooftop.capabilities import LANES, block_size
 from rooftop.core.errors import RooftopError
+from rooftop.models.program_sizes import LANES, block_size
 from rooftop.programs.attention.scores import (
     Absent,
     Keys,

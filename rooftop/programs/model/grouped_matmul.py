@@ -46,7 +46,7 @@ class RowGroups:
         size = len(groups)
         if size * (count + 1) >= 2**31:
             raise RooftopError("rows of experts on a device", size, f"fewer than 2**31 / {count + 1}")
-        # A single key without a payload, as in ``rooftop.programs.model.moe.ExpertSlots``.
+        # A single key without a payload, as in ``rooftop.programs.model.moe.slots.ExpertSlots``.
         index = jnp.arange(size, dtype=jnp.int32)
         order = lax.sort(groups * size + index, is_stable=False) % size
         places = jnp.zeros_like(order).at[order].set(index, unique_indices=True)

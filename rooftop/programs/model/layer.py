@@ -27,8 +27,9 @@ from rooftop.models.widths import HeadSplit
 from rooftop.programs.attention.attend import attend
 from rooftop.programs.attention.context import CONTEXT_ATTENTIONS, ORDERS, context_attend, sequence_order
 from rooftop.programs.attention.scores import BLOCK, Scores
+from rooftop.programs.model.activation import activate
 from rooftop.programs.model.mla import latent_qkv
-from rooftop.programs.model.moe import EXPERT_MATMULS, activate, moe_mlp
+from rooftop.programs.model.moe.mixture import EXPERT_MATMULS, moe_mlp
 from rooftop.programs.model.narrow import NarrowWeight, gather_in, narrow_matmul
 from rooftop.programs.model.operations import (
     add_bias,

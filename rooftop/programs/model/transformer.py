@@ -29,7 +29,7 @@ from rooftop.models.segments import LayerKind, Segment, segments
 from rooftop.programs.attention.attend import CUDNN_FORWARD
 from rooftop.programs.model import loss as losses
 from rooftop.programs.model.layer import Computation, causal, transform
-from rooftop.programs.model.moe import balance
+from rooftop.programs.model.moe.route import balance
 from rooftop.programs.model.operations import norm
 from rooftop.programs.model.positions import rotation
 from rooftop.programs.parameters import Batch, Layer, Transformer
@@ -62,7 +62,7 @@ def objective(
     Mean cross-entropy is in nats, over the tokens that carry loss: all B*T, or in a packed or padded batch those whose
     target is not negative; ``counted`` is their number (None: counted here). The means come by name and without their
     coefficients: ``z_loss``, the mean over the same tokens of (log Z)**2 with Z the denominator of the softmax (PaLM
-    paper, section 5); and ``balance_loss``, ``rooftop.programs.model.moe.balance`` of all layers.
+    paper, section 5); and ``balance_loss``, ``rooftop.programs.model.moe.route.balance`` of all layers.
 
     ``weights`` are at rest (``Specs.at_rest``), in the dtype of matmuls; norms, softmax and loss are in float32. T is
     split into ``chunks`` for the logits. Runs under ``jax.set_mesh``.
@@ -128,7 +128,7 @@ def _stream(
 ) -> tuple[Float[Array, "B T D"], Float32[Array, "3 E"] | None]:
     """The residual stream after all layers, and the load of all experts if it is measured.
 
-    The load is ``rooftop.programs.model.moe.load`` summed over layers and devices.
+    The load is ``rooftop.programs.model.moe.route.load`` summed over layers and devices.
     """
     if (stages := ways(jax.sharding.get_abstract_mesh().shape, *STAGE_AXES)) > 1:
         raise RooftopError("mesh axis stage", stages, "1 in this program")

@@ -26,9 +26,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from rooftop.arrays.rules import EXPERT_AXES, Rules, ways
-from rooftop.capabilities import cache_row
 from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig
+from rooftop.models.program_sizes import cache_row
 from rooftop.models.segments import LayerKind, segments, stage_layers
 from rooftop.models.widths import HeadSplit
 from rooftop.programs.attention.scores import Scores

@@ -40,10 +40,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from rooftop.capabilities import LANES, gathered_blocks, window_pages
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.models import ModelConfig
+from rooftop.models.program_sizes import LANES, gathered_blocks, window_pages
 from rooftop.programs.attention.scores import Scores
 from rooftop.programs.serving.paged_kernel import HEAD_SIZES, paged_sums
 from rooftop.programs.serving.row_kernel import PAGE_TOKENS, TABLE_BYTES, row_attention

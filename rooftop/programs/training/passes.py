@@ -25,8 +25,8 @@ Layers = tuple[Layer[jax.Array], ...]
 class ResidualStream:
     """The data that stages exchange: x [B, T, D], and the load of the experts of all layers so far.
 
-    ``load`` [devices that split tokens, 3, E] is the sum of ``programs.model.moe.load`` over these layers; None: not
-    measured. Derivatives have the same form.
+    ``load`` [devices that split tokens, 3, E] is the sum of ``programs.model.moe.route.load`` over these layers; None:
+    not measured. Derivatives have the same form.
     """
 
     x: jax.Array

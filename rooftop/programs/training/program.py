@@ -15,19 +15,14 @@ from jax.sharding import AbstractMesh, Mesh
 from rooftop.arrays.mesh import Mesh as LaidMesh
 from rooftop.arrays.rings import DeviceRing
 from rooftop.arrays.rules import COLUMN_AXES, STAGE_AXES, ways
-from rooftop.capabilities import (
-    STATE_DTYPES,
-    TRAINING,
-    TrainingSpec,
-    padded_positions,
-    require,
-)
+from rooftop.capabilities import STATE_DTYPES, TRAINING, TrainingSpec, require
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import field_values
 from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.activations import LOSS_CHUNK
 from rooftop.models.optimizers import OPTIMIZERS
+from rooftop.models.program_sizes import padded_positions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.programs.attention.context import chunks_of
 from rooftop.programs.model.layer import Computation

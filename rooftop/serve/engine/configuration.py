@@ -8,16 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rooftop.arrays.rules import REPLICA_AXES, STAGE_AXES, ways
-from rooftop.capabilities import (
-    ENGINE_AXES,
-    ENGINE_CACHES,
-    ENGINE_WEIGHTS,
-    KV_SPLITS,
-    PAGE_TOKENS,
-    KvSplit,
-)
+from rooftop.capabilities import ENGINE_AXES, ENGINE_CACHES, ENGINE_WEIGHTS, KV_SPLITS, KvSplit
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.rounding import ceil_div, next_multiple
+from rooftop.models.program_sizes import PAGE_TOKENS
 from rooftop.scheduling.serving.scheduler import ROLES, Policy
 from rooftop.simulate.serving.measured import prefill_rows
 

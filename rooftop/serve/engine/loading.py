@@ -17,12 +17,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from rooftop.arrays.rules import COLUMN_AXES, SEQUENCE_AXES, ways
-from rooftop.capabilities import LANES, PROGRAM_AXES, SUBLANES, engine_mesh_errors
+from rooftop.capabilities import PROGRAM_AXES, engine_mesh_errors
 from rooftop.checkpoints.huggingface import ScaledDim, load_weights
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.quantities import format_bytes
 from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.models import ModelConfig, from_huggingface
+from rooftop.models.program_sizes import LANES, SUBLANES
 from rooftop.programs.parameters import Parameter, Transformer, initialise
 from rooftop.programs.serving.decode import Decoder, by_layer
 from rooftop.programs.serving.formats import FORMATS

@@ -1,0 +1,183 @@
+"""Trials of a search, and the file that keeps them: a line of JSON for each, on the disk when it is added."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rooftop.core.amounts import Amount
+from rooftop.core.errors import RooftopError
+from rooftop.core.files import make_folder, read_text, sync, write_text
+from rooftop.core.records import Record, read_record
+from rooftop.tune.factors import Factor
+from rooftop.tune.subjects import change_of, options_of
+
+#: Ends of a trial: priced; its schedule is that of an earlier trial; the compiler, or the program, refused it; it needs
+#: more HBM than there is.
+TrialEnd = Literal["priced", "same_schedule", "refused", "too_large"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(Record):
+    """A compilation with some factors, named in ``factors``; () is the baseline.
+
+    ``layers`` are those of a proxy (None: the whole program). ``schedule`` is the fingerprint of the scheduled module.
+    ``expected_s`` is priced by rooftop, ``estimated_s`` by XLA's own cycles, both on the compiled schedule;
+    ``exposed_s`` of it are waits for collectives. ``reason`` says why it was refused, or what it needs too much.
+    ``seconds`` are those of the compilation. ``key`` is equal for equal options, changes and layers.
+    """
+
+    key: str
+    factors: tuple[str, ...]
+    options: Mapping[str, bool | int | str]
+    change: Mapping[str, Any]
+    layers: int | None
+    end: TrialEnd
+    schedule: str = ""
+    same_as: tuple[str, ...] | None = None
+    expected_s: Amount | None = None
+    estimated_s: Amount | None = None
+    exposed_s: Amount | None = None
+    peak_bytes: Amount | None = None
+    reason: str = ""
+    seconds: Amount
+
+    @property
+    def fits(self) -> bool:
+        """True if it was compiled, and so fits."""
+        return self.end in ("priced", "same_schedule")
+
+    @property
+    def title(self) -> str:
+        """Its factors in words."""
+        return " + ".join(self.factors) or "baseline"
+
+    def time_s(self, estimates: str) -> float:
+        """Seconds of a step by 'rooftop' or by 'xla'; infinite for a trial that has none."""
+        seconds = self.estimated_s if estimates == "xla" else self.expected_s
+        return float("inf") if seconds is None else float(seconds)
+
+
+def trial_key(factors: Sequence[Factor], layers: int | None) -> str:
+    """The key of a trial: of what is set, however it is called."""
+    question = [options_of(factors), change_of(factors), layers]
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class TrialFile:
+    """The trials of one program with one set of versions, in a file.
+
+    A line is added for each trial, and is on the disk when ``add`` returns. A line that a crash has cut is dropped.
+    With ``fresh`` what is in the file is dropped. Raises RooftopError for trials of another program or of other
+    versions, for a file of something else, and for one that cannot be written.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], *, fresh: bool = False) -> None:
+        self.path = path
+        self._header = json.dumps({"kind": "tuning", "schema": 1, "program": _digest(identity)}) + "\n"
+        self._trials: dict[str, Trial] = {}
+        self._ledgers: dict[str, tuple[Mapping[str, Any], ...]] = {}
+        if not fresh:
+            self._read()
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All trials, in the order in which they ended."""
+        return tuple(self._trials.values())
+
+    def find(self, key: str) -> Trial | None:
+        """The trial of a key; None if there is none yet."""
+        return self._trials.get(key)
+
+    def ledger(self, trial: Trial) -> tuple[Mapping[str, Any], ...]:
+        """Rows of the compiled ledger, as JSON values: of a trial with another's schedule those of the other."""
+        if trial.key in self._ledgers:
+            return self._ledgers[trial.key]
+        like = (other for other in self.trials if other.schedule == trial.schedule and other.key in self._ledgers)
+        first = next(like, None)
+        return () if first is None else self._ledgers[first.key]
+
+    def with_schedule(self, schedule: str) -> Trial | None:
+        """The first trial whose scheduled module is this one."""
+        return next((trial for trial in self.trials if trial.schedule == schedule and trial.end == "priced"), None)
+
+    def add(self, trial: Trial, ledger: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Keep a trial, and write it."""
+        self._trials[trial.key] = trial
+        if ledger:
+            self._ledgers[trial.key] = tuple(ledger)
+        if len(self._trials) == 1:
+            self._write_all()
+        else:
+            self._append(self._line(trial))
+
+    def restart(self) -> None:
+        """Drop all trials."""
+        self._trials.clear()
+        self._ledgers.clear()
+
+    def _line(self, trial: Trial) -> str:
+        return json.dumps({"trial": trial.to_json(), "ledger": self._ledgers.get(trial.key, ())}) + "\n"
+
+    def _write_all(self) -> None:
+        try:
+            make_folder(self.path.parent)
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+        write_text(self.path, self._header + "".join(map(self._line, self.trials)))
+
+    def _append(self, line: str) -> None:
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                file.write(line.encode())
+                os.fsync(file.fileno())
+            sync(self.path.parent)
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+
+    def _read(self) -> None:
+        try:
+            text = read_text(self.path, errors="replace")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise RooftopError("results", str(self.path), f"a file that can be read ({error.strerror})") from None
+        header, _, rest = text.partition("\n")
+        if text and not _is_header(header):
+            raise RooftopError("results", str(self.path), "a file of rooftop tune, or a new one")
+        if text and header + "\n" != self._header:
+            accepted = "trials of this program with these versions of jax and the compiler; --fresh drops others"
+            raise RooftopError("results", str(self.path), accepted)
+        whole = rest.rpartition("\n")[0]
+        for line in whole.splitlines():
+            try:
+                data = json.loads(line)
+                trial = read_record(Trial, data["trial"], "trial")
+            except (ValueError, KeyError, TypeError, RecursionError, RooftopError):
+                # What a crash has left: all that follows is compiled again.
+                break
+            self._trials[trial.key] = trial
+            if data.get("ledger"):
+                self._ledgers[trial.key] = tuple(data["ledger"])
+        if self._trials:
+            self._write_all()
+
+
+def _digest(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _is_header(line: str) -> bool:
+    try:
+        return bool(json.loads(line)["kind"] == "tuning")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _unwritable(path: Path, error: OSError) -> RooftopError:
+    return RooftopError("results", str(path), f"a file that can be written ({error.strerror})")
