@@ -88,9 +88,12 @@ def options_page() -> str:
     """The page of the command line's options: one name, one meaning."""
     verbs: dict[str, list[str]] = {}
     first: dict[str, tuple[str, str, str]] = {}
+    others: dict[str, str] = {}
     for verb, option in every_option():
         name = long_name(option)
         verbs.setdefault(name, []).append(verb)
+        if option.secondary_opts:
+            others[name] = f"{name} / {option.secondary_opts[0]}"
         group = option.group if isinstance(option, GroupedOption) and option.group else "Other options"
         first.setdefault(name, (group, metavar(option), option.help or ""))
     shared = shared_help()
@@ -111,7 +114,7 @@ This page is written by `docs/reference.py` from the commands.
         for name in names:
             _, value, help_text = first[name]
             meaning = re.sub(r"\s+", " ", shared.get(name, help_text)).replace("|", "\\|")
-            written = f"{name} {value}".strip().replace("|", "\\|")
+            written = f"{others.get(name, name)} {value}".strip().replace("|", "\\|")
             text += f"| `{written}` | {meaning} | {', '.join(verbs[name])} |\n"
     return text
 

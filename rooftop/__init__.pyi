@@ -29,6 +29,9 @@ from rooftop.library.simulation import simulate as simulate
 from rooftop.library.training import export_embedding as export_embedding
 from rooftop.library.training import train as train
 from rooftop.library.training import train_embedding as train_embedding
+from rooftop.requests.measuring import BenchServing as BenchServing
+from rooftop.requests.measuring import Matmul as Matmul
+from rooftop.requests.measuring import Validate as Validate
 from rooftop.requests.planning import PlanEmbedding as PlanEmbedding
 from rooftop.requests.planning import PlanServing as PlanServing
 from rooftop.requests.planning import PlanTraining as PlanTraining

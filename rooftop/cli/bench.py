@@ -8,31 +8,23 @@ from typing import TypedDict, Unpack
 import click
 
 from rooftop.cli.options import (
-    COUNT,
     FILE,
     FOLDER,
-    PATH,
     QUANTITY,
     VerbCommand,
-    burstiness_option,
-    concurrency_option,
     devices_option,
     dtype_option,
-    duration_option,
-    hash_tokens_option,
     json_option,
     mesh_option,
     on_option,
     option,
     output_option,
-    requests_option,
-    seed_option,
-    tpot_option,
-    ttft_option,
+    request_options,
 )
 from rooftop.cli.output import VerbGroup, progress_bar, show
 from rooftop.core.files import write_json
-from rooftop.requests.words import OUTPUT, RUN, SERVER, WORKLOAD
+from rooftop.requests.measuring import BenchServing
+from rooftop.requests.words import OUTPUT, RUN, WORKLOAD
 
 
 @click.group(name="bench", cls=VerbGroup)
@@ -94,53 +86,11 @@ _SERVING = (
 )
 
 
-class _ReplayOptions(TypedDict):
-    """Options that ``bench_serving`` takes."""
-
-    url: str
-    trace: Path | None
-    requests_per_second: float | None
-    duration: float
-    concurrency: int | None
-    requests: int | None
-    prompt: str
-    texts: Path | None
-    generate: str
-    burstiness: float
-    seed: int
-    hash_tokens: int
-    model: str | None
-    api_key: str | None
-    vocab: int | None
-    ignore_eos: bool
-    plan: Path | None
-    ttft: float | None
-    tpot: float | None
-
-
 @command.command(name="serve", cls=VerbCommand, examples=_SERVING)
-@option("--url", group=SERVER, required=True, metavar="URL", help="The server: http://127.0.0.1:8000.")
-@option("--trace", group=WORKLOAD, type=PATH, help="Requests: JSONL or CSV.")
-@option("--requests-per-second", group=WORKLOAD, type=QUANTITY, help="Or drawn at this rate.")
-@duration_option(default="60s")
-@concurrency_option()
-@requests_option()
-@option("--prompt", group=WORKLOAD, default="512", metavar="N", help="Tokens of a prompt: 512, or 128:1024.")
-@option("--texts", group=WORKLOAD, type=PATH, help='Prompts: JSONL of {"prompt": ...}, or ShareGPT\'s JSON.')
-@option("--generate", group=WORKLOAD, default="128", metavar="N", help="Tokens of an answer, likewise.")
-@burstiness_option()
-@seed_option(group=WORKLOAD, default="0")
-@hash_tokens_option()
-@option("--model", group=SERVER, metavar="NAME", help="The model to ask. [default: the one that is served]")
-@option("--api-key", group=SERVER, envvar="OPENAI_API_KEY", metavar="KEY", help="If the server asks for one.")
-@option("--vocab", group=WORKLOAD, type=COUNT, help="Prompts have token ids below N. [default: the server's, or 1000]")
-@option("--ignore-eos/--no-ignore-eos", group=WORKLOAD, default=True, help="Ask for answers of their full length.")
-@option("--plan", group=WORKLOAD, type=FILE, help="Predict by a plan.json, not by the steps that the server measured.")
-@ttft_option(help="Target for goodput: 500ms.")
-@tpot_option(help="Target for goodput: 30ms.")
+@request_options(BenchServing)
 @output_option()
 @json_option
-def serve(*, output: Path | None, as_json: bool, **options: Unpack[_ReplayOptions]) -> int:
+def serve(*, request: BenchServing, output: Path | None, as_json: bool) -> int:
     """Load a server with OpenAI's API, and report how long its clients wait.
 
     Requests are those of a trace, come at a rate, or are sent by clients that wait for their answers. The same requests
@@ -150,7 +100,7 @@ def serve(*, output: Path | None, as_json: bool, **options: Unpack[_ReplayOption
     from rooftop.library.benchmarks import bench_serving
 
     with progress_bar(shown=not as_json) as on_progress:
-        result = bench_serving(**options, on_progress=on_progress)
+        result = bench_serving(request, on_progress=on_progress)
     data = result.to_json()
     if output is not None:
         write_json(output, data)

@@ -12,8 +12,6 @@ from rooftop.cli.options import (
     COUNT_OR_ZERO,
     PATH,
     VerbCommand,
-    assume_option,
-    calibration_option,
     figure_option,
     frames_option,
     json_option,
@@ -21,13 +19,14 @@ from rooftop.cli.options import (
     on_option,
     option,
     report_option,
-    timeout_option,
+    request_options,
     top_option,
 )
 from rooftop.cli.output import progress_bar, show
 from rooftop.core.errors import RooftopError, refuse
 from rooftop.core.files import write_text
-from rooftop.requests.words import HARDWARE, RUN, WORKLOAD
+from rooftop.requests.measuring import Validate
+from rooftop.requests.words import HARDWARE, RUN
 
 
 @click.command(
@@ -183,25 +182,10 @@ def diff(*, before: Path, after: Path, top: int | str, as_json: bool) -> None:
     cls=VerbCommand,
     examples=("rooftop validate --top 5", "rooftop validate --compiled --only llama3.1-8b/v6e:2x4"),
 )
-@option("--runs", group=WORKLOAD, type=PATH, metavar="FILE", help="Another table of runs, with the same columns (CSV).")
-@assume_option(help="Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md).")
-@calibration_option(help="Predict training by the fractions that rooftop calibrate measured (JSON).")
-@option("--compiled", group=RUN, is_flag=True, help="Compile runs on TPUs for their slices too (XLA:TPU; cached).")
-@option("--only", group=WORKLOAD, metavar="NAME", help="Runs of training with this in their names: a model, a chip.")
-@timeout_option(help="Give up a compilation after this time: 10m.")
+@request_options(Validate)
 @top_option(type=COUNT_OR_ZERO, default="10", help="Runs to list, the worst first; 0: none.")
 @json_option
-def validate(
-    *,
-    runs: Path | None,
-    assume: str | None,
-    calibration: Path | None,
-    compiled: bool,
-    only: str | None,
-    timeout: float | None,
-    top: int,
-    as_json: bool,
-) -> None:
+def validate(*, request: Validate, top: int, as_json: bool) -> None:
     """Compare predicted times with published measurements of training and serving, misses included.
 
     There are three levels: the bound, the uncalibrated prediction, and the prediction calibrated with one factor per
@@ -211,9 +195,6 @@ def validate(
     from rooftop.library import explaining
 
     with progress_bar(shown=not as_json) as on_progress:
-        result = explaining.validate(
-            runs=runs, assume=assume, calibration=calibration, compiled=compiled, only=only, timeout=timeout,
-            on_progress=on_progress,
-        )  # fmt: skip
+        result = explaining.validate(request, on_progress=on_progress)
     data = result.to_json()
     show(data, as_json=as_json, kind="validation", worst=top)

@@ -19,8 +19,6 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from rooftop.cli.output import named_context, write_examples
-from rooftop.core.errors import RooftopError
-from rooftop.core.quantities import LARGEST_QUANTITY, parse_quantity
 from rooftop.requests import kinds
 from rooftop.requests.kinds import Kind
 from rooftop.requests.request import Request, Setting
@@ -104,7 +102,9 @@ class OptionType(click.ParamType):  # type: ignore[type-arg]  # generic from cli
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """The names of a choice, or the word that stands for a value."""
-        return "|".join(self.kind.names) if isinstance(self.kind, kinds.Name) else self.name.upper()
+        if isinstance(self.kind, kinds.Name):
+            return "|".join(self.kind.names)
+        return self.name.upper() if self.name.islower() else self.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read the text. Raises RooftopError naming the option."""
@@ -158,17 +158,6 @@ def field_of(param: click.Parameter | None) -> str:
 # ---------------------------------------------------------------- shared options
 
 
-def _figures(ctx: click.Context, param: click.Parameter, entries: tuple[str, ...]) -> dict[str, float]:
-    """Figures by name, of NAME=VALUE. Raises RooftopError."""
-    figures: dict[str, float] = {}
-    for entry in entries:
-        name, equals, value = (part.strip() for part in entry.partition("="))
-        if not equals:
-            raise RooftopError("figure", entry, "NAME=VALUE, such as ici_bytes_per_s=4.5e10")
-        figures[name] = parse_quantity(value, f"figure {name}", largest=LARGEST_QUANTITY)
-    return figures
-
-
 def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decorator]:
     """A decorator factory for an option of the vocabulary. Its keywords refine ``attributes``, not name or type."""
 
@@ -185,7 +174,7 @@ figure_option = _shared(
     group=HARDWARE,
     multiple=True,
     metavar="NAME=VALUE",
-    callback=_figures,
+    callback=lambda ctx, param, entries: kinds.Figures().gather(entries),
     help="Override a figure of the chip.",
 )
 
@@ -345,8 +334,7 @@ def _parameter(setting: Setting, *, required: bool) -> _Decorator:
     }
     if default not in (None, ()):
         attributes["default"] = setting.kind.text(default)
-    own_name = type(setting.kind) in (Kind, kinds.Pairs, kinds.Listed) or setting.kind.name == "DIR"
-    if word.metavar or own_name:
+    if word.metavar or setting.kind.name == "DIR":
         attributes["metavar"] = word.metavar or setting.kind.name
     if setting.is_argument:
         return click.argument(setting.name, cls=_RequestArgument, **attributes)
@@ -357,7 +345,10 @@ def _parameter(setting: Setting, *, required: bool) -> _Decorator:
         if default is False:
             attributes["is_flag"] = True
         else:
-            names[0] = f"--{setting.option}/--no-{setting.option}"
+            off = word.option.partition("/")[2] or f"no-{setting.option}"
+            names[0] = f"--{setting.option}/--{off}"
+    if word.several:
+        attributes["callback"] = lambda ctx, param, entries: setting.kind.gather(entries)
     text = re.sub(r"``(\w+)``", lambda match: "--" + match[1].replace("_", "-"), setting.about)
     return click.option(
         *names, cls=_RequestOption, group=word.group, help=text, multiple=word.several, envvar=word.envvar,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
-from rooftop.algebra.einsums import Case, Einsum, Strategy, cases
+from rooftop.algebra.einsums import Case, Einsum, cases
 from rooftop.algebra.expression import dims_of, parse
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh, ShardedArray
@@ -20,7 +19,9 @@ from rooftop.explain.compiled.einsum import check
 from rooftop.hardware import Slice
 from rooftop.library.inputs import axes_of, chip_of, mesh_on, slice_of
 from rooftop.library.results import Result, flat
-from rooftop.requests.likes import AxesLike, CountLike, SliceLike
+from rooftop.requests.function import of_request
+from rooftop.requests.likes import RequestJson
+from rooftop.requests.measuring import Matmul
 from rooftop.runs.environment import prefer_cpus, uninterrupted
 from rooftop.simulate.expressions import (
     ArrayFacts,
@@ -46,6 +47,7 @@ class MatmulResult(Record, Result):
 
     document_kind = "matmul"
 
+    request: RequestJson
     expression: str
     kind: ExpressionKind
     dims: Mapping[str, int]
@@ -79,110 +81,99 @@ class MatmulResult(Record, Result):
         return f"{self.expression}: {format_seconds(best.time_s)}, {best.bound} binds\n{best.rule}"
 
 
-def matmul(
-    expression: str | ShardedExpression,
-    *,
-    mesh: AxesLike | Mesh | None = None,
-    dims: Mapping[str, int] | str | None = None,
-    on: SliceLike | None = None,
-    layout: str | None = None,
-    dtype: str = "bf16",
-    level: str = "bound",
-    figures: Mapping[str, float | str] | None = None,
-    top: CountLike | Literal["all"] = 8,
-    overlap: bool = True,
-    backward: bool = False,
-    simulate: bool = False,
-    bidirectional: bool = True,
-    compile: bool = False,
-    measure: bool = False,
-    on_progress: Callable[[int, int, str], None] | None = None,
-) -> MatmulResult:
+@of_request(Matmul)
+def matmul(request: Matmul, on_progress: Callable[[int, int, str], None] | None = None) -> MatmulResult:
     """Price an einsum, a resharding or one collective of sharded arrays, and rank the strategies.
 
-    Args:
-        expression: 'A @ B -> C', 'A @ B', 'A -> B', 'AllGather_X(A)' or 'A'; an array is 'bf16[B_X, D_YZ]{U_W}'.
-        mesh: Mesh axes and their sizes, 'X=4,Y=4', or a Mesh with its layout. A product alone, without mesh, dims and
-            slice, is answered with its case of the book.
-        dims: Sizes of the dims, 'B=8192,F=32Ki'.
-        on: The slice; without one there are shapes and bytes, no times.
-        layout: Axes pinned to the torus, 'X=x,Y=y[1:2]+z'.
-        dtype: Dtype of arrays written with a name, as in 'A[I_X, J]'.
-        level: 'bound' (peak rates), 'expected' (achievable rates) or 'book'.
-        figures: Figures of the chip to override, {'ici_bytes_per_s': 4.5e10}.
-        top: Strategies in the JSON, or 'all'.
-        overlap: Include collective matmuls.
-        backward: Price the backward program of the best strategy too.
-        simulate: Simulate each collective link by link on the torus.
-        bidirectional: Let simulated rings send both ways.
-        compile: Compile with XLA:TPU for the slice and compare the collectives.
-        measure: Run the listed strategies on local devices, and time them.
-        on_progress: Callback (done, total, label) of measurements.
+    A product alone, without mesh, dims and slice, is answered with its case of the book; without a slice there are
+    shapes and bytes, no times. ``on_progress`` is called with measurements done, their number, and a label.
 
-    Raises RooftopError naming the argument that is wrong, and Infeasible for a measurement that does not fit.
+    Raises RooftopError naming the field that is wrong, and Infeasible for a measurement that does not fit.
     """
-    asked = parse(expression, parse_dtype(dtype)) if isinstance(expression, str) else expression
+    expression, dims, mesh = request.expression, request.dims, request.mesh
+    asked = parse(expression, parse_dtype(request.dtype)) if isinstance(expression, str) else expression
     sizes = parse_sizes(dims) if dims is None or isinstance(dims, str) else dict(dims)
     known = dims_of(asked)
     for name in sizes:
         if name not in known:
             raise unknown("dim", name, known)
+    if not request.bidirectional and not request.simulate:
+        raise RooftopError("unidirectional", "no --simulate", "this with --simulate, whose rings it changes")
     if mesh is None:
-        if not isinstance(asked, Einsum) or sizes or on is not None:
-            raise RooftopError("mesh", None, "mesh axes and their sizes, such as X=4,Y=4")
-        options = {"layout": layout, "figure": figures, "backward": backward, "simulate": simulate}
-        refuse(options | {"compile": compile, "measure": measure}, "this with --dims, --mesh and --on")
-        alone = MeshLayout(axes={}, layout={})
-        return MatmulResult(expression=str(asked), kind="einsum", dims={}, mesh=alone, arrays=(), cases=cases(asked))
-    if on is None:
+        return _case(request, asked, sizes)
+    if request.on is None:
         if not isinstance(asked, ShardedArray):
             raise RooftopError("on", None, "a slice, such as v5e:4x4: without one there are no times")
         shape = mesh.shape if isinstance(mesh, Mesh) else axes_of(mesh)
         return MatmulResult(
+            request=request.to_json(),
             expression=str(expression),
             kind="array",
             dims=sizes,
             mesh=MeshLayout(axes=shape, layout={}),
             arrays=(ArrayFacts.of(asked, sizes, shape),),
         )
-    where = slice_of(on)
-    if figures:
-        where = Slice(chip_of(where.chip, figures), where.shape, where.num_slices)
-    laid = mesh_on(where, mesh, layout)
-    prices = Prices(mesh=laid, dims=sizes, kind=level)
-    answer = price_expression(asked, prices, overlapped=overlap, backward=backward)
+    return _priced(request, asked, sizes, on_progress)
+
+
+def _case(request: Matmul, asked: ShardedExpression, sizes: Mapping[str, int]) -> MatmulResult:
+    """The case of the book of a product without mesh, dims and slice. Raises RooftopError."""
+    if not isinstance(asked, Einsum) or sizes or request.on is not None:
+        raise RooftopError("mesh", None, "mesh axes and their sizes, such as X=4,Y=4")
+    names = ("layout", "figures", "backward", "simulate", "compile", "measure")
+    options = {name.removesuffix("s"): getattr(request, name) for name in names}
+    refuse(options, "this with --dims, --mesh and --on")
+    alone = MeshLayout(axes={}, layout={})
+    return MatmulResult(
+        request=request.to_json(), expression=str(asked), kind="einsum", dims={}, mesh=alone, arrays=(),
+        cases=cases(asked),
+    )  # fmt: skip
+
+
+def _priced(
+    request: Matmul,
+    asked: ShardedExpression,
+    sizes: Mapping[str, int],
+    on_progress: Callable[[int, int, str], None] | None,
+) -> MatmulResult:
+    """The strategies on a slice, the fastest first. Raises RooftopError."""
+    expression, top = str(request.expression), request.top
+    elsewhere = isinstance(asked, Einsum) and any(array.at for array in asked.arrays)
+    where = slice_of(request.on or "")
+    if request.figures:
+        where = Slice(chip_of(where.chip, request.figures), where.shape, where.num_slices)
+    prices = Prices(mesh=mesh_on(where, request.mesh, request.layout), dims=sizes, kind=request.level)
+    answer = price_expression(asked, prices, overlapped=request.overlap, backward=request.backward)
     count = len(answer.strategies) if top == "all" else min(parse_count(top, "top"), len(answer.strategies))
     listed = answer.strategies[:count]
-
-    def record(strategy: Strategy) -> PricedStrategy:
-        return PricedStrategy.of(strategy, prices)
-
+    if request.simulate:
+        strategies = simulate_strategies(listed, prices, bidirectional=request.bidirectional)
+    else:
+        strategies = tuple(PricedStrategy.of(strategy, prices) for strategy in listed)
     result = MatmulResult(
-        expression=str(expression),
+        request=request.to_json(),
+        expression=expression,
         kind=answer.kind,
         dims=sizes,
-        mesh=laid.described,
+        mesh=prices.mesh.described,
         slice=where.name,
-        level=level,
+        level=request.level,
         arrays=answer.arrays,
         cases=answer.cases,
         strategies_found=len(answer.strategies),
-        strategies=(
-            simulate_strategies(listed, prices, bidirectional=bidirectional) if simulate else tuple(map(record, listed))
-        ),
-        backward={name: record(strategy) for name, strategy in answer.backward.items()},
+        strategies=strategies,
+        backward={name: PricedStrategy.of(strategy, prices) for name, strategy in answer.backward.items()},
     )
-    elsewhere = isinstance(asked, Einsum) and any(array.at for array in asked.arrays)
-    for name, is_set in (("compile", compile), ("measure", measure)):
-        if is_set and elsewhere:
-            raise RooftopError(name, str(expression), "a product of arrays in the HBM of the mesh")
-    if compile:
+    for name in ("compile", "measure"):
+        if getattr(request, name) and elsewhere:
+            raise RooftopError(name, expression, "a product of arrays in the HBM of the mesh")
+    if request.compile:
         result = replace(result, compiled=check(asked, prices))
-    if measure:
+    if request.measure:
         prefer_cpus()
         with uninterrupted():
             from rooftop.profile.microbench.strategies import measure as run_and_time
 
-        measured = run_and_time(asked, prices, count, overlapped=overlap, on_progress=on_progress)
+        measured = run_and_time(asked, prices, count, overlapped=request.overlap, on_progress=on_progress)
         result = replace(result, measured=measured)
     return result

@@ -34,7 +34,9 @@ from rooftop.library.results import Result, flat
 from rooftop.library.serving import Progress
 from rooftop.library.simulation import read_serving_plan, targets_of, trace_of
 from rooftop.plan.serving.plan import ServingPlan
-from rooftop.requests.likes import AxesLike, CountLike, LengthsLike, SliceLike, TimeLike
+from rooftop.requests.function import of_request
+from rooftop.requests.likes import AxesLike, CountLike, RequestJson, SliceLike
+from rooftop.requests.measuring import BenchServing
 from rooftop.roofline.calibration import Calibration, fit, read_calibration
 from rooftop.runs.environment import prefer_cpus, prepare_environment, uninterrupted
 from rooftop.scheduling.serving.scheduler import Policy
@@ -194,6 +196,7 @@ class ServingBenchResult(Record, Result):
     rooftop_version: str
     command: str
     date: str
+    request: RequestJson
     url: str
     model: str
     trace: SimulatedTrace
@@ -228,78 +231,45 @@ class ServingBenchResult(Record, Result):
         )
 
 
-def bench_serving(
-    url: str,
-    *,
-    trace: RequestTrace | Path | str | None = None,
-    requests_per_second: float | str | None = None,
-    duration: TimeLike = 60.0,
-    concurrency: CountLike | None = None,
-    requests: CountLike | None = None,
-    prompt: LengthsLike = 512,
-    texts: Path | str | None = None,
-    generate: LengthsLike = 128,
-    burstiness: float | str = 1.0,
-    seed: int = 0,
-    hash_tokens: CountLike = 512,
-    model: str | None = None,
-    api_key: str | None = None,
-    vocab: CountLike | None = None,
-    ignore_eos: bool = True,
-    plan: ServingPlan | Path | str | None = None,
-    ttft: TimeLike | None = None,
-    tpot: TimeLike | None = None,
-    on_progress: Progress | None = None,
-) -> ServingBenchResult:
+@of_request(BenchServing)
+def bench_serving(request: BenchServing, on_progress: Progress | None = None) -> ServingBenchResult:
     """Replay requests against a server with OpenAI's API, and simulate the same requests.
 
-    Args:
-        url: Address of the server: 'http://127.0.0.1:8000'.
-        trace: Requests, or the path of a JSONL or CSV file of them; give this, a rate or clients.
-        requests_per_second: Rate of drawn requests.
-        duration: Time span of drawn requests.
-        concurrency: Clients, each of which sends its next request when its last answer ends; in the place of a rate.
-        requests: Requests of all clients; by default 10 for each.
-        prompt: Tokens of a prompt: 512 or '128:1024'.
-        texts: File of prompts, in their order and then again: JSONL with a 'prompt' a line, or ShareGPT's JSON. By
-            default prompts are random token ids.
-        generate: Tokens of an answer, likewise.
-        burstiness: Shape of the times between requests: 1 is Poisson, below it requests come in bursts.
-        seed: Seed of everything that is drawn.
-        hash_tokens: Tokens that a hash of a trace stands for.
-        model: Name of the model to ask; by default the one that is served.
-        api_key: Key of the server.
-        vocab: Prompts have token ids below this; by default as the server tells, or 1000.
-        ignore_eos: Ask for answers of their full length.
-        plan: Simulate by the step times of this plan, instead of those that the server measured.
-        ttft: Target of the time to first token, for goodput.
-        tpot: Target of the time per output token, likewise.
-        on_progress: Called with requests done, requests in all, and a label.
+    ``on_progress`` is called with requests done, requests in all, and a label.
 
-    Raises RooftopError naming the argument that is wrong, and Infeasible if no request was answered.
+    Raises RooftopError naming the field that is wrong, and Infeasible if no request was answered.
     """
     require("serve", "httpx", "prometheus_client")
     asked = trace_of(
-        trace, concurrency=concurrency, requests=requests, requests_per_second=requests_per_second, duration=duration,
-        prompt=prompt, generate=generate, burstiness=burstiness, seed=seed, hash_tokens=hash_tokens,
-    )  # fmt: skip
-    if trace is not None:
-        refuse({"texts": texts}, "nothing with a trace, which says how long its prompts are")
-    targets = targets_of(ttft, tpot)
+        request.trace,
+        concurrency=request.concurrency,
+        requests=request.requests,
+        requests_per_second=request.requests_per_second,
+        duration=request.duration,
+        prompt=request.prompt,
+        generate=request.generate,
+        burstiness=request.burstiness,
+        seed=request.seed,
+        hash_tokens=request.hash_tokens,
+    )
+    if request.trace is not None:
+        refuse({"texts": request.texts}, "nothing with a trace, which says how long its prompts are")
+    targets = targets_of(request.ttft, request.tpot)
+    vocab, plan = request.vocab, request.plan
     ids = None if vocab is None else parse_count(vocab, "vocab")
     planned = plan if plan is None or isinstance(plan, ServingPlan) else read_serving_plan(plan)
-    url = url.rstrip("/").removesuffix("/v1")
+    url = request.url.rstrip("/").removesuffix("/v1")
     from rooftop.serve.client.prediction import PredictionInput
     from rooftop.serve.client.replay import ReplayTarget, find_model, prompts_of, read_texts, replay
 
-    written = None if texts is None else read_texts(Path(texts))
-    name, served_vocab = find_model(url, model, api_key)
+    written = None if request.texts is None else read_texts(Path(request.texts))
+    name, served_vocab = find_model(url, request.model, request.api_key)
     ids = ids or served_vocab or _VOCAB
-    target = ReplayTarget(url=url, model=name, vocab=ids, key=api_key, exact=ignore_eos)
+    target = ReplayTarget(url=url, model=name, vocab=ids, key=request.api_key, exact=request.ignore_eos)
     before = PredictionInput.read(url)
-    prompts: Sequence[Sequence[int] | str] = (
-        prompts_of(asked, ids, seed) if written is None else [written[at % len(written)] for at in range(len(asked))]
-    )
+    prompts: Sequence[Sequence[int] | str] = prompts_of(asked, ids, request.seed)
+    if written is not None:
+        prompts = [written[index % len(written)] for index in range(len(asked))]
     replayed = asyncio.run(replay(asked, prompts, target, targets, on_progress))
     if not replayed.served:
         raise Infeasible("no request was answered", str(replayed.metrics.requests.why))
@@ -316,6 +286,7 @@ def bench_serving(
         rooftop_version=__version__,
         command=shlex.join(["rooftop", *sys.argv[1:]]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        request=request.to_json(),
         url=url,
         model=name,
         trace=SimulatedTrace.of(sent),

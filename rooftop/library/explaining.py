@@ -14,7 +14,9 @@ from rooftop.library.inputs import axes_of, calibrated_places, calibration_of, c
 from rooftop.library.results import Result, flat
 from rooftop.library.serving import Progress
 from rooftop.present.documents import document
-from rooftop.requests.likes import AxesLike, CalibrationLike, ChipLike, PlanLike, TimeLike
+from rooftop.requests.function import of_request
+from rooftop.requests.likes import AxesLike, ChipLike, PlanLike, TimeLike
+from rooftop.requests.measuring import Validate
 from rooftop.runs.environment import uninterrupted
 
 if TYPE_CHECKING:
@@ -125,6 +127,7 @@ class ValidationResult(Result):
     ``notes`` and ``reasons`` are by run; ``published`` has the rows that cannot be used, each with its reason.
     """
 
+    request: Validate
     report: AccuracyReport
     serving: ServingReport
     engines: EngineReport
@@ -154,7 +157,7 @@ class ValidationResult(Result):
             ),
             serving=self.serving.record,
             engines=self.engines.record,
-        ).to_json()
+        ).to_json() | {"request": self.request.to_json()}
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -250,27 +253,12 @@ def diff(before: Result | Path | str, after: Result | Path | str) -> DiffResult:
     return DiffResult(difference=difference(_side(before, "before"), _side(after, "after")))
 
 
-def validate(
-    *,
-    runs: Path | str | None = None,
-    assume: str | None = None,
-    calibration: CalibrationLike | None = None,
-    compiled: bool = False,
-    only: str | None = None,
-    timeout: TimeLike | None = None,
-    on_progress: Progress | None = None,
-) -> ValidationResult:
+@of_request(Validate)
+def validate(request: Validate, on_progress: Progress | None = None) -> ValidationResult:
     """Predict published runs of training and serving, and compare with the measured times.
 
-    Args:
-        runs: Another table of runs (CSV): with the columns of either table that comes with rooftop.
-        assume: Shares of transfers that hide, 'weight_gather=1,tensor=0.5'.
-        calibration: A calibration file of `rooftop calibrate`, or its fractions, for training on its chip.
-        compiled: Compile our programs of runs on TPUs for their own slices too, small slices first. What is compiled
-            is in the cache of ``compile``: a second call goes on from there.
-        only: Compare the runs of training alone whose names, which have source, model and slice, have this in them.
-        timeout: Seconds, or '10m', after which a compilation is given up.
-        on_progress: Called with runs compiled, their number, and the run.
+    What is compiled is in the cache of ``compile``: a second call goes on from there. ``on_progress`` is called with
+    runs compiled, their number, and the run.
 
     Raises RooftopError for a table that cannot be read, naming the cell, and for a calibration of a chip that no run is
     on.
@@ -284,13 +272,13 @@ def validate(
     from rooftop.validation.runs import PublishedRuns, Unusable
     from rooftop.validation.serving import ServingReport, serving_report
 
-    if compiled:
+    if request.compiled:
         from rooftop.compiler.compiling import require_compiler
 
         require_compiler("tpu")
-    own = calibration_of(calibration)
-    assumptions = Assumptions() if assume is None else Assumptions().with_hidden(assume)
-    path = None if runs is None else Path(runs)
+    own, only = calibration_of(request.calibration), request.only
+    assumptions = Assumptions() if request.assume is None else Assumptions().with_hidden(request.assume)
+    path = None if request.runs is None else Path(request.runs)
     # Reading takes little time: what is refused is refused before anything is priced.
     of_engines = path is not None and is_engine_table(path)
     published = PublishedRuns(runs=(), unusable=(), serving_rows=0) if of_engines else validation.load_published(path)
@@ -319,6 +307,7 @@ def validate(
         [run for run, _, _ in predicted], [bound for _, bound, _ in predicted], [seconds for _, _, seconds in predicted]
     )
     return ValidationResult(
+        request=request,
         report=report,
         serving=serving,
         engines=engines,
@@ -327,7 +316,7 @@ def validate(
         reasons=validation.load_reasons(),
         memory=compare_memory(plans),
         calibrated_by=None if own is None else own.by,
-        compiled=_compiled(plans, only, timeout, on_progress) if compiled else None,
+        compiled=_compiled(plans, only, request.timeout, on_progress) if request.compiled else None,
     )
 
 

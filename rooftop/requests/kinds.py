@@ -45,6 +45,10 @@ class Kind:
         """A default as one would type it."""
         return value
 
+    def gather(self, entries: Sequence[Any]) -> Any:
+        """The value of an option that is typed several times. Raises RooftopError."""
+        return tuple(entries)
+
     def candidates(self, incomplete: str) -> Iterable[str]:
         """Values that may complete what is typed."""
         return ()
@@ -210,6 +214,18 @@ class Pairs(Kind):
         return f"{value:g}" if isinstance(value, float) else str(value) if isinstance(value, int) else plain(value)
 
 
+class Sizes(Pairs):
+    """Sizes of dims by name, B=8192,F=32Ki: left a text. In JSON without suffixes."""
+
+    def __init__(self) -> None:
+        super().__init__("SIZES")
+
+    def plain(self, value: Any, field: str) -> Any:
+        """The text, with whole numbers."""
+        entries = value.items() if isinstance(value, Mapping) else [entry.split("=", 1) for entry in value.split(",")]
+        return ",".join(f"{name.strip()}={parse_count(size, f'dim {name.strip()}')}" for name, size in entries)
+
+
 class Axes(Pairs):
     """Mesh axes and their sizes: left a text, as the names that a mesh may have differ by verb."""
 
@@ -222,6 +238,31 @@ class Axes(Pairs):
 
         taken = {entry.partition("=")[0] for entry in incomplete.split(",")[:-1]}
         return last_entries(incomplete, [f"{axis}=" for axis in names if axis not in taken])
+
+
+class Written(Kind):
+    """A text, or an object that is written as one."""
+
+    def plain(self, value: Any, field: str) -> Any:
+        """The text."""
+        return str(value)
+
+
+class Figures(Kind):
+    """Figures by name, each typed as NAME=VALUE."""
+
+    def __init__(self) -> None:
+        super().__init__("NAME=VALUE")
+
+    def gather(self, entries: Sequence[Any]) -> dict[str, float]:
+        """The figures by name."""
+        figures: dict[str, float] = {}
+        for entry in entries:
+            name, equals, value = (part.strip() for part in str(entry).partition("="))
+            if not equals:
+                raise RooftopError("figure", entry, "NAME=VALUE, such as ici_bytes_per_s=4.5e10")
+            figures[name] = parse_quantity(value, f"figure {name}", largest=LARGEST_QUANTITY)
+        return figures
 
 
 class Listed(Kind):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from rooftop.hardware import Calibrated, Chip, Slice
@@ -107,3 +107,5 @@ ServingPlanLike: TypeAlias = "ServingPlan | OfServingPlan | Mapping[str, object]
 TraceLike: TypeAlias = "RequestTrace | Path | str"
 #: Tokens of a request: a number, or LOW:HIGH to draw from.
 LengthsLike: TypeAlias = "Lengths | CountLike"
+#: A request in JSON, in an answer: its class reads it.
+RequestJson: TypeAlias = Mapping[str, Any]

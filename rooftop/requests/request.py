@@ -39,11 +39,11 @@ class Setting:
     @property
     def option(self) -> str:
         """The name without dashes in front, as in errors: batch-seqs."""
-        return self.word.option or self.name.replace("_", "-")
+        return (self.word.option or self.name.replace("_", "-")).partition("/")[0]
 
     def plain(self, value: Any) -> Any:
         """A value in JSON. Raises RooftopError naming the option."""
-        if self.word.several:
+        if self.word.several and not isinstance(value, Mapping):
             entries = [value] if isinstance(value, (str, Path)) else value
             return [self.kind.plain(entry, self.option) for entry in entries]
         return self.kind.plain(value, self.option)
@@ -80,7 +80,7 @@ class Request:
         data: dict[str, object] = {"verb": self.verb}
         for setting in self.settings():
             value, default = getattr(self, setting.name), setting.default
-            if value is None or setting.word.secret or (default is not MISSING and value == default):
+            if value in (None, {}) or setting.word.secret or (default is not MISSING and value == default):
                 continue
             written = setting.plain(value)
             if default in (MISSING, None) or written != setting.plain(default):
@@ -143,7 +143,7 @@ def _settings(kind: type[Request]) -> tuple[Setting, ...]:
             word=words[member.name],
             default=member.default,
             about=docs.get(member.name, ""),
-            is_argument=words[member.name].argument or not member.kw_only,
+            is_argument=not member.kw_only if (is_argument := words[member.name].argument) is None else is_argument,
         )
         for member in fields(kind)
     )

@@ -23,11 +23,14 @@ from rooftop.requests.kinds import (
     QUANTITY,
     SHARE,
     TIME,
+    TOP,
+    Figures,
     Kind,
     Listed,
     Location,
     Name,
     Pairs,
+    Sizes,
 )
 
 #: Headings under which ``--help`` shows options, in this order; options without a heading come last.
@@ -54,8 +57,10 @@ LEVELS = ("bound", "expected", "book")
 class Word:
     """A name's group in help and kind of value; ``option`` where the option has another name, ``metavar`` for help.
 
+    An ``option`` on/off names both sides of a flag.
+
     An option with ``several`` may be given more than once. ``envvar`` gives it too. A ``secret`` is never written. An
-    ``argument`` has no name on a command line.
+    ``argument`` has no name on a command line; by default a field that may be passed without its name in Python.
     """
 
     group: str = ""
@@ -65,7 +70,7 @@ class Word:
     several: bool = False
     envvar: str | None = None
     secret: bool = False
-    argument: bool = False
+    argument: bool | None = None
 
     def with_changes(self, changes: Mapping[str, Any]) -> Word:
         """The word with other attributes."""
@@ -92,7 +97,7 @@ WORDS: Mapping[str, Word] = {
         concurrency=COUNT, requests=COUNT, burstiness=QUANTITY, hash_tokens=COUNT, chunk_tokens=COUNT,
         routing=Name("round_robin", "least_loaded", "affinity"), preemption=Name("recompute", "swap"),
         prefix_cache=FLAG, max_model_len=COUNT, data=PATH, field=Kind("NAME"), tokenizer=PATH, vocab=COUNT,
-        hold_out=NUMBER, evaluate=FILE, seq_len=COUNT,
+        hold_out=NUMBER, evaluate=FILE, seq_len=COUNT, dims=Sizes(),
     ),
     **_words(
         PARALLELISM, mesh=AXES, layout=Kind("LAYOUT"), remat=Kind("POLICY"), microbatches=COUNT,
@@ -104,26 +109,29 @@ WORDS: Mapping[str, Word] = {
     ),
     **_words(
         NUMERICS, matmul_dtype=DTYPE, weights_dtype=DTYPE, moments_dtype=DTYPE, kv_dtype=DTYPE, compute_dtype=DTYPE,
-        embeddings_dtype=DTYPE, optimizer=Name(*OPTIMIZERS), weight_group=COUNT, kv_sharing=COUNT,
+        embeddings_dtype=DTYPE, dtype=DTYPE, optimizer=Name(*OPTIMIZERS), weight_group=COUNT, kv_sharing=COUNT,
         warmup=COUNT_OR_ZERO, decay=Name("cosine", "linear", "constant"), decay_steps=COUNT, weight_decay=NUMBER,
         z_loss=NUMBER, balance_loss=NUMBER,
     ),
     **_words(
         ASSUMPTIONS, assume=Pairs("NAME=SHARE,..."), calibration=FILE, bounds=Name("usable", "book"), mfu=SHARE,
+        level=Name(*LEVELS),
         engine=Name("vllm", "trtllm"),
     ),
     **_words(
         RUN, host_dram=BYTES, host_threads=COUNT, seed=COUNT_OR_ZERO, run=Location("DIR"), steps=COUNT_OR_ZERO,
         eval_every=COUNT, eval_batches=COUNT, save_every=COUNT, keep=COUNT, keep_every=COUNT, save_also=Location("DIR"),
-        divergence=NUMBER, peak_flops=QUANTITY, checks=Kind("NAMES"), workers=COUNT_OR_ZERO,
+        divergence=NUMBER, peak_flops=QUANTITY, checks=Kind("NAMES"), workers=COUNT_OR_ZERO, timeout=TIME,
     ),
+    "figures": Word(group=HARDWARE, kind=Figures(), option="figure", several=True),
     "profile": Word(group=OUTPUT, kind=PROFILE, metavar="steps=A..B"),
     "learning_rate": Word(group=NUMERICS, kind=NUMBER, option="lr"),
     "final_learning_rate": Word(group=NUMERICS, kind=NUMBER, option="final-lr"),
     "clip_norm": Word(group=NUMERICS, kind=NUMBER, option="clip"),
     **_words(CACHE, page_tokens=COUNT, pages=COUNT, host_pages=COUNT_OR_ZERO),
     **_words(
-        SERVER, host=Kind("ADDRESS"), port=COUNT, name=Kind("NAME"), api_keys=Kind("KEY"), cors=Kind("ORIGIN"),
+        SERVER, url=Kind("URL"), host=Kind("ADDRESS"), port=COUNT, name=Kind("NAME"), api_keys=Kind("KEY"),
+        cors=Kind("ORIGIN"),
         max_queue=COUNT, max_body=BYTES, allow_host=Kind("NAME"), tls_cert=FILE, tls_key=FILE, request_timeout_s=TIME,
         max_connections=COUNT, max_connections_per_address=COUNT, step_timeout_s=TIME, chat_template=FILE, drain_s=TIME,
         log_level=Name("debug", "info", "warning", "error"), log_texts=FLAG,
@@ -135,7 +143,7 @@ WORDS: Mapping[str, Word] = {
     **_words(
         OUTPUT, alternatives=COUNT, objective=Name("cost", "chips", "pareto"), contexts=Listed("LIST"),
         samples=COUNT_OR_ZERO, sample_tokens=COUNT, temperature=NUMBER, tensorboard=FLAG,
-        export=Location("DIR"),
+        export=Location("DIR"), top=TOP,
     ),
 }  # fmt: skip
 

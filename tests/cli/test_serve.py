@@ -235,7 +235,7 @@ def test_a_server_that_is_told_to_stop_ends_with_status_0(folder: Path, served: 
         (["{folder}", "--kv-dtype", "int3"], "kv-dtype: got 'int3'; accepted: did you mean int8 or int4? one of"),
         (["{folder}", "--kv-dtype", "f8_e4m3"], "kv-dtype: got 'f8_e4m3'; accepted: one of bf16, f32, int8"),
         (["{folder}", "--compute-dtype", "f8"], "compute-dtype: got 'f8'"),
-        (["{folder}", "--compute-dtype", "fp16"], "compute-dtype: got 'f16'; accepted: "),
+        (["{folder}", "--compute-dtype", "fp16"], "compute-dtype: got 'fp16'; accepted: "),
         (["{folder}", "--weights-dtype", "int4"], "weight-group: got nothing; accepted: 32, 64, 128"),
         (["{folder}", "--weights-dtype", "int8", "--weight-group", "32"], "weight-group: got 32"),
         (["{folder}", "--weights-dtype", "bf16", "--kv-dtype", "f32"], "compute-dtype: got 'weights-dtype bf16, kv"),
