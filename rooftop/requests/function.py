@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from rooftop.core.errors import RooftopError
 from rooftop.requests.request import Request
+
+if TYPE_CHECKING:
+    import inspect
 
 _Parameters = ParamSpec("_Parameters")
 _Request = TypeVar("_Request")
@@ -27,13 +29,27 @@ class RequestFunction(Generic[_Parameters, _Request, _Watch, _Answer]):
         #: The class of the requests.
         self.request = build
         self._run = run
-        functools.update_wrapper(self, run)
-        signature = inspect.signature(run)
-        self._watch = next(iter(list(signature.parameters)[1:]), None)
-        self.__signature__ = inspect.signature(build).replace(return_annotation=signature.return_annotation)
-        if isinstance(build, type) and issubclass(build, Request):
-            fields = "\n".join(f"    {field.name}: {field.about}" for field in build.settings())
-            self.__doc__ = f"{inspect.getdoc(run)}\n\nArgs:\n{fields}\n"
+        functools.update_wrapper(self, run, assigned=("__module__", "__name__", "__qualname__", "__annotations__"))
+        code = getattr(run, "__wrapped__", run).__code__
+        self._watch = code.co_varnames[1] if code.co_argcount > 1 else None
+
+    # Both take time, and few ask for them.
+    @property
+    def __signature__(self) -> inspect.Signature:
+        import inspect
+
+        returned = inspect.signature(self._run).return_annotation
+        return inspect.signature(self._build).replace(return_annotation=returned)
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]  # of the function, not of the class
+        import inspect
+
+        text = inspect.getdoc(self._run) or ""
+        if not (isinstance(self._build, type) and issubclass(self._build, Request)):
+            return text
+        fields = "\n".join(f"    {field.name}: {field.about}" for field in self._build.settings())
+        return f"{text}\n\nArgs:\n{fields}\n"
 
     @overload
     def __call__(self, request: _Request, /, **watch: _Watch | None) -> _Answer: ...
