@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import rooftop as library
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice, chip
 from rooftop.models import load_model
 from rooftop.requests.measuring import BenchServing, Matmul, Validate
@@ -105,6 +106,49 @@ def test_a_wrong_request_is_one_line(data: dict[str, Any], line: str) -> None:
     with pytest.raises(RooftopError) as caught:
         PlanTraining.from_json(data)
     assert str(caught.value).startswith(line)
+
+
+ROOT = Path(__file__).parents[1]
+#: What a field of JSON may be by mistake.
+SPOILED = (True, -1, 0, 1e300, [], ["x"], {}, {"a": 1}, "x", "", math.nan, 3.5)
+
+
+@pytest.fixture(scope="module")
+def smallest() -> dict[str, tuple[type[Request], dict[str, Any], Callable[[Any], Any]]]:
+    """A small request a verb, as JSON, its class and its function."""
+    serving: dict[str, Any] = {"model": "llama3-8b", "on": "v5e:2x2", "prompt": 256, "generate": 32, "batch_seqs": 4}
+    plan = library.plan_serving(PlanServing.from_json(serving)).to_json()
+    product = {"expression": "A[I_X, J] * B[J, K] -> C[I_X, K]", "mesh": "X=4", "dims": "I=64,J=64,K=64"}
+    return {
+        "plan train": (
+            PlanTraining, {"model": "llama3-8b", "on": "v5e:2x2", "batch_seqs": 4, "seq": 1024}, library.plan_training
+        ),
+        "plan serve": (PlanServing, serving, library.plan_serving),
+        "simulate": (Simulate, {"plan": plan, "requests_per_second": 1, "duration": 5}, library.simulate),
+        "matmul": (Matmul, {**product, "on": "v5e:2x2"}, library.matmul),
+        "plan embed": (
+            PlanEmbedding, {"tables": str(ROOT / "docs" / "tables.toml"), "on": "v5p:2x2x1", "batch_samples": 1024},
+            library.plan_embedding,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["plan train", "plan serve", "simulate", "matmul", "plan embed"])
+def test_a_spoiled_field_is_one_line(
+    smallest: dict[str, tuple[type[Request], dict[str, Any], Callable[[Any], Any]]], verb: str
+) -> None:
+    kind, fields, ask = smallest[verb]
+    ask(kind.from_json(fields)).to_json()
+    refused = 0
+    for setting in kind.settings():
+        # These two start a compiler and programs.
+        for value in SPOILED if setting.name not in ("compile", "measure") else ():
+            try:
+                ask(kind.from_json({**fields, setting.name: value})).to_json()
+            except (RooftopError, Infeasible) as error:
+                refused += 1
+                assert "\n" not in str(error)
+    assert refused > 5 * len(kind.settings())
 
 
 def test_a_function_takes_a_request_or_its_fields() -> None:

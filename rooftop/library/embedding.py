@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -28,7 +28,7 @@ from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.embed.host.statistics import Statistics
 from rooftop.library.inputs import calibration_of, slice_of
 from rooftop.library.results import Result, flat
-from rooftop.models.embedding_tables.files import load_tables
+from rooftop.models.embedding_tables.files import load_tables, tables_from_json
 from rooftop.models.embedding_tables.limits import LARGEST_LIMIT, Limits
 from rooftop.models.embedding_tables.stacking import Stacking
 from rooftop.models.embedding_tables.tables import Tables
@@ -286,6 +286,8 @@ def embedding_limits(
 
 
 def _tables(tables: TablesLike) -> Tables:
+    if isinstance(tables, Mapping):
+        return tables_from_json(tables)
     return tables if isinstance(tables, Tables) else load_tables(Path(tables))
 
 

@@ -95,6 +95,8 @@ def calibration_of(calibration: CalibrationLike | None) -> Calibrated | None:
     """The fractions that are meant. Raises RooftopError if a file is not a calibration of a chip."""
     if calibration is None or isinstance(calibration, Calibrated):
         return calibration
+    if isinstance(calibration, Mapping):
+        return read_record(Calibrated, calibration, "calibration")
     if isinstance(calibration, (str, Path)):
         from rooftop.roofline.calibration import read_fractions
 

@@ -28,10 +28,23 @@ from rooftop.core.quantities import (
 
 
 class Kind:
-    """A text that is taken as it is. ``name`` stands for a value in help."""
+    """A text that is taken as it is. ``name`` stands for a value in help.
+
+    ``json_types`` are types of its values in JSON, and ``json_words`` their names in errors.
+    """
+
+    json_types: tuple[type, ...] = (str,)
+    json_words = "a text"
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    def of_json(self, value: Any, field: str) -> Any:
+        """Read a value in JSON. Raises RooftopError naming ``field``."""
+        is_flag = isinstance(value, bool) and bool not in self.json_types
+        if not isinstance(value, self.json_types) or is_flag or value == []:
+            raise RooftopError(field, value, f"{self.json_words} in JSON")
+        return self.read(value, field)
 
     def read(self, value: Any, field: str) -> Any:
         """Check and convert a text, or a value that was read before. Raises RooftopError naming ``field``."""
@@ -57,6 +70,9 @@ class Kind:
 class Parsed(Kind):
     """A text that ``parse(text, field)`` reads, a function of ``rooftop.core.quantities``."""
 
+    json_types: tuple[type, ...] = (str, int, float)
+    json_words = "a number or a text"
+
     def __init__(self, name: str, parse: Callable[[str, str], Any]) -> None:
         super().__init__(name)
         self.parse = parse
@@ -79,8 +95,18 @@ class Time(Parsed):
         return f"{value:g}s" if value % 60 else f"{value / 60:g}m"
 
 
+class TracedSteps(Parsed):
+    """The first and last of some steps: steps=A..B, or both in a list."""
+
+    json_types: tuple[type, ...] = (str, list)
+    json_words = "a text or a list"
+
+
 class Port(Kind):
     """A port; 0 is a free one."""
+
+    json_types: tuple[type, ...] = (str, int)
+    json_words = "a number"
 
     def __init__(self) -> None:
         super().__init__("n")
@@ -99,6 +125,8 @@ class Dtype(Kind):
     def __init__(self, *, several: bool = False) -> None:
         super().__init__("dtype")
         self.several = several
+        if several:
+            self.json_types, self.json_words = (str, list), "a text, or a list of them,"
 
     def read(self, value: Any, field: str) -> str | tuple[str, ...]:
         """The canonical names."""
@@ -136,8 +164,13 @@ class Hardware(Kind):
     In JSON a slice or chip of the catalogue is its name, another one the object of its figures.
     """
 
-    def __init__(self) -> None:
+    json_types: tuple[type, ...] = (str, list, dict)
+    json_words = "a name, an object, or a list of them,"
+
+    def __init__(self, *, several: bool = True) -> None:
         super().__init__("hardware")
+        if not several:
+            self.json_types, self.json_words = (str, dict), "a name or an object"
 
     def read(self, value: Any, field: str) -> Any:
         """The text, or the objects as they are."""
@@ -183,6 +216,9 @@ class Model(Kind):
     In JSON a preset is its name, another ModelConfig its object.
     """
 
+    json_types: tuple[type, ...] = (str, dict)
+    json_words = "a name or an object"
+
     def __init__(self) -> None:
         super().__init__("model")
 
@@ -204,7 +240,15 @@ class Model(Kind):
 
 
 class Pairs(Kind):
-    """Names and values, fsdp=4,tensor=2: left a text; a mapping or a number becomes one in JSON."""
+    """Names and values, fsdp=4,tensor=2: left a text; a mapping becomes one in JSON, and with ``numbers`` a number."""
+
+    json_types: tuple[type, ...] = (str, dict)
+    json_words = "a text or an object"
+
+    def __init__(self, name: str, *, numbers: bool = False) -> None:
+        super().__init__(name)
+        if numbers:
+            self.json_types, self.json_words = (str, int, float, dict), "a text, a number or an object"
 
     def plain(self, value: Any, field: str) -> Any:
         """The text of a mapping or a number; other objects as they are."""
@@ -251,6 +295,9 @@ class Written(Kind):
 class Figures(Kind):
     """Figures by name, each typed as NAME=VALUE."""
 
+    json_types: tuple[type, ...] = (dict,)
+    json_words = "an object"
+
     def __init__(self) -> None:
         super().__init__("NAME=VALUE")
 
@@ -268,6 +315,9 @@ class Figures(Kind):
 class Listed(Kind):
     """Several texts, separated by commas: left a text; a sequence becomes one in JSON."""
 
+    json_types: tuple[type, ...] = (str, list)
+    json_words = "a text or a list"
+
     def plain(self, value: Any, field: str) -> Any:
         """The text."""
         return value if isinstance(value, str) else ",".join(map(str, value))
@@ -276,16 +326,24 @@ class Listed(Kind):
 class Flag(Kind):
     """On or off; ``None`` where the verb decides."""
 
+    json_types: tuple[type, ...] = (bool,)
+    json_words = "true or false"
+
     def __init__(self) -> None:
         super().__init__("flag")
 
 
 class Location(Kind):
-    """The path of a file (``folders`` False), of a folder (``files`` False), or of either: read as a Path."""
+    """The path of a file (``folders`` False), of a folder (``files`` False), or of either: read as a Path.
 
-    def __init__(self, name: str, *, files: bool = True, folders: bool = True) -> None:
+    In JSON the content of a file may stand for it if it is an ``object_too``.
+    """
+
+    def __init__(self, name: str, *, files: bool = True, folders: bool = True, object_too: bool = False) -> None:
         super().__init__(name)
         self.files, self.folders = files, folders
+        if object_too:
+            self.json_types, self.json_words = (str, dict), "a path or an object"
 
     def read(self, value: Any, field: str) -> Any:
         """The path; an object that was read from one stays."""
@@ -378,13 +436,16 @@ TIME = Time()
 #: A number from 0, without a suffix.
 NUMBER = Parsed("x", _number)
 #: First and last step of a trace.
-PROFILE = Parsed("steps=a..b", parse_profile)
+PROFILE = TracedSteps("steps=a..b", parse_profile)
 DTYPE = Dtype()
 DTYPES = Dtype(several=True)
 HARDWARE_NAME = Hardware()
+SLICE = Hardware(several=False)
 MODEL = Model()
 AXES = Axes()
 FLAG = Flag()
 FILE = Location("file", folders=False)
 FOLDER = Location("directory", files=False)
 PATH = Location("path")
+#: A file, or what it contains.
+DOCUMENT = Location("file", folders=False, object_too=True)

@@ -81,8 +81,8 @@ ChipLike: TypeAlias = "Chip | OfChip | Mapping[str, object] | str"
 ModelLike: TypeAlias = "ModelConfig | OfModel | Mapping[str, object] | str | Path"
 #: A plan, a result that has one, the content of a plan.json, or its path.
 PlanLike: TypeAlias = "TrainingPlan | EmbedPlan | OfPlan | Mapping[str, object] | str | Path"
-#: Measured fractions of a chip, the result of ``calibrate``, or the path of its file.
-CalibrationLike: TypeAlias = "Calibrated | OfFractions | Path | str"
+#: Measured fractions of a chip, their record in JSON, the result of ``calibrate``, or the path of its file.
+CalibrationLike: TypeAlias = "Calibrated | OfFractions | Mapping[str, object] | Path | str"
 #: Mesh axes and their sizes: a mapping, or 'fsdp=4,tensor=2'.
 AxesLike: TypeAlias = Mapping[str, int] | str
 #: Seconds, or a time with its unit: '500ms'.
@@ -97,8 +97,8 @@ SlicesLike: TypeAlias = "SliceLike | Chip | Sequence[SliceLike | Chip]"
 ServersLike: TypeAlias = "Slice | OnSlice | Chip | str | Sequence[Chip | str]"
 #: A dtype, or several that are searched: 'int8,bf16' or a list.
 DtypesLike: TypeAlias = str | Sequence[str]
-#: Tables, or the path of a TOML file of them.
-TablesLike: TypeAlias = "Tables | Path | str"
+#: Tables, their record in JSON, or the path of a TOML file of them.
+TablesLike: TypeAlias = "Tables | Mapping[str, object] | Path | str"
 #: Limits by stack, or the path of a limits file.
 LimitsLike: TypeAlias = "Limits | Path | str"
 #: A serving plan, a result that has one, the content of a plan.json, or its path.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from rooftop.requests.kinds import FILE, FLAG, PATH, Kind, Pairs, Written
+from rooftop.requests.kinds import FILE, FLAG, PATH, SLICE, Kind, Pairs, Written
 from rooftop.requests.request import Request, setting
 from rooftop.requests.words import ASSUMPTIONS, PARALLELISM, RUN, SERVER, WORKLOAD
 
@@ -36,7 +36,7 @@ class Matmul(Request):
     expression: str | ShardedExpression = setting(kind=Written("EXPRESSION"))
     """'A @ B -> C', 'A @ B', 'A -> B', 'AllGather_X(A)' or 'A'; an array is 'bf16[B_X, D_YZ]{U_W}'."""
     _: KW_ONLY
-    on: SliceLike | None = None
+    on: SliceLike | None = setting(None, kind=SLICE)
     """CHIP:SHAPE[@SLICES], such as v5e:4x4; needed for times."""
     figures: Mapping[str, float | str] | None = None
     """Override a figure of the chip."""
@@ -85,11 +85,11 @@ class BenchServing(Request):
     """Clients that each wait for an answer, instead of a rate."""
     requests: CountLike | None = None
     """Requests of all clients; 10 for each by default."""
-    prompt: LengthsLike = setting("512", kind=Pairs("N"))
+    prompt: LengthsLike = setting("512", kind=Pairs("N", numbers=True))
     """Tokens of a prompt: 512, or 128:1024."""
     texts: Path | str | None = setting(None, kind=PATH, group=WORKLOAD)
     """Prompts: JSONL of {"prompt": ...}, or ShareGPT's JSON. By default random token ids."""
-    generate: LengthsLike = setting("128", kind=Pairs("N"))
+    generate: LengthsLike = setting("128", kind=Pairs("N", numbers=True))
     """Tokens of an answer, likewise."""
     burstiness: float | str = 1.0
     """1: Poisson; below it requests come in bursts."""

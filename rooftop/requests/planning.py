@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rooftop.requests.kinds import COUNT, DTYPES, Name
+from rooftop.requests.kinds import COUNT, DTYPES, SLICE, Name
 from rooftop.requests.request import Request, setting
 from rooftop.requests.words import WORKLOAD
 
@@ -184,7 +184,7 @@ class PlanEmbedding(Request):
     tables: TablesLike
     """Tables, or the path of a TOML file of them."""
     _: KW_ONLY
-    on: SliceLike
+    on: SliceLike = setting(kind=SLICE)
     """A slice with SparseCores, such as v5p:2x2x1."""
     batch_samples: CountLike = 16384
     """Samples of a step, on all devices."""

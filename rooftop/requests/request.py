@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.files import read_json_object, write_json
-from rooftop.requests.kinds import Kind
+from rooftop.requests.kinds import Figures, Kind
 from rooftop.requests.words import WORDS, Word
 
 
@@ -40,6 +40,14 @@ class Setting:
     def option(self) -> str:
         """The name without dashes in front, as in errors: batch-seqs."""
         return (self.word.option or self.name.replace("_", "-")).partition("/")[0]
+
+    def of_json(self, value: Any) -> Any:
+        """Read a value in JSON. Raises RooftopError naming the option."""
+        if not self.word.several or isinstance(self.kind, Figures):
+            return self.kind.of_json(value, self.option)
+        if not isinstance(value, list):
+            raise RooftopError(self.option, value, "a list in JSON")
+        return self.kind.gather([self.kind.of_json(entry, self.option) for entry in value])
 
     def plain(self, value: Any) -> Any:
         """A value in JSON. Raises RooftopError naming the option."""
@@ -99,13 +107,16 @@ class Request:
         verb = own.get("verb", cls.verb)
         if verb != cls.verb:
             raise RooftopError("request", f"a request for {verb}", f"one for {cls.verb}")
-        names = [setting.name for setting in cls.settings()]
-        values = {name: value for name, value in own.items() if name != "verb"} | changes
-        for name in values:
-            if name not in names:
-                raise unknown("request", name, names)
-        for setting in cls.settings():
-            if setting.default is MISSING and setting.name not in values:
+        settings = {setting.name: setting for setting in cls.settings()}
+        values = dict[str, object]()
+        for name, value in own.items():
+            if name != "verb" and name not in settings:
+                raise unknown("request", name, settings)
+            if name != "verb" and name not in changes and value is not None:
+                values[name] = settings[name].of_json(value)
+        values |= changes
+        for name, setting in settings.items():
+            if setting.default is MISSING and name not in values:
                 raise RooftopError(setting.option, None, setting.about)
         return cls(**values)
 

@@ -39,9 +39,9 @@ class Simulate(Request):
     """Clients that each wait for an answer, instead of a rate."""
     requests: CountLike | None = None
     """Requests of all clients; 10 for each by default."""
-    prompt: LengthsLike | None = setting(None, kind=Pairs("N"))
+    prompt: LengthsLike | None = setting(None, kind=Pairs("N", numbers=True))
     """Tokens of a prompt: 512, or 128:1024. The plan's by default."""
-    generate: LengthsLike | None = setting(None, kind=Pairs("N"))
+    generate: LengthsLike | None = setting(None, kind=Pairs("N", numbers=True))
     """Tokens of an answer, likewise."""
     burstiness: float | str = 1.0
     """1: Poisson; below it requests come in bursts."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from rooftop.requests.kinds import COUNT, FILE, FOLDER, Kind
+from rooftop.requests.kinds import COUNT, DOCUMENT, FILE, FOLDER, MODEL, Kind
 from rooftop.requests.request import Request, setting
 from rooftop.requests.words import OUTPUT, PARALLELISM
 
@@ -29,10 +29,10 @@ class Train(Request):
     checked_by: ClassVar[str] = "rooftop.train.request:TrainRequest"
 
     plan: TrainingPlan | OfTrainingPlan | Mapping[str, object] | Path | str | None = setting(
-        None, kind=FILE, argument=True, metavar="[PLAN.json]"
+        None, kind=DOCUMENT, argument=True, metavar="[PLAN.json]"
     )
     """A plan.json of rooftop plan train: its model, mesh, batch and numerics."""
-    model: ModelConfig | Path | str | None = setting(None, kind=Kind("MODEL"))
+    model: ModelConfig | Path | str | None = setting(None, kind=MODEL)
     """Without a plan: a preset, a config.json or llama:4M."""
     init: Path | str | None = None
     """Begin with a published checkpoint (safetensors)."""
@@ -143,7 +143,7 @@ class TrainEmbedding(Request):
     verb: ClassVar[str] = "embed train"
     checked_by: ClassVar[str] = "rooftop.embed.train.request:EmbeddingTrainRequest"
 
-    tables: Tables | Path | str = setting(kind=FILE, argument=True)
+    tables: Tables | Path | str = setting(kind=DOCUMENT, argument=True)
     """Tables, or a tables.toml."""
     data: Path | str = setting(kind=FILE, argument=True)
     """Criteo's TSV."""

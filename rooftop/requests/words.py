@@ -12,6 +12,7 @@ from rooftop.requests.kinds import (
     COUNT,
     COUNT_OR_ZERO,
     DEVICES,
+    DOCUMENT,
     DTYPE,
     FILE,
     FLAG,
@@ -84,9 +85,10 @@ def _words(group: str, **kinds: Kind) -> dict[str, Word]:
 #: Group and kind of fields by name. A field with another kind in one verb says so where it is declared.
 WORDS: Mapping[str, Word] = {
     **_words(
-        HARDWARE, model=MODEL, on=HARDWARE_NAME, chips=COUNT, smallest=FLAG, price=Pairs("USD"),
+        HARDWARE, model=MODEL, on=HARDWARE_NAME, chips=COUNT, smallest=FLAG, price=Pairs("USD", numbers=True),
         link=Name("ici", "dcn"), prefill_on=Kind("SLICE"), replicas=COUNT, prefill_servers=COUNT,
-        tables=PATH, plan=PATH, checkpoint=PATH, weights_of=Location("DIR"), shrink=FLAG,
+        tables=Location("path", object_too=True),
+        plan=Location("path", object_too=True), checkpoint=PATH, weights_of=Location("DIR"), shrink=FLAG,
         init=Location("DIR"), as_is=FLAG,
     ),
     **_words(
@@ -114,7 +116,7 @@ WORDS: Mapping[str, Word] = {
         z_loss=NUMBER, balance_loss=NUMBER,
     ),
     **_words(
-        ASSUMPTIONS, assume=Pairs("NAME=SHARE,..."), calibration=FILE, bounds=Name("usable", "book"), mfu=SHARE,
+        ASSUMPTIONS, assume=Kind("NAME=SHARE,..."), calibration=DOCUMENT, bounds=Name("usable", "book"), mfu=SHARE,
         level=Name(*LEVELS),
         engine=Name("vllm", "trtllm"),
     ),
