@@ -43,7 +43,7 @@ OnBatch: TypeAlias = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrainResult(Result):
-    """A run after its last step now, ``step``. ``last`` is the record of that step, None if no step was trained now.
+    """A run and its last step, ``step``. ``last`` is the record of that step, None if this call trained none.
 
     ``stopped_by`` names the signal that stopped it, None if it is done. Losses are in nats a token.
     """

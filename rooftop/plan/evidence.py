@@ -70,8 +70,8 @@ class MeasuredRatio:
     """A published run: the time that was measured over the time that was expected.
 
     ``family`` is 'tpu' or 'gpu', ``model`` the sizes of the model (``model_key``), ``run`` the run's name. ``stray`` is
-    how far the ratio is from the middle of the interval that runs of other models give, not scaled, in halves of its
-    width (``with_strays``); None if they give none.
+    the distance of the ratio from the middle of the interval that runs of other models give, in half widths of that
+    interval before it is scaled (``with_strays``); None without such an interval.
     """
 
     phase: Phase

@@ -70,8 +70,8 @@ class RingSteps:
         """Seconds in which the matmul waits; ``closed`` is 1 where a ring goes both ways round.
 
         XLA:TPU orders a program as if matmuls lasted twice as long as they do: it starts a shard's hop with half of
-        the matmul left, and a sum's hop when the other sum has arrived. This device's own term hides the last hops.
-        Of sums that start ``at_once`` two are under way, and half of the matmul hides the time between both.
+        the matmul left, and a sum's hop when the other sum has arrived. The device's own term hides the
+        last hops. Of sums that start ``at_once`` two are under way, and half of the matmul hides the time between both.
         """
         hops: Number = np.maximum(self.members - 1, 0)
         seconds: Number

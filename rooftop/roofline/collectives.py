@@ -146,8 +146,8 @@ class Price:
 
     def expected_line(self, network: NetworkRates) -> tuple[Number, Number]:
         """Expected seconds of start and hops, and seconds per byte of payload, by the protocol for many bytes."""
-        # An AllReduce of few hops gathers every operand whole. One of few bytes, which is expected, first reduces and
-        # then gathers.
+        # The AllReduce of fewest hops gathers whole operands. The one of fewest bytes, expected here, reduces and then
+        # gathers.
         passes = 2 if self.kind == "all_reduce" else 1
         start_s, share = network.at(self.ranks)
         fixed_s: Number = 0.0

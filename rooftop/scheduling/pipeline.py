@@ -516,7 +516,7 @@ def _lives(table: PipelineTable, at: dict[tuple[int, Task], int], stage: int, bu
 
 
 def _assigned(lives: Iterable[_Life]) -> dict[tuple[int, int], int]:
-    """The lowest free place for each life in turn; one that is read in a slot is free for what is made in it."""
+    """The lowest free place for each life in turn. A place is free again in the slot in which its value is read."""
     slots, free, busy = dict[tuple[int, int], int](), list[int](), list[tuple[int, int]]()
     for key, written, read in sorted(lives, key=lambda life: life[1:]):
         while busy and busy[0][0] <= written:

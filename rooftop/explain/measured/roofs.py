@@ -99,7 +99,7 @@ class Achieved(Record):
 def achieved(measured: Measured, roof: Roofs | None) -> tuple[Achieved, ...]:
     """FLOP/s, HBM bytes/s and bytes/s sent over a whole step, idle time included; without those that no op has.
 
-    The roof of FLOPs is that of the dtype that most of them are in; that of ICI both ports of one axis.
+    The roof of FLOPs is the peak of the most frequent dtype, the roof of ICI both ports of one axis.
     """
     if not measured.step_s:
         return ()

@@ -316,12 +316,12 @@ def _layer_backward(step: TrainingStep) -> Number:
 def _streams_of_mlp(step: TrainingStep, hidden: Number, heads: Number) -> Number:
     """Elements per token of the streams and hidden activations at the peak of a dense layer's backward pass on v5e.
 
-    Sums of gradients end where they begin there: in the MLP's backward pass nothing of the attention block's is there
-    yet. Gathered over tensor it has the inputs of both blocks, the gradient of its output, and partial sums of that of
-    its input. Gradients of the gate and the up projection come after these sums, unless permutes move rows of their
-    padded parts: permutes are asynchronous and begin as early as they can, and then the MLP's input is gone before the
-    sums. Where nothing is gathered over tensor, only the residual streams are there, and attention's output twice.
-    Outputs that a norm follows are summed again, and of layers that take turns the one before has its input: five.
+    On v5e gradient reductions finish inside their own block, so that the MLP's backward pass holds no buffers of the
+    attention block. Where activations are gathered over tensor, it holds the inputs of both blocks, the gradient of its
+    output, and partial sums of its input's gradient. The gradients of gate and up projection come after these sums,
+    unless permutes move rows of their padded parts: permutes are asynchronous and start early, and then the MLP's input
+    is freed before the sums. Where nothing is gathered over tensor, the residual streams remain, and attention's output
+    twice. An output norm adds one more sum; layers that alternate in kind also keep the previous layer's input: five.
     """
     model = step.model
     up = MatmulShape(np.asarray(float(model.d_model)), step.columns(model.d_ff))

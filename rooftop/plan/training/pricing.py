@@ -253,9 +253,9 @@ class _Busy:
 
     ``compute`` by phase and part of the model, and of it by window that in which transfers can hide, the ``room``.
     ``transfers`` by window and by the assumption under which they hide, and then by phase and part; where XLA's order
-    decides, ``parts`` has the seconds of layers in it; ``rings`` has those of rings that nothing hides, and ``alone``
-    those of transfers that no computation is next to. ``staged``: the
-    candidates whose tasks wait for all that they saved to go to the host, and to come back.
+    decides, ``parts`` has the seconds of layers in it. ``rings``: exposed seconds of rings. ``alone``: seconds of
+    transfers without computation next to them. ``staged``: the candidates whose tasks wait until all saved activations
+    have gone to the host, and have come back.
     """
 
     compute: dict[_Owner, Number] = field(default_factory=dict)

@@ -121,8 +121,8 @@ def _layers(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
 def _stacked(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
     """Passes over the stacks of gradients of a stage's layers, as counted in compiled programs.
 
-    The gradients of a task's layers begin as zeros, and where a stage may leave out a layer each layer's are copied
-    into their stack.
+    A task fills the gradients of its layers with zeros first. Where a stage may skip a layer, each layer's gradients
+    are copied into the stack.
     """
     if not np.any(step.staged) or not step.assumptions.own_program or step.slice.chip.kind != "tpu":
         return []

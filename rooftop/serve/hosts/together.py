@@ -92,8 +92,7 @@ class _Heard:
 class Followers:
     """The other processes, seen from the first.
 
-    From other threads ``on_lost`` is called when one of them is lost or silent, and ``on_stop`` when one is told to
-    end.
+    Other threads call ``on_lost`` when a process is lost or silent, and ``on_stop`` when one is asked to end.
     """
 
     def __init__(self, links: Sequence[Link], on_lost: Callable[[str], None], on_stop: Callable[[], None]) -> None:
