@@ -119,7 +119,7 @@ class Validate(Request):
 
     verb: ClassVar[str] = "validate"
 
-    runs: Path | str | None = setting(None, kind=FILE, group=WORKLOAD)
+    runs: Path | str | None = setting(None, kind=PATH, group=WORKLOAD, metavar="FILE")
     """Another table of runs, with the columns of either table that comes with rooftop (CSV)."""
     assume: str | None = None
     """Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md)."""

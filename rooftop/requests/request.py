@@ -176,7 +176,12 @@ def _docs(kind: type) -> dict[str, str]:
 def _classes(source: str) -> dict[str, list[tuple[str, str]]]:
     """Fields and their docstrings by class of a source file."""
     classes = {}
-    for node in ast.parse(Path(source).read_text(encoding="utf-8")).body:
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except OSError:
+        # A package without its sources has no texts of help.
+        return {}
+    for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef):
             classes[node.name] = [
                 (first.target.id, re.sub(r"\s+", " ", second.value.value).strip())

@@ -187,6 +187,7 @@ def test_the_command_plans_the_passes_that_it_proposes(rooftop: Callable[..., An
     written = json.loads(file.read_text())
     jsonschema.validate(written, records.schema(EmbedPlanDocument))
     assert written["workload"]["sample_passes"] == int(passes[0]) and written["memory"]["sums"] > 0
+    assert written.pop("request")["sample_passes"] == int(passes[0])
     assert json.loads(json.dumps(EmbedPlan.from_json(written).to_json())) == written
 
 
