@@ -26,7 +26,6 @@ from rooftop.requests.words import (
     ASSUMPTIONS,
     GROUPS,
     HARDWARE,
-    LEVELS,
     NUMERICS,
     OUTPUT,
     PARALLELISM,
@@ -180,21 +179,6 @@ figure_option = _shared(
 
 batch_samples_option = _shared("--batch-samples", group=WORKLOAD, type=COUNT, help="Samples of a step, on all devices.")
 seq_option = _shared("--seq", "seq_len", group=WORKLOAD, type=COUNT, help="Tokens of a sequence.")
-duration_option = _shared("--duration", group=WORKLOAD, type=TIME, help="Time span of drawn requests: 10m.")
-ttft_option = _shared("--ttft", group=WORKLOAD, type=TIME, help="Target of the time to first token: 500ms.")
-tpot_option = _shared("--tpot", group=WORKLOAD, type=TIME, help="Target of the time per output token: 30ms.")
-concurrency_option = _shared(
-    "--concurrency", group=WORKLOAD, type=COUNT, help="Clients that each wait for an answer, instead of a rate."
-)
-requests_option = _shared(
-    "--requests", group=WORKLOAD, type=COUNT, help="Requests of all clients; 10 for each by default."
-)
-burstiness_option = _shared(
-    "--burstiness", group=WORKLOAD, default="1", type=QUANTITY, help="1: Poisson; below it requests come in bursts."
-)
-hash_tokens_option = _shared(
-    "--hash-tokens", group=WORKLOAD, default="512", type=COUNT, help="Tokens that a hash of a trace stands for."
-)
 mesh_option = _shared("--mesh", group=PARALLELISM, type=AXES, help="Mesh axes and their sizes: fsdp=4,tensor=2.")
 layout_option = _shared("--layout", group=PARALLELISM, metavar="LAYOUT", help="Pin axes to the torus: X=x,Y=y[1:2]+z.")
 dtype_option = _shared("--dtype", group=NUMERICS, type=DTYPE, help="Dtype of arrays without one.")
@@ -202,10 +186,6 @@ assume_option = _shared("--assume", group=ASSUMPTIONS, metavar="NAME=SHARE,...",
 calibration_option = _shared(
     "--calibration", group=ASSUMPTIONS, type=FILE, help="Take the fractions that rooftop calibrate measured (JSON)."
 )
-level_option = _shared(
-    "--level", group=ASSUMPTIONS, type=Name(*LEVELS), help="Peak rates, achievable rates, or the book's."
-)
-
 host_threads_option = _shared("--host-threads", group=RUN, type=COUNT, help="Threads that prepare batches on a host.")
 check_option = _shared("--check", group=RUN, metavar="NAMES", help="Build checks in: nan, bounds, buffers.")
 timeout_option = _shared("--timeout", group=RUN, type=TIME, help="Give up after this time: 10m.")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from rooftop.core.errors import RooftopError
-from rooftop.requests.request import Request
 
 if TYPE_CHECKING:
     import inspect
@@ -25,9 +24,8 @@ class RequestFunction(Generic[_Parameters, _Request, _Watch, _Answer]):
     """
 
     def __init__(self, build: Callable[_Parameters, _Request], run: Callable[..., _Answer]) -> None:
-        self._build: Callable[..., _Request] = build
         #: The class of the requests.
-        self.request = build
+        self.request: Any = build
         self._run = run
         functools.update_wrapper(self, run, assigned=("__module__", "__name__", "__qualname__", "__annotations__"))
         code = getattr(run, "__wrapped__", run).__code__
@@ -39,16 +37,14 @@ class RequestFunction(Generic[_Parameters, _Request, _Watch, _Answer]):
         import inspect
 
         returned = inspect.signature(self._run).return_annotation
-        return inspect.signature(self._build).replace(return_annotation=returned)
+        return inspect.signature(self.request).replace(return_annotation=returned)
 
     @property
     def __doc__(self) -> str:  # type: ignore[override]  # of the function, not of the class
         import inspect
 
         text = inspect.getdoc(self._run) or ""
-        if not (isinstance(self._build, type) and issubclass(self._build, Request)):
-            return text
-        fields = "\n".join(f"    {field.name}: {field.about}" for field in self._build.settings())
+        fields = "\n".join(f"    {field.name}: {field.about}" for field in self.request.settings())
         return f"{text}\n\nArgs:\n{fields}\n"
 
     @overload
@@ -60,10 +56,10 @@ class RequestFunction(Generic[_Parameters, _Request, _Watch, _Answer]):
     def __call__(self, /, *args: Any, **fields: Any) -> Any:
         """Run the request, or the one of these fields. Raises RooftopError for fields next to a request."""
         watch = {name: fields.pop(name) for name in (self._watch,) if name is not None and name in fields}
-        is_request = len(args) == 1 and isinstance(self._build, type) and isinstance(args[0], self._build)
+        is_request = len(args) == 1 and isinstance(args[0], self.request)
         if is_request and fields:
             raise RooftopError("request", f"a request and {', '.join(fields)}", "one of the two")
-        return self._run(args[0] if is_request else self._build(*args, **fields), **watch)
+        return self._run(args[0] if is_request else self.request(*args, **fields), **watch)
 
 
 class _OfRequest(Generic[_Parameters, _Request]):

@@ -66,7 +66,7 @@ class PlanTraining(Request):
     layout: str | None = None
     """Pin axes to the torus: fsdp=x+y,tensor=z[1:4],context=z[4:4]."""
     remat: str | None = None
-    """What is recomputed: none, matmuls, minimal, block, or changes: block,qkv=offload. Searched by default."""
+    """Recomputation policy: none, matmuls, minimal, block, or changes: block,qkv=offload. Searched by default."""
     microbatches: CountLike | None = None
     """Microbatches of a step. Searched by default."""
     collective_matmuls: bool | None = None
@@ -130,7 +130,7 @@ class PlanServing(Request):
     kv_sharing: CountLike = 1
     """Layers that share one KV cache."""
     batching: str | None = setting(None, kind=Name("disaggregated", "interleaved"))
-    """How servers batch. By default disaggregated; both when chips are searched."""
+    """Batching of servers. By default disaggregated; both when chips are searched."""
     mesh: AxesLike | None = None
     """Axes of generation: context=2,tensor=8. Searched by default."""
     prefill_mesh: AxesLike | None = None
@@ -138,7 +138,7 @@ class PlanServing(Request):
     prefill_on: SliceLike | None = None
     """A prefill server, if it is another slice of the same chip."""
     kv_split: str | None = None
-    """What context splits of the cache: sequences (batch) or their tokens (seq). Searched by default."""
+    """Split of the cache over the context axis: by sequences (batch) or tokens (seq). Searched by default."""
     link: str = "dcn"
     """Network between prefill and generate servers."""
     ttft: TimeLike | None = None

@@ -68,9 +68,9 @@ class Serve(Request):
     chunk_tokens: int | None = setting(None, kind=COUNT_OR_ZERO)
     """Most tokens of a step; prompts are prefilled in chunks. 0: whole prompts."""
     batching: str | None = setting(None, kind=Name("interleaved", "disaggregated"))
-    """How requests are batched. [default: interleaved]"""
+    """Batching of requests. [default: interleaved]"""
     preemption: str | None = None
-    """What to do when pages run out. [default: recompute]"""
+    """Preemption of sequences when pages run out. [default: recompute]"""
     draft: Path | None = setting(None, kind=PATH, metavar="MODEL")
     """Smaller model of the same vocabulary that guesses tokens."""
     draft_length: int = 0
@@ -80,7 +80,7 @@ class Serve(Request):
     mesh: Mapping[str, int] | str | None = None
     """Axes on local devices: tensor=4,expert=2. [default: the plan's]"""
     kv_split: str | None = None
-    """What context splits: sequences or their tokens. [default: seq, or the plan's]"""
+    """Split of the cache over the context axis: by sequences or tokens. [default: seq, or the plan's]"""
     compute_dtype: str | None = None
     """bf16 or f32. [default: bf16, on a CPU f32]"""
     weights_dtype: str | None = None

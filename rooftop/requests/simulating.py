@@ -50,7 +50,7 @@ class Simulate(Request):
     hash_tokens: CountLike = 512
     """Tokens that a hash of a trace stands for."""
     batching: str | None = None
-    """How servers batch. The plan's by default."""
+    """Batching of servers. The plan's by default."""
     chunk_tokens: CountLike | None = None
     """Prefill in chunks: most tokens of a step."""
     batch_seqs: CountLike | None = None
@@ -60,9 +60,9 @@ class Simulate(Request):
     prefill_servers: CountLike | None = None
     """Disaggregated: servers that prefill. The plan's."""
     routing: str = "least_loaded"
-    """How requests are spread over servers."""
+    """Routing of requests to servers."""
     preemption: str = "recompute"
-    """What to do when pages run out."""
+    """Preemption of sequences when pages run out."""
     prefix_cache: bool = False
     """Share the KV of prompts that begin alike."""
     host_dram: CountLike | None = setting(None, group=HARDWARE)

@@ -157,7 +157,7 @@ MEANINGS: Mapping[str, str] = {
     "batch_tokens": "Tokens of a step: 4M, 4Mi. Rounded to whole sequences.",
     "draft": "Draft model of speculative decoding.",
     "draft_length": "Tokens that a draft guesses a round.",
-    "batching": "How a server batches requests.",
+    "batching": "Batching of requests.",
     "microbatches": "Microbatches of a step.",
     "schedule": "Schedule of pipeline stages.",
     "chunks": "Model chunks of a stage (interleaved).",
