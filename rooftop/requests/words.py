@@ -151,27 +151,16 @@ WORDS: Mapping[str, Word] = {
 
 #: Meanings of names that verbs share, where a field says more.
 MEANINGS: Mapping[str, str] = {
-    "shrink": "Shrink the plan's mesh to the local devices.",
-    "price": "Dollars per chip-hour, not the list price: 2.5, or h100=2.5,v5p=3.",
     "batch_seqs": "Sequences of a step.",
     "batch_tokens": "Tokens of a step: 4M, 4Mi. Rounded to whole sequences.",
-    "draft": "Draft model of speculative decoding.",
-    "draft_length": "Tokens that a draft guesses a round.",
     "batching": "Batching of requests.",
     "microbatches": "Microbatches of a step.",
-    "schedule": "Schedule of pipeline stages.",
-    "chunks": "Model chunks of a stage (interleaved).",
     "remat": "none, matmuls, minimal, block, or changes: block,qkv=offload.",
     "weights_dtype": "Dtype of the stored weights.",
     "kv_dtype": "Dtype of the KV cache.",
-    "matmul_dtype": "Dtype of the layers' matmuls.",
     "compute_dtype": "Dtype of everything else that is computed.",
     "embeddings_dtype": "Dtype of embedding and unembedding.",
-    "moments_dtype": "Dtype of the optimizer's moments.",
     "weight_group": "Input channels of the weights that share a scale.",
-    "optimizer": "The optimizer.",
-    "bounds": "Usable HBM, or the book's arithmetic.",
     "host_dram": "Memory of a host for KV pages: 400G.",
     "workers": "Worker processes.",
-    "save_every": "Steps between checkpoints.",
 }
