@@ -27,8 +27,8 @@ MOST_LAYERS = 20_000
 #: Executions of a row of the update that are drawn one by one.
 _MOST_UPDATES = 1_000
 _NOTE = (
-    "the plan knows how much of each transfer is hidden, not when it runs: positions are schematic, and hidden parts "
-    "are drawn beside the wait for the rest"
+    "the plan knows how much of each transfer is hidden, not when it runs: positions are illustrative; the hidden part "
+    "of a transfer is drawn next to its exposed part"
 )
 _LAYERS, _EXPERTS = "layers/", "layers/moe/"
 _TASKS = {StageOp.FORWARD: "F", StageOp.BACKWARD: "B", StageOp.WEIGHTS: "W"}
