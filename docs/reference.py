@@ -10,8 +10,10 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,6 +23,8 @@ from rooftop.cli import options
 from rooftop.cli.main import cli
 from rooftop.cli.options import GroupedOption
 from rooftop.core.errors import RooftopError
+from rooftop.frameworks import framework
+from rooftop.frameworks.programs import PROGRAMS
 from rooftop.library.results import Result
 from rooftop.models import ModelConfig, count_params, from_huggingface
 from rooftop.plan.shapes import require_planned
@@ -265,7 +269,67 @@ def _is_planned(model: ModelConfig) -> bool:
     return True
 
 
-PAGES = {"library.md": library_page, "model-types.md": types_page, "options.md": options_page}
+def frameworks_page() -> str:
+    """The page of the frameworks: what each can run, and its settings with their defaults."""
+    text = """# Frameworks
+
+A plan of training is of a program: rooftop's own by default, or that of a framework that people train with.
+
+```
+rooftop plan train llama3-70b --on h100:8x8 --batch-seqs 256 --seq 8192 --framework megatron
+rooftop plan train llama3-8b --on v6e:4x4 --batch-seqs 64 --seq 8192 --framework maxtext --set fused_backward=no
+```
+
+- The search ranges over what the framework can run. Other frameworks than ours do not pad: sizes have to divide.
+- `--release` is a release of the framework, by default the newest below. `--set NAME=VALUE,...` changes a setting; the
+  defaults are those of the framework's recipes for the chip's family, release and kind of model.
+- Benchmark recipes are not training recipes: published runs force balanced routing, reduce gradients in 16 bits and
+  do not check for NaN. Prices are of those.
+- Time, interval and evidence are of one price: published runs of the framework are planned by the same call, with the
+  options of a user ([validate](validate.md)); rooftop's own program has no published runs, and its interval is from
+  published runs that are priced as our program.
+- `rooftop compile`, `train` and `tune` take plans of rooftop's own program only.
+
+The files are in `rooftop/frameworks/data`; each rule names its source. This page is written by `docs/reference.py`.
+
+"""
+    families = tomllib.loads((Path(framework.__file__).with_name("data") / "families.toml").read_text(encoding="utf-8"))
+    text += (
+        "Families of chips: " + "; ".join(f"{name}: {', '.join(chips)}" for name, chips in families.items()) + ".\n\n"
+    )
+    for name in framework.FRAMEWORKS[1:]:
+        data = framework.framework_data(name)
+        text += f"## {name}\n\n{data['about']}. Runs on {' and '.join(map(str.upper, data['chips']))}s. "
+        text += f"Releases: {', '.join(data['releases'])}. A search has the axes {', '.join(data['axes'])}.\n\n"
+        text += "| property | accepted |\n|---|---|\n"
+        text += "".join(f"| {item.name} | {item.accepted} |\n" for item in PROGRAMS[name])
+        text += "\n| setting | meaning | values | default |\n|---|---|---|---|\n"
+        for key, facts in data["setting"].items():
+            defaults = _defaults(data, key)
+            text += f"| `{key}` | {facts['about']} | {framework.accepted_values(facts)} | {defaults} |\n"
+        text += "\n"
+    return text
+
+
+def _defaults(data: Mapping[str, Any], key: str) -> str:
+    """Defaults of a setting, the last rule first: it wins."""
+    words = []
+    for rule in reversed(data["rule"]):
+        if key in rule.get("settings", {}):
+            about = [
+                *rule.get("chips", ()), *([f"from {rule['from']}"] if "from" in rule else rule.get("releases", ())),
+                *([rule["models"]] if "models" in rule else ()), *rule.get("dtypes", ()),
+            ]  # fmt: skip
+            words.append(f"`{rule['settings'][key]}`" + (f" ({', '.join(about)})" if about else ""))
+    return "; ".join(words)
+
+
+PAGES = {
+    "frameworks.md": frameworks_page,
+    "library.md": library_page,
+    "model-types.md": types_page,
+    "options.md": options_page,
+}
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from rooftop.core.records import Record
 from rooftop.explain.compiled.checks import EinsumCheck
 from rooftop.explain.compiled.einsum import check
 from rooftop.hardware import Slice
-from rooftop.library.inputs import axes_of, chip_of, mesh_on, slice_of
 from rooftop.library.results import Result, flat
 from rooftop.requests.function import of_request
+from rooftop.requests.inputs import axes_of, chip_of, mesh_on, slice_of
 from rooftop.requests.likes import RequestJson
 from rooftop.requests.measuring import Matmul
 from rooftop.runs.environment import prefer_cpus, uninterrupted

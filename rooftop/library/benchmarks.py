@@ -29,12 +29,12 @@ from rooftop.core.measurements import MeasuredCollectives
 from rooftop.core.quantities import format_bytes, format_seconds, parse_bytes, parse_count, parse_dtype, parse_quantity
 from rooftop.core.records import Record
 from rooftop.hardware import Calibrated, Slice, slice_sizes
-from rooftop.library.inputs import axes_of, slice_of
 from rooftop.library.results import Result, flat
 from rooftop.library.serving import Progress
 from rooftop.library.simulation import read_serving_plan, targets_of, trace_of
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.requests.function import of_request
+from rooftop.requests.inputs import axes_of, slice_of
 from rooftop.requests.likes import AxesLike, CountLike, RequestJson, SliceLike
 from rooftop.requests.measuring import BenchServing
 from rooftop.roofline.calibration import Calibration, fit, read_calibration

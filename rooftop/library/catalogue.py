@@ -15,7 +15,6 @@ from rooftop.core.records import Record
 from rooftop.hardware import Chip, Slice, catalogue
 from rooftop.hardware.chips import Figure
 from rooftop.hardware.slices import PhysicalAxis
-from rooftop.library.inputs import chip_of, model_of, slice_of
 from rooftop.library.results import Result, flat
 from rooftop.models import (
     ModelConfig,
@@ -29,6 +28,7 @@ from rooftop.models import (
 from rooftop.models.stored import StoredWeights
 from rooftop.plan.evidence import Evidence, Phase, Question, evidence_for
 from rooftop.plan.shapes import require_planned
+from rooftop.requests.inputs import chip_of, model_of, slice_of
 from rooftop.requests.likes import ChipLike, CountLike, ModelLike
 from rooftop.roofline.rates import Rates
 

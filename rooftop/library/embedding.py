@@ -26,7 +26,6 @@ from rooftop.embed.host.limits import (
 )
 from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.embed.host.statistics import Statistics
-from rooftop.library.inputs import calibration_of, slice_of
 from rooftop.library.results import Result, flat
 from rooftop.models.embedding_tables.files import load_tables, tables_from_json
 from rooftop.models.embedding_tables.limits import LARGEST_LIMIT, Limits
@@ -35,6 +34,7 @@ from rooftop.models.embedding_tables.tables import Tables
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.plan.embedding.problem import EmbedProblem, check_passes, stacking_on
 from rooftop.requests.function import of_request
+from rooftop.requests.inputs import calibration_of, slice_of
 from rooftop.requests.planning import PlanEmbedding
 
 if TYPE_CHECKING:

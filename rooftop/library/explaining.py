@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.explain.measured.modules import read_module
 from rooftop.explain.operations import Inferred, Operation, OperationRecord, OperationsRecord, infer, read_operation
-from rooftop.library.inputs import axes_of, calibrated_places, calibration_of, chip_of, seconds_of, training_plan_of
 from rooftop.library.results import Result, flat
 from rooftop.library.serving import Progress
 from rooftop.present.documents import document
 from rooftop.requests.function import of_request
+from rooftop.requests.inputs import axes_of, calibrated_places, calibration_of, chip_of, seconds_of, training_plan_of
 from rooftop.requests.likes import AxesLike, ChipLike, PlanLike, TimeLike
 from rooftop.requests.measuring import Validate
 from rooftop.runs.environment import uninterrupted
@@ -167,8 +167,12 @@ class ValidationResult(Result):
 
     @property
     def _training_rows(self) -> tuple[ComparisonRecord, ...]:
-        runs = self.report.comparisons
-        return tuple(one.record(self.notes[one.run.id], self.reasons.get(one.run.id)) for one in runs)
+        from rooftop.validation.predict import request_of
+
+        return tuple(
+            one.record(request_of(one.run).command, self.notes[one.run.id], self.reasons.get(one.run.id))
+            for one in self.report.comparisons
+        )
 
     @property
     def document(self) -> Document:
@@ -264,7 +268,6 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
     on.
     """
     from rooftop import validation
-    from rooftop.plan.training.assumptions import Assumptions
     from rooftop.validation.engine_runs import is_engine_table
     from rooftop.validation.engines import EngineReport, engine_report
     from rooftop.validation.memory import compare_memory
@@ -277,7 +280,6 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
 
         require_compiler("tpu")
     own, only = calibration_of(request.calibration), request.only
-    assumptions = Assumptions() if request.assume is None else Assumptions().with_hidden(request.assume)
     path = None if request.runs is None else Path(request.runs)
     # Reading takes little time: what is refused is refused before anything is priced.
     of_engines = path is not None and is_engine_table(path)
@@ -296,7 +298,7 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
     plans = []
     for run in (replace(run, slice=runs_of[run.id][0]) for run in published.runs):
         try:
-            prediction = predict(run, assumptions)
+            prediction = predict(run, request.assume)
         except (RooftopError, Infeasible) as error:
             unusable.append(Unusable.unpriced(run, error))
             continue

@@ -9,20 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from rooftop.arrays import Mesh
-from rooftop.arrays.rules import AXES, STAGE_AXES
-from rooftop.core.errors import RooftopError, one_of
+from rooftop.arrays.rules import STAGE_AXES
+from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json, write_text
-from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype, parse_quantity
+from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_quantity
 from rooftop.core.records import field_values
 from rooftop.core.timelines import perfetto, xprof
 from rooftop.hardware import MOST_CHIPS, Chip, Slice, slice_sizes
-from rooftop.library.inputs import axes_of, calibrated_places, chip_of, model_of, priced_places, slice_of
 from rooftop.library.results import Result, ledger_rows
-from rooftop.plan.pricing import BOUNDS, OnProgress
+from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training import answer as training
 from rooftop.plan.training.answer import TrainingAnswer
-from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.comparison import (
     MOST_SEARCHED_CHIPS,
     Aim,
@@ -33,27 +30,21 @@ from rooftop.plan.training.comparison import (
     searched_on,
 )
 from rooftop.plan.training.plan import TrainingPlan
-from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.workload import MOST_TOKENS, Numerics, Workload
 from rooftop.present.documents import document
 from rooftop.requests.function import of_request
+from rooftop.requests.inputs import calibrated_places, chip_of, priced_places, slice_of
 from rooftop.requests.planning import PlanTraining
+from rooftop.requests.problems import training_problem
 from rooftop.roofline.rates import device_stats
-from rooftop.scheduling.pipeline import SCHEDULES
 from rooftop.simulate.pipeline import of_plan
 from rooftop.simulate.planned import planned_lanes
 
 #: The longest run, a century, and the largest budget in dollars: more is a slip of the keyboard.
 LARGEST_DAYS, LARGEST_BUDGET = 36_500, 1e12
-#: Tokens of a sequence by default.
-_SEQ = 4096
-#: Tokens of a step where slices are compared and no batch is given: LLaMA-2's 4 Mi, doubled until a run takes no more
-#: than a million steps, as LLaMA-3's 15 T tokens at 16 Mi.
-_LEAST_BATCH, _MOST_STEPS = 4 * 2**20, 1e6
 
 if TYPE_CHECKING:
     from rooftop.present.document import Document
-    from rooftop.requests.likes import CountLike, SliceLike, SlicesLike
+    from rooftop.requests.likes import SliceLike, SlicesLike
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -147,7 +138,7 @@ def plan_training(request: PlanTraining, on_progress: OnProgress | None = None) 
     if limits.days is not None or limits.budget_usd is not None:
         _require_a_price(places)
     batch_given = request.batch_tokens is not None or request.batch_seqs is not None
-    problem = _problem(request, next(iter(places.values()))[0], comparing=comparing)
+    problem = training_problem(request, next(iter(places.values()))[0], comparing=comparing)
     count = parse_count(request.alternatives, "alternatives")
     if not comparing:
         answer = training.plan_training(problem, alternatives=count, on_progress=on_progress)
@@ -166,52 +157,6 @@ def _limits(request: PlanTraining) -> Limits:
         budget_usd=None if dollars is None else parse_quantity(dollars, "budget", largest=LARGEST_BUDGET),
         chips=None if chips is None else parse_count(chips, "chips", largest=MOST_CHIPS),
     )
-
-
-def _problem(request: PlanTraining, where: Slice, *, comparing: bool) -> Problem:
-    """The problem on a slice, with everything read and checked. Raises RooftopError naming the field that is wrong."""
-    config, mesh, layout, microbatches = model_of(request.model), request.mesh, request.layout, request.microbatches
-    seq = min(_SEQ, config.max_seq_len) if request.seq is None else parse_count(request.seq, "seq")
-    batch_seqs = request.batch_seqs
-    if comparing:
-        for name, value in (("mesh", mesh), ("layout", layout)):
-            if value is not None:
-                raise RooftopError(name, value, "this with one slice, such as --on v5p:16x16x16, and no limits")
-        if request.batch_tokens is None and batch_seqs is None:
-            batch_seqs = max(1, round(_usual_batch(request.tokens) / seq))
-    if mesh is not None and layout is not None:
-        raise RooftopError("layout", layout, "--mesh or --layout, not both: a layout says the sizes too")
-    if layout is not None:
-        mesh = Mesh.from_layout(where, layout)
-    return Problem(
-        model=config,
-        slice=where,
-        workload=_workload(request.batch_tokens, batch_seqs, seq, request.tokens),
-        numerics=Numerics(
-            matmul=parse_dtype(request.matmul_dtype, "matmul-dtype"),
-            weights=parse_dtype(request.weights_dtype, "weights-dtype"),
-            moments=parse_dtype(request.moments_dtype, "moments-dtype"),
-            optimizer=request.optimizer,
-        ),
-        assumptions=Assumptions() if request.assume is None else Assumptions().with_hidden(request.assume),
-        axes=None if mesh is None or isinstance(mesh, Mesh) else axes_of(mesh, AXES),
-        mesh=mesh if isinstance(mesh, Mesh) else None,
-        remat=request.remat,
-        microbatches=None if microbatches is None else parse_count(microbatches, "microbatches"),
-        collective_matmuls=request.collective_matmuls,
-        experts_over_tensor=request.experts_over_tensor,
-        schedule=one_of("schedule", request.schedule, SCHEDULES),
-        chunks=parse_count(request.chunks, "chunks"),
-        bounds=one_of("bounds", request.bounds, BOUNDS),
-    )
-
-
-def _usual_batch(tokens: CountLike | None) -> int:
-    """Tokens of a step of a run of ``tokens``, where none are given."""
-    batch = _LEAST_BATCH
-    while tokens is not None and parse_count(tokens, "tokens") > _MOST_STEPS * batch:
-        batch *= 2
-    return batch
 
 
 def _require_a_price(places: Mapping[str, Sequence[Slice]]) -> None:
@@ -248,23 +193,3 @@ def _places(on: SlicesLike, limits: Limits, smallest: bool) -> tuple[dict[str, l
             raise RooftopError("chips", limits.chips, f"at least the smallest slice of {spec.name}")
         places[spec.name] = sizes
     return places, is_open or len(places) > 1
-
-
-def _workload(
-    batch_tokens: CountLike | None, batch_seqs: CountLike | None, seq: CountLike, tokens: CountLike | None
-) -> Workload:
-    length = parse_count(seq, "seq")
-    if batch_tokens is not None and batch_seqs is None:
-        batch = parse_count(batch_tokens, "batch-tokens")
-    elif batch_seqs is not None and batch_tokens is None:
-        batch = parse_count(batch_seqs, "batch-seqs") * length
-    else:
-        both = None if batch_tokens is None else f"{batch_tokens} and {batch_seqs}"
-        raise RooftopError("batch", both, "one of --batch-tokens and --batch-seqs")
-    if length > MOST_TOKENS:
-        raise RooftopError("seq", length, f"tokens from 1 to {MOST_TOKENS:,}")
-    if batch > MOST_TOKENS:
-        option, count = ("batch-tokens", batch) if batch_seqs is None else ("batch-seqs", batch // length)
-        raise RooftopError(option, count, f"tokens of a step from 1 to {MOST_TOKENS:,}")
-    total = None if tokens is None else float(parse_count(tokens, "tokens"))
-    return Workload.nearest(batch_tokens=batch, seq_len=length, tokens=total)

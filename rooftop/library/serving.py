@@ -23,16 +23,6 @@ from rooftop.core.quantities import (
 )
 from rooftop.core.records import field_values
 from rooftop.hardware import Chip, Slice
-from rooftop.library.inputs import (
-    axes_of,
-    calibrated_places,
-    chip_of,
-    model_of,
-    priced_places,
-    rate_of,
-    seconds_of,
-    slice_of,
-)
 from rooftop.library.results import Result, flat, ledger_rows
 from rooftop.models import ModelConfig
 from rooftop.models.stored import MXFP4_GROUP, KeptWeights
@@ -56,6 +46,16 @@ from rooftop.plan.serving.problem import LINKS, MODES, Mode, ServingProblem
 from rooftop.plan.serving.search import pareto, smallest_slice
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.requests.function import of_request
+from rooftop.requests.inputs import (
+    axes_of,
+    calibrated_places,
+    chip_of,
+    model_of,
+    priced_places,
+    rate_of,
+    seconds_of,
+    slice_of,
+)
 from rooftop.requests.planning import PlanServing
 from rooftop.serve.request import ServeRequest
 

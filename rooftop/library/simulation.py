@@ -17,13 +17,13 @@ from rooftop.core.files import read_json_object, write_text
 from rooftop.core.quantities import format_seconds, parse_bytes, parse_count, parse_quantity
 from rooftop.core.records import read_record
 from rooftop.hardware import MOST_CHIPS
-from rooftop.library.inputs import rate_of, recalibrated, seconds_of
 from rooftop.library.results import Result
 from rooftop.library.serving import Progress, ServingPlanResult
 from rooftop.plan.serving.fleet import RecommendationDocument
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.search import MOST_SEQUENCES
 from rooftop.requests.function import of_request
+from rooftop.requests.inputs import rate_of, recalibrated, seconds_of
 from rooftop.requests.simulating import Simulate
 from rooftop.scheduling.serving.scheduler import Policy, Routing
 from rooftop.simulate.serving import engine as simulator

@@ -1,7 +1,9 @@
 """Evidence for planned times: published runs of a kind, how far off they were planned, and the interval they give.
 
-``evidence.csv`` has a row for each published run that ``rooftop validate`` predicts: measured time over expected time.
-No figure of a plan was chosen with these ratios, so they say how far off the next plan of the kind may be.
+``evidence.csv`` has a row for each published run that ``rooftop validate`` predicts: measured time over the time that
+a plan of its framework expects. No figure of a plan was chosen with these ratios, so they say how far off the next plan
+of the kind may be. rooftop's own program has no published runs: ``own_evidence.csv`` has the same runs priced as our
+program.
 
 The logarithm of a ratio is a sum of effects, each normal: of the place (a phase on a chip), of the framework, of the
 model, of the model in the place, and of the run. The runs of a family and kind of model say how large each effect is
@@ -102,6 +104,11 @@ class MeasuredRatio:
         return 1 / self.ratio - 1
 
     @property
+    def ours(self) -> bool:
+        """False: a published run is not of our program."""
+        return False
+
+    @property
     def cells(self) -> dict[str, str]:
         """The row of ``evidence.csv``."""
         stray = "" if self.stray is None else f"{self.stray:.3f}"
@@ -113,7 +120,8 @@ class MeasuredRatio:
 class Question:
     """A planned time: of ``phase`` on a chip of a ``family``, for a model of a ``kind``.
 
-    ``framework`` runs it. None: our program, which is one more framework where several ran on chips of the family.
+    ``framework`` runs it. None: our program, which is one more framework where several ran on chips of the family; with
+    ``ours`` all runs are priced as our program.
     """
 
     phase: Phase
@@ -123,11 +131,16 @@ class Question:
     seq_len: int
     over_dcn: bool
     framework: str | None = None
+    ours: bool = False
 
     @classmethod
     def of(cls, phase: Phase, model: ModelConfig, where: Slice, seq_len: int) -> Question:
         """The question that a plan of ``model`` on a slice answers."""
         return cls.about(phase, model, where.chip, seq_len, over_dcn=where.over_dcn)
+
+    def priced_as(self, framework: str | None) -> Question:
+        """The question of a plan that is priced as a framework's program; None: as our own."""
+        return replace(self, framework=framework, ours=framework is None)
 
     @classmethod
     def about(cls, phase: Phase, model: ModelConfig, chip: Chip, seq_len: int, *, over_dcn: bool = False) -> Question:
@@ -162,7 +175,8 @@ def measured_ratio(
 ) -> MeasuredRatio:
     """The ratio of a run that was measured and expected in seconds."""
     ratio = measured_s / expected_s
-    fields = {**vars(question), "framework": framework}
+    fields = {**field_values(question), "framework": framework}
+    del fields["ours"]
     return MeasuredRatio(**fields, model=model_key(model), ratio=ratio, run=run)
 
 
@@ -175,6 +189,7 @@ class Evidence(Record):
     runs then say how far whole steps stray.
     ``factor`` are the 5th and 95th percentile of measured / expected; ``mean_error`` and ``mean_absolute_error`` are of
     expected / measured - 1. ``unlike`` says in which way the plan is outside the evidence, which widens the interval.
+    With ``ours`` the runs are of other programs, priced as rooftop's.
     """
 
     level: Level
@@ -187,6 +202,7 @@ class Evidence(Record):
     factor: tuple[float, float] | None
     unlike: tuple[str, ...]
     calibrated_by: str | None = None
+    ours: bool = False
 
     @derived
     def text(self) -> str:
@@ -201,8 +217,8 @@ class Evidence(Record):
         assert self.mean_absolute_error is not None
         models = "1 model" if self.models == 1 else f"{self.models} models"
         text = (
-            f"{self.subject}: {models}, {', '.join(self.frameworks)}; expected times are "
-            f"{self.mean_absolute_error:.1%} off on average"
+            f"{self.subject}: {models}, {', '.join(self.frameworks)}{', priced as our program' if self.ours else ''}; "
+            f"expected times are {self.mean_absolute_error:.1%} off on average"
         )
         return "; ".join((text, *self.unlike))
 
@@ -300,7 +316,7 @@ def model_key(model: ModelConfig) -> str:
 
 @cache
 def measured_ratios(name: str = "evidence.csv") -> tuple[MeasuredRatio, ...]:
-    """The rows of ``evidence.csv``, or of ``engine_evidence.csv``: benchmarks of engines."""
+    """The rows of ``evidence.csv``, of ``own_evidence.csv``, or of ``engine_evidence.csv``: benchmarks of engines."""
     with Path(__file__).with_name(name).open(encoding="utf-8", newline="") as file:
         return tuple(
             MeasuredRatio(
@@ -330,7 +346,8 @@ def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = No
     Runs of its phase, chip and kind of model count; those of other chips and phases help to say how far runs stray.
     """
     if ratios is None:
-        ratios = measured_ratios("engine_evidence.csv" if question.under_load else "evidence.csv")
+        name = "engine_evidence.csv" if question.under_load else "own_evidence.csv" if question.ours else "evidence.csv"
+        ratios = measured_ratios(name)
     own = [one for one in ratios if one.category == question.category]
     return _scaled(_unscaled(question, ratios, _unlike(question, own, ratios)), _strays(own))
 
@@ -369,8 +386,6 @@ def _unscaled(question: Question, ratios: Sequence[MeasuredRatio], unlike: Seque
     low, high = _effects(family, question.kind).percentiles(
         question.place, question.framework, len(unlike), over_dcn=question.over_dcn
     )
-    if question.framework is None:
-        unlike = (*unlike, "they are priced as their frameworks run them")
     return _evidence(question, own, (math.exp(low), math.exp(high)), unlike)
 
 
@@ -387,6 +402,8 @@ def _unlike(question: Question, own: Sequence[MeasuredRatio], ratios: Sequence[M
         own = [one for one in ratios if one.phase == question.phase]
     if own and question.seq_len > _LONGER * (longest := max(one.seq_len for one in own)):
         unlike.append(f"none longer than {longest:,} tokens")
+    if own and question.framework is not None and all(one.framework != question.framework for one in own):
+        unlike.append(f"none of {question.framework}")
     if own and question.over_dcn and not any(one.over_dcn for one in own):
         unlike.append("none over nodes" if question.family == "gpu" else "none over DCN")
     return tuple(unlike)
@@ -405,6 +422,7 @@ def _evidence(
         mean_absolute_error=fmean(abs(one.error) for one in own),
         factor=factor,
         unlike=tuple(unlike),
+        ours=question.ours,
     )
 
 

@@ -85,6 +85,7 @@ PlanLike: TypeAlias = "TrainingPlan | EmbedPlan | OfPlan | Mapping[str, object] 
 CalibrationLike: TypeAlias = "Calibrated | OfFractions | Mapping[str, object] | Path | str"
 #: Mesh axes and their sizes: a mapping, or 'fsdp=4,tensor=2'.
 AxesLike: TypeAlias = Mapping[str, int] | str
+SettingsLike: TypeAlias = Mapping[str, str] | str
 #: Seconds, or a time with its unit: '500ms'.
 TimeLike: TypeAlias = float | str
 #: Dollars per chip-hour: of the chip that is asked for, or by chip: 'h100=2.5,v5p=3'.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ModelLike,
         PriceLike,
         ServersLike,
+        SettingsLike,
         SliceLike,
         SlicesLike,
         TablesLike,
@@ -61,6 +62,12 @@ class PlanTraining(Request):
     """Days for all tokens: recommend the cheapest slice in time."""
     budget: float | str | None = None
     """Dollars for all tokens: recommend the fastest slice: 20M."""
+    framework: str = "rooftop"
+    """The program to plan: rooftop's own, or that of a framework that trains on the chip."""
+    release: str | None = None
+    """Release of the framework. By default the newest that is known."""
+    framework_settings: SettingsLike | None = setting(None, option="set")
+    """Settings of the framework: cuda_graphs=layer,dispatcher=deepep. By default those of its recipes for the chip."""
     mesh: AxesLike | Mesh | None = None
     """Sizes of axes: fsdp=1024,tensor=4. Searched by default."""
     layout: str | None = None
@@ -73,8 +80,8 @@ class PlanTraining(Request):
     """Overlap dense matmuls with their collectives over tensor. Searched by default."""
     experts_over_tensor: bool | None = None
     """Deal out whole experts over tensor, in place of their columns. Searched by default."""
-    schedule: str = "eager_1f1b"
-    """Schedule of pipeline stages."""
+    schedule: str | None = None
+    """Schedule of pipeline stages. By default eager_1f1b, of other frameworks 1f1b; interleaved with chunks."""
     chunks: CountLike = 1
     """Model chunks of a stage (interleaved)."""
     matmul_dtype: str = "bf16"

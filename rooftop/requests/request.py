@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -94,6 +95,26 @@ class Request:
             if default in (MISSING, None) or written != setting.plain(default):
                 data[setting.name] = written
         return data
+
+    @property
+    def command(self) -> str:
+        """The command line that asks for it; with ``--request FILE`` where a value is an object, not a text."""
+        data, words, options = self.to_json(), ["rooftop", *self.verb.split()], list[str]()
+        if any(isinstance(value, (dict, list)) for value in data.values()):
+            return shlex.join([*words, "--request", "FILE"])
+        for setting in self.settings():
+            if setting.name not in data:
+                continue
+            value = data[setting.name]
+            if setting.is_argument:
+                words.append(str(value))
+            elif isinstance(value, bool):
+                options.append(
+                    f"--{setting.option if value else setting.word.option.partition('/')[2] or f'no-{setting.option}'}"
+                )
+            else:
+                options += [f"--{setting.option}", f"{value:g}" if isinstance(value, float) else str(value)]
+        return shlex.join([*words, *options])
 
     @classmethod
     def from_json(cls, data: Mapping[str, object], **changes: object) -> Self:

@@ -37,6 +37,7 @@ from rooftop.requests.kinds import (
 #: Headings under which ``--help`` shows options, in this order; options without a heading come last.
 HARDWARE = "Model and hardware"
 WORKLOAD = "Workload"
+FRAMEWORK = "Framework"
 PARALLELISM = "Parallelism"
 NUMERICS = "Numerics"
 ASSUMPTIONS = "Assumptions"
@@ -45,9 +46,12 @@ RUN = "Run"
 SERVER = "Server"
 PROCESSES = "Processes"
 OUTPUT = "Output"
-GROUPS = (HARDWARE, WORKLOAD, PARALLELISM, NUMERICS, ASSUMPTIONS, CACHE, RUN, SERVER, PROCESSES, OUTPUT)
+GROUPS = (
+    HARDWARE, WORKLOAD, FRAMEWORK, PARALLELISM, NUMERICS, ASSUMPTIONS, CACHE, RUN, SERVER, PROCESSES, OUTPUT,
+)  # fmt: skip
 
 #: Names that fields accept, in the words of the modules that read them; tests hold them equal.
+FRAMEWORKS = ("rooftop", "maxtext", "megatron", "torchtitan")
 SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved", "zero_bubble")
 OPTIMIZERS = ("adamw", "adam", "lion", "muon", "adafactor", "sgd")
 BATCHINGS = ("static", "interleaved", "disaggregated")
@@ -100,6 +104,9 @@ WORDS: Mapping[str, Word] = {
         routing=Name("round_robin", "least_loaded", "affinity"), preemption=Name("recompute", "swap"),
         prefix_cache=FLAG, max_model_len=COUNT, data=PATH, field=Kind("NAME"), tokenizer=PATH, vocab=COUNT,
         hold_out=NUMBER, evaluate=FILE, seq_len=COUNT, dims=Sizes(),
+    ),
+    **_words(
+        FRAMEWORK, framework=Name(*FRAMEWORKS), release=Kind("VERSION"), framework_settings=Pairs("NAME=VALUE,..."),
     ),
     **_words(
         PARALLELISM, mesh=AXES, layout=Kind("LAYOUT"), remat=Kind("POLICY"), microbatches=COUNT,

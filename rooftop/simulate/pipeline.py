@@ -160,8 +160,8 @@ def _sizes(plan: TrainingPlan) -> dict[str, int]:
 
 
 def lockstep_s(plan: TrainingPlan) -> float:
-    """Seconds of a plan's passes if stages pass from slot to slot together, as those of the program do."""
-    assumptions = replace(plan.problem.assumptions, own_program=True)
+    """Seconds of a plan's passes if stages pass from slot to slot together, as those of our program do."""
+    assumptions = replace(plan.problem.assumed, own_program=True)
     rows = replace(plan, problem=replace(plan.problem, assumptions=assumptions)).ledger
     return sum(float(row.count * row.expected_s) for row in rows if row.phase != "update")
 

@@ -135,8 +135,10 @@ class TrainRequest(Train):
         elif isinstance(self.plan, Mapping):
             content = self.plan
         else:
-            return (self.plan if isinstance(self.plan, TrainingPlan) else self.plan.plan).to_json()
-        TrainingPlan.from_json(content)
+            plan = self.plan if isinstance(self.plan, TrainingPlan) else self.plan.plan
+            plan.require_ours()
+            return plan.to_json()
+        TrainingPlan.from_json(content).require_ours()
         return content
 
     @cached_property

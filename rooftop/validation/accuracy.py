@@ -57,12 +57,13 @@ class Compared:
 class ComparisonRecord(Record):
     """A run of training next to its predictions, in seconds per step, bytes and tokens. None: not known.
 
-    ``error`` is predicted / measured - 1 by level; ``measured_from`` names the published metric, and ``assumed`` says
-    how the table was read.
+    ``command`` is the command line of the plan; ``error`` is predicted / measured - 1 by level; ``measured_from`` names
+    the published metric, and ``assumed`` says how the table was read.
     """
 
     id: str
     source: str
+    command: str
     model: str
     slice: str
     over_dcn: bool
@@ -108,12 +109,16 @@ class Comparison(Compared):
         """'calibrated', or 'uncalibrated' where there is no calibration."""
         return "uncalibrated" if self.calibrated_s is None else "calibrated"
 
-    def record(self, notes: Sequence[str] = (), reason: str | None = None) -> ComparisonRecord:
-        """The run and its predictions as they are written, with ``notes`` and the ``reason`` for its error."""
+    def record(self, command: str, notes: Sequence[str] = (), reason: str | None = None) -> ComparisonRecord:
+        """The run and its predictions as they are written, with ``notes`` and the ``reason`` for its error.
+
+        ``command`` is the command line that plans it.
+        """
         run = self.run
         return ComparisonRecord(
             id=run.id,
             source=run.source,
+            command=command,
             model=run.model.name,
             slice=run.slice.name,
             over_dcn=run.over_dcn,

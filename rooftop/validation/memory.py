@@ -16,11 +16,10 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.core.records import Record
 from rooftop.plan.evidence import model_key
 from rooftop.plan.pricing import scalar
-from rooftop.plan.training.memory import saved_bytes
 from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.states import stored_weights
 from rooftop.validation.accuracy import Errors
 from rooftop.validation.readings import source_facts
-from rooftop.validation.reserves import reserved_memory
 from rooftop.validation.runs import PublishedRun
 
 _STATE = ("weights", "optimizer")
@@ -42,9 +41,6 @@ STATISTICS: tuple[str, ...] = ("xla_temp", "xla_total")
 #: 5th and 95th percentile of that figure over the heap, in train steps compiled by libtpu 0.0.42.1
 #: (bench/evidence/temporaries.py).
 STATISTICS_OVER_HEAP = (1.05, 1.50)
-#: Bytes of a parameter of Megatron-LM's distributed optimizer with bf16 parameters and f32 gradients; the optimizer's
-#: are split over data parallelism (docs/source/api-guide/dist_optimizer.md: 6 + 12/d).
-_DISTRIBUTED = {"weights": 2.0, "gradients": 4.0, "optimizer": 12.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,35 +126,19 @@ def compare_memory(predicted: Sequence[tuple[PublishedRun, TrainingPlan]]) -> Me
 
 
 def planned_memory(run: PublishedRun, plan: TrainingPlan) -> dict[str, float]:
-    """Bytes of a device by class, with the state as the framework of the run keeps it (``state`` of readings.toml).
+    """Bytes of a device by class; ``copies`` of weights apart, which a step makes.
 
-    'xla': as planned. 'distributed_optimizer': Megatron-LM's. 'reserved': what PyTorch's allocator has for torchtitan.
-    'float32': gradients have the dtype of stored weights, by which the program differentiates. ``unused_parameters`` of
-    a model are stored and updated all the same.
+    ``state`` of readings.toml is 'float32' where gradients have the dtype of stored weights, by which the program
+    differentiates. ``unused_parameters`` of a model are stored and updated all the same.
     """
-    memory, step = dict(plan.memory), plan.step
-    parts = {name: scalar(part) for name, part in step.held_parameters.items()}
-    stored = parts | {"experts": parts["experts"] * scalar(step.lane_padding)}
-    weights = dtype_bytes(plan.problem.numerics.weights) * sum(stored.values())
+    memory, weights, numerics = dict(plan.memory), scalar(stored_weights(plan.step)), plan.problem.numerics
     memory |= {"weights": weights, "copies": memory["weights"] - weights}
     facts = source_facts(run.source)
-    state = facts.get("state", "xla")
     unused = facts.get("unused_parameters", 0) / plan.mesh.size("fsdp", "tensor", "expert", *STAGE_AXES)
-    memory["weights"] += unused * dtype_bytes(plan.problem.numerics.weights)
-    memory["optimizer"] += unused * plan.problem.numerics.optimizer_bytes
-    if state == "float32":
-        memory["gradients"] *= dtype_bytes(plan.problem.numerics.weights) / plan.problem.numerics.gradient_bytes
-    if state == "reserved":
-        return reserved_memory(run, plan)
-    if state == "distributed_optimizer":
-        if plan.mesh.size(*STAGE_AXES) > 1:
-            # The first stage has the embedding and the last one the unembedding; our program takes a microbatch out of
-            # the buffer of all.
-            parts["vocab"] /= 1 if run.model.tied_embeddings else 2
-            memory["activations"] = scalar(saved_bytes(step, "save"))
-        elements = sum(parts.values())
-        memory |= {name: size * elements for name, size in _DISTRIBUTED.items()} | {"copies": 0.0}
-        memory["optimizer"] /= plan.mesh.size("data", "fsdp", "context")
+    memory["weights"] += unused * dtype_bytes(numerics.weights)
+    memory["optimizer"] += unused * numerics.optimizer_bytes
+    if facts.get("state") == "float32":
+        memory["gradients"] *= dtype_bytes(numerics.weights) / numerics.gradient_bytes
     return memory
 
 

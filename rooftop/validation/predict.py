@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
-from rooftop.arrays.rules import BATCH_AXES, COLUMN_AXES, STAGE_AXES, ways
+from rooftop.arrays.rules import BATCH_AXES, STAGE_AXES, ways
 from rooftop.core.errors import RooftopError
-from rooftop.plan.training.assumptions import Assumptions, Framework
+from rooftop.plan.training.answer import search_of
 from rooftop.plan.training.plan import TrainingPlan
-from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.search import sweep
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.requests.inputs import slice_of
+from rooftop.requests.planning import PlanTraining
+from rooftop.requests.problems import training_problem
 from rooftop.validation.names import readings
 from rooftop.validation.runs import PublishedRun
+
+if TYPE_CHECKING:
+    from rooftop.requests.likes import SliceLike
 
 #: Remat policies as published -> ours. Megatron's ``selective`` recomputes the attention core alone; torchtitan's
 #: keeps the outputs of matmuls.
@@ -31,77 +35,78 @@ _CHECKPOINTS = {"layer_input": "layer_input", "qkv": "qkv", "out_proj": "attn_ou
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Seconds per step: the lower bound and the uncalibrated expectation; ``notes`` say what was assumed."""
+    """Seconds per step: the lower bound and the uncalibrated expectation; ``notes`` say what was assumed.
 
+    ``request`` is what a user would ask for the same plan.
+    """
+
+    request: PlanTraining
     bound_s: float
     uncalibrated_s: float
     notes: tuple[str, ...]
     plan: TrainingPlan
 
 
-def predict(run: PublishedRun, assumptions: Assumptions | None = None) -> Prediction:
-    """Plan ``run`` as published. Raises RooftopError if it has a strategy that cannot be planned."""
+def predict(run: PublishedRun, assume: str | None = None) -> Prediction:
+    """Plan ``run`` as published, with the shares ``assume`` that hide.
+
+    Raises RooftopError if it has a strategy that cannot be planned.
+    """
     notes: list[str] = []
-    facts, hidden = run.facts, (assumptions or Assumptions()).hidden
-    if facts.get("hides_exchange"):
-        hidden = {"all_to_all": 1.0, **hidden}
-    problem = Problem(
-        model=run.model,
-        slice=run.slice,
-        workload=Workload(batch_tokens=run.batch_tokens, seq_len=run.seq_len),
-        numerics=_numerics(run),
-        # Stages of published runs go on as soon as they can.
-        assumptions=replace(
-            assumptions or Assumptions(),
-            hidden=hidden,
-            attention=facts.get("attention", "flash"),
-            own_program=False,
-            narrow_gradients=facts.get("narrow_gradients", False),
-            fused_attention_gradients=facts.get("fused_attention_gradients", False),
-            attention_kernels=facts.get("attention_kernels"),
-        ),
-        framework=_program(run),
-        axes=run.mesh,
-        # A policy that was not published is searched, as its user would.
-        remat=None if run.remat.policy is None else _remat(run),
-        microbatches=_microbatches(run, notes),
-        collective_matmuls=facts.get("collective_matmuls"),
-        experts_over_tensor=_deals_out_experts(run),
-        schedule="interleaved" if (run.interleave or 1) > 1 else "1f1b",
-        chunks=run.interleave or 1,
-    )
-    candidates = sweep(problem)
-    plan = candidates.plan(candidates.best)
+    request = replace(request_of(run, notes), assume=assume)
+    plan = planned(request)
     if run.mesh is None:
         notes.append(f"no sharding published: searched, {plan.mesh.layout}")
     if run.remat.policy is None:
         notes.append(f"no remat policy published: searched, {plan.choice.remat}")
     if not plan.fits:
-        notes.append(f"by our count it needs {plan.memory_bytes / problem.capacity:.2f} of the memory of a device")
-    return Prediction(bound_s=max(plan.lower_s.values()), uncalibrated_s=plan.expected_s, notes=tuple(notes), plan=plan)
+        needed = plan.memory_bytes / plan.problem.capacity
+        notes.append(f"by our count it needs {needed:.2f} of the memory of a device")
+    return Prediction(
+        request=request,
+        bound_s=max(plan.lower_s.values()),
+        uncalibrated_s=plan.expected_s,
+        notes=tuple(notes),
+        plan=plan,
+    )
 
 
-def _program(run: PublishedRun) -> Framework:
-    """The program of the run's framework: an eager one where kernels are fused by a compiler that was not used."""
-    program = dict(run.facts["program"])
-    if program.get("kernels") == "compiled":
-        program["kernels"] = "fused" if run.compiled else "eager"
-    program["graphs"] = tuple(program.get("graphs", ()))
+def request_of(run: PublishedRun, notes: list[str] | None = None) -> PlanTraining:
+    """The plan that somebody would ask for to run as ``run`` did. What it assumes is added to ``notes``."""
+    facts, release = run.facts, run.facts.get("release", run.source.rpartition(" ")[2])
+    settings = dict(facts.get("settings", {}))
+    if facts.get("program") == "torchtitan":
+        settings["compile"] = "yes" if run.compiled else "no"
     if run.remat.capacity is not None:
-        program["capacity"] = run.remat.capacity
-    program["group_rows"] = tuple(map(tuple, program.get("group_rows", ())))
-    return Framework(**program)
+        settings["capacity"] = f"{run.remat.capacity:g}"
+    chunks = run.interleave or 1
+    return PlanTraining(
+        model=run.model,
+        on=run.slice,
+        batch_seqs=run.batch_seqs,
+        seq=run.seq_len,
+        framework=facts.get("program", "rooftop"),
+        release=release if "program" in facts else None,
+        framework_settings=settings or None,
+        mesh=run.mesh,
+        # A policy that was not published is searched, as its user would.
+        remat=None if run.remat.policy is None else _remat(run),
+        microbatches=_microbatches(run, [] if notes is None else notes),
+        chunks=chunks,
+        matmul_dtype=run.dtype,
+    )
 
 
-def _deals_out_experts(run: PublishedRun) -> bool | None:
-    """True if tensor parallelism is known to leave experts whole; None: it is searched, or there is nothing to deal."""
-    asked = run.model.moe is not None and ways(run.mesh or {}, *COLUMN_AXES) > 1
-    return run.facts.get("experts_over_tensor") if asked else None
+def as_ours(request: PlanTraining) -> PlanTraining:
+    """The same job, asked of rooftop's own program."""
+    return replace(request, framework="rooftop", release=None, framework_settings=None)
 
 
-def _numerics(run: PublishedRun) -> Numerics:
-    half = "f16" if run.dtype == "f16" else "bf16"
-    return Numerics(compute=half, gradients=half, matmul=run.dtype)
+def planned(request: PlanTraining) -> TrainingPlan:
+    """The best plan of a request on one slice: that which ``plan_training`` answers."""
+    problem = training_problem(request, slice_of(cast("SliceLike", request.on)))
+    candidates = search_of(problem)
+    return candidates.plan(candidates.best)
 
 
 def _remat(run: PublishedRun) -> str:
@@ -119,7 +124,10 @@ def _remat(run: PublishedRun) -> str:
     return _POLICIES[run.remat.policy]
 
 
-def _microbatches(run: PublishedRun, notes: list[str]) -> int:
+def _microbatches(run: PublishedRun, notes: list[str]) -> int | None:
+    """Microbatches of a step; None, where they are searched as the mesh is."""
+    if run.mesh is None and run.microbatch_seqs is None:
+        return None
     mesh = run.mesh or {}
     replicas = ways(mesh, *BATCH_AXES)
     if run.microbatch_seqs is not None:

@@ -58,17 +58,17 @@ def source_facts(name: str) -> Mapping[str, Any]:
 def run_facts(row: TableRow) -> Mapping[str, Any]:
     """Facts about a run: its source's, and those of each [[recipe]] whose ``source``, ``model``... are the row's.
 
-    ``program`` has the fields of ``rooftop.plan.training.assumptions.Framework``, ``mesh`` the devices by axis where
-    the columns do not say. ``strategy`` has fields of a run which the columns say otherwise.
+    ``program`` is the framework, ``settings`` those of it that recipes set beyond its defaults, ``mesh`` the devices by
+    axis where the columns do not say. ``strategy`` has fields of a run which the columns say otherwise.
     """
     facts = dict(source_facts(row.required("source")))
-    program = dict(readings()["program"].get(facts.get("program"), {}))
+    settings = dict(facts.get("settings", {}))
     for recipe in readings()["recipe"]:
         if _matches(recipe, row):
-            program |= recipe.get("program", {})
+            settings |= recipe.get("settings", {})
             assumed = (*facts.get("assumed", ()), *recipe.get("assumed", ()))
             facts |= {name: value for name, value in recipe.items() if name not in _MATCHED} | {"assumed": assumed}
-    return facts | {"program": program}
+    return facts | {"settings": settings}
 
 
 def _matches(recipe: Mapping[str, Any], row: TableRow) -> bool:
@@ -171,6 +171,8 @@ def read_model(row: TableRow, seq_len: int) -> tuple[ModelConfig, tuple[str, ...
             if row.count(column) not in accepted:
                 raise row.error(column, f"{getattr(config, column)}, as in the preset {preset}, or every size stated")
         return config, (f"architecture of the preset {preset}",)
+    if (named := _preset_with_sizes(row, preset)) is not None:
+        return named, ()
     assumed = []
     matrices = row.count("mlp_matrices")
     tied = row.choice("tied_embeddings", {"yes": True, "no": False})
@@ -193,6 +195,26 @@ def read_model(row: TableRow, seq_len: int) -> tuple[ModelConfig, tuple[str, ...
         return ModelConfig(**fields), tuple(assumed)
     except RooftopError as error:
         raise RooftopError(row.field(error.field), error.given, error.accepted) from None
+
+
+def _preset_with_sizes(row: TableRow, name: str) -> ModelConfig | None:
+    """The preset ``name`` if it has every size that the row states; None if there is none."""
+    try:
+        config = load_model(name)
+    except RooftopError:
+        return None
+    moe = config.moe
+    sizes = {column: getattr(config, column) for column in _ARCHITECTURE}
+    sizes |= {"mlp_matrices": config.mlp_matrices}
+    if moe is not None:
+        sizes |= {"d_ff": moe.d_ff, "experts": moe.experts, "active_experts": moe.active}
+    stated = {column: row.count(column) for column in (*_ARCHITECTURE, "mlp_matrices", "experts", "active_experts")}
+    tied = row.choice("tied_embeddings", {"yes": True, "no": False})
+    # Published logs count attention in full, also for models whose layers have windows.
+    differs = bool(config.layer_windows) or any(
+        count is not None and count != sizes.get(column) for column, count in stated.items()
+    )
+    return None if differs or tied not in (None, config.tied_embeddings) else config
 
 
 def require_room(row: TableRow, column: str, model: ModelConfig, numerics: ServingNumerics, on: Slice) -> None:

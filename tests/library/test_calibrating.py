@@ -21,9 +21,9 @@ from rooftop.core.measurements import CalibrationPoint
 from rooftop.core.records import read_record, schema
 from rooftop.explain.measured.terms import corrected, timed_terms
 from rooftop.hardware import Calibrated, CollectiveFit, MatmulFit, Slice, chip
-from rooftop.library.inputs import recalibrated
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.profile.microbench import calibration as bench
+from rooftop.requests.inputs import recalibrated
 from rooftop.roofline.achievable import attention_seconds, fractions, matmul_fraction
 from rooftop.roofline.calibration import Calibration, MeasuredRun, RunTerm, fit
 from rooftop.roofline.collectives import price

@@ -15,6 +15,8 @@ from scipy.optimize import brentq
 from scipy.stats import multivariate_normal, norm
 
 import rooftop
+from rooftop.hardware import Slice
+from rooftop.models import load_model
 from rooftop.plan.evidence import (
     DEVIATIONS,
     Category,
@@ -30,6 +32,7 @@ from rooftop.plan.evidence import (
     with_strays,
 )
 from rooftop.validation.accuracy import training_ratios
+from rooftop.validation.predict import as_ours, planned, request_of
 from rooftop.validation.serving import serving_ratios
 
 
@@ -86,6 +89,11 @@ def test_the_file_is_of_todays_predictions() -> None:
         # The file has four decimals.
         assert written[one.run].ratio == pytest.approx(one.ratio, abs=1e-4), one.run
         assert written[one.run].cells | {"ratio": "", "stray": ""} == one.cells | {"ratio": ""}
+    ours = {one.run: one.ratio for one in measured_ratios("own_evidence.csv")}
+    assert ours.keys() == written.keys()
+    for run in (one.run for one in compared[::9]):
+        expected_s = planned(as_ours(request_of(run))).expected_s
+        assert ours[run.id] == pytest.approx(run.step_s / expected_s, abs=1e-4), run.id
 
 
 @pytest.mark.parametrize("name", ["evidence.csv", "engine_evidence.csv"])
@@ -192,8 +200,8 @@ def test_a_framework_that_ran_has_a_narrower_interval_than_our_programs() -> Non
     ours, known, new = (
         evidence_for(_question(framework=framework), ratios) for framework in (None, "MaxText", "never seen")
     )
-    assert _width(known) < _width(ours) == pytest.approx(_width(new))
-    assert ours.unlike != known.unlike == ()
+    assert _width(known) < _width(ours) < _width(new)
+    assert (ours.unlike, known.unlike, new.unlike) == ((), (), ("none of never seen",))
     # Left out is the model of a published run, not its framework.
     run = _ratio(model="left out")
     assert left_out_evidence([*ratios, run])[-1].factor == known.factor
@@ -245,8 +253,17 @@ def test_frameworks_that_differ_widen_the_interval() -> None:
     )
     for kind in ("dense", "experts"):
         assert _width(evidence_for(_question(kind=kind), differing)) > _width(evidence_for(_question(kind=kind), alike))
-    assert evidence_for(_question(), differing).unlike == ("they are priced as their frameworks run them",)
-    assert evidence_for(_question(), _FOUR).unlike == ()
+
+
+def test_our_program_has_the_evidence_of_runs_that_are_priced_as_it() -> None:
+    model, where = load_model("llama3-8b"), Slice.parse("h100:8")
+    question = Question.of("train", model, where, 8192)
+    ours, theirs = (evidence_for(question.priced_as(name)) for name in (None, "Megatron Core"))
+    assert ours.runs == theirs.runs
+    assert "priced as our program" in ours.text
+    assert "priced as our program" not in theirs.text
+    assert ours.mean_absolute_error != theirs.mean_absolute_error
+    assert "none of torchtitan" in evidence_for(question.priced_as("torchtitan")).text
 
 
 def test_more_models_narrow_the_interval() -> None:

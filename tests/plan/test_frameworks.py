@@ -12,10 +12,12 @@ import pytest
 from rooftop.arrays import parse_axes
 from rooftop.core.errors import RooftopError
 from rooftop.core.scopes import Phase
+from rooftop.frameworks.framework import Framework
+from rooftop.frameworks.habits import Habits
+from rooftop.frameworks.launches import LayerKernels
 from rooftop.hardware import Slice
 from rooftop.models import load_model
-from rooftop.plan.launches import LayerKernels
-from rooftop.plan.training.assumptions import Assumptions, Framework
+from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
@@ -24,14 +26,14 @@ from rooftop.roofline.achievable import fractions
 from rooftop.roofline.rules import distinct_parts
 
 
-def planned(model: str, on: str, axes: str, framework: Framework, **more: object) -> TrainingPlan:
+def planned(model: str, on: str, axes: str, habits: Habits, **more: object) -> TrainingPlan:
     problem = Problem(
         model=load_model(model),
         slice=Slice.parse(on),
         workload=Workload(batch_tokens=256 * 4096, seq_len=4096),
         axes=parse_axes(axes),
         assumptions=Assumptions(own_program=False),
-        framework=framework,
+        framework=Framework(name="torchtitan", habits=habits),
         remat="none",
         microbatches=4,
     )
@@ -69,7 +71,7 @@ def test_distinct_parts_are_the_mean_of_all_choices(
 def test_a_token_goes_once_to_each_node() -> None:
     """Network bytes fall to those of distinct nodes, of which DeepSeek's routing allows four."""
     copies, once = (
-        planned("deepseek-v3", "h100:8x8", "expert=64", Framework(dispatch=dispatch))  # type: ignore[arg-type]
+        planned("deepseek-v3", "h100:8x8", "expert=64", Habits(dispatch=dispatch))  # type: ignore[arg-type]
         for dispatch in ("experts", "nodes")
     )
     network = [
@@ -89,7 +91,7 @@ def test_a_token_goes_once_to_each_node() -> None:
 
 def test_in_one_node_a_token_goes_once_to_each_gpu() -> None:
     copies, once = (
-        planned("qwen3-30b-a3b", "h100:8", "expert=8", Framework(dispatch=dispatch))  # type: ignore[arg-type]
+        planned("qwen3-30b-a3b", "h100:8", "expert=8", Habits(dispatch=dispatch))  # type: ignore[arg-type]
         for dispatch in ("experts", "nodes")
     )
     nvlink = [float(plan.ledger.total("ici")) for plan in (copies, once)]
@@ -110,7 +112,7 @@ def test_in_one_node_a_token_goes_once_to_each_gpu() -> None:
 
 def test_separate_kernels_read_and_write_what_fused_ones_do_not() -> None:
     xla, fused, eager = (
-        planned("llama3-8b", "h100:8", "fsdp=8", Framework(kernels=kernels))  # type: ignore[arg-type]
+        planned("llama3-8b", "h100:8", "fsdp=8", Habits(kernels=kernels))  # type: ignore[arg-type]
         for kernels in (None, "fused", "eager")
     )
     norms, acts = (
@@ -128,8 +130,7 @@ def test_separate_kernels_read_and_write_what_fused_ones_do_not() -> None:
 
 def test_matmuls_add_to_sums_of_gradients() -> None:
     apart, inside = (
-        planned("llama3-8b", "h100:8", "data=8", Framework(adds_in_matmuls=adds), remat="block")
-        for adds in (False, True)
+        planned("llama3-8b", "h100:8", "data=8", Habits(adds_in_matmuls=adds), remat="block") for adds in (False, True)
     )
     assert moved(inside, "gradients", "update") < moved(apart, "gradients", "update")
     assert moved(inside, "layers/mlp/up", "backward") > moved(apart, "layers/mlp/up", "backward")
@@ -140,9 +141,9 @@ def test_weights_that_are_quantised_once_are_not_quantised_for_each_microbatch()
     again, once, twice = (
         planned("llama3-8b", "h100:8", "data=8", framework, numerics=narrow)
         for framework in (
-            Framework(),
-            Framework(quantises_once=True),
-            Framework(quantises_once=True, quantising_reads=2, quantised_copies=2),
+            Habits(),
+            Habits(quantises_once=True),
+            Habits(quantises_once=True, quantising_reads=2, quantised_copies=2),
         )
     )
     up = [moved(plan, "layers/mlp/up", "forward") for plan in (again, once, twice)]
@@ -160,7 +161,7 @@ def test_stages_are_filled_with_layers_of_both_kinds() -> None:
             "deepseek-v3",
             "gb200:64x4",
             "stage=4,expert=64",
-            Framework(fills_stages=fills),
+            Habits(fills_stages=fills),
             schedule="interleaved",
             chunks=4,
         )
@@ -175,7 +176,7 @@ def test_stages_are_filled_with_layers_of_both_kinds() -> None:
 
 def test_gathers_next_to_gradients_are_hidden() -> None:
     shown, hidden = (
-        planned("llama3-70b", "h100:8", "tensor=8", Framework(kernels="fused", hides_gradients=hides))
+        planned("llama3-70b", "h100:8", "tensor=8", Habits(kernels="fused", hides_gradients=hides))
         for hides in (False, True)
     )
     assert seconds(hidden, "layers/mlp/up", "backward") < seconds(shown, "layers/mlp/up", "backward")
@@ -184,13 +185,13 @@ def test_gathers_next_to_gradients_are_hidden() -> None:
 
 def test_an_experts_own_matmul_starts_alone() -> None:
     together, apart = (
-        planned("qwen3-30b-a3b", "h100:8", "expert=8", Framework(groups_experts=groups)) for groups in (True, False)
+        planned("qwen3-30b-a3b", "h100:8", "expert=8", Habits(groups_experts=groups)) for groups in (True, False)
     )
     assert seconds(apart, "layers/moe/experts", "forward") > seconds(together, "layers/moe/experts", "forward")
 
 
 def test_slower_attention() -> None:
-    fast, slow = (planned("llama3-8b", "h100:8", "fsdp=8", Framework(attention_speed=speed)) for speed in (1.0, 0.5))
+    fast, slow = (planned("llama3-8b", "h100:8", "fsdp=8", Habits(attention_speed=speed)) for speed in (1.0, 0.5))
     assert seconds(slow, "layers/attn/core", "forward") == pytest.approx(
         2 * seconds(fast, "layers/attn/core", "forward")
     )
@@ -250,9 +251,7 @@ def test_the_host_sets_the_pace_of_kernels_that_are_shorter_than_their_launches(
 
     both = (("forward",), ("recompute", "backward"))
     device, short, long = (
-        planned(
-            "qwen3-30b-a3b", "h100:8", "expert=8", Framework(kernels="fused", groups_experts=False, launch_s=launch)
-        )
+        planned("qwen3-30b-a3b", "h100:8", "expert=8", Habits(kernels="fused", groups_experts=False, launch_s=launch))
         for launch in (0.0, 1e-6, 1e-3)
     )
     assert short.expected_s == pytest.approx(device.expected_s)
@@ -270,7 +269,7 @@ def test_launches_are_in_the_search_as_in_the_ledger(axes: str) -> None:
         workload=Workload(batch_tokens=64 * 4096, seq_len=4096),
         axes=parse_axes(axes),
         assumptions=Assumptions(own_program=False, calibration=1.25),
-        framework=Framework(kernels="fused", launch_s=500e-6, graphs=("moe_router",)),
+        framework=Framework(name="torchtitan", habits=Habits(kernels="fused", launch_s=500e-6, graphs=("moe_router",))),
         remat="none",
         microbatches=8,
     )
@@ -292,16 +291,16 @@ def test_launches_are_in_the_search_as_in_the_ledger(axes: str) -> None:
 )
 def test_properties_that_no_framework_has(field: str, value: object, accepted: str) -> None:
     with pytest.raises(RooftopError, match=accepted) as error:
-        Framework(**{field: value})  # type: ignore[arg-type]
+        Habits(**{field: value})  # type: ignore[arg-type]
     assert field in str(error.value)
 
 
 # ---- mixtures of experts in MaxText ---------------------------------------------------------------------------------
 
 
-def on_v5p(framework: Framework, **more: object) -> TrainingPlan:
+def on_v5p(habits: Habits, **more: object) -> TrainingPlan:
     """DeepSeek-V2-Lite on 4 v5p chips, each of which has all 64 experts; nothing is kept but the layers' inputs."""
-    return planned("deepseek-v2-lite", "v5p:2x2x1", "fsdp=4", framework, microbatches=1, remat="block", **more)
+    return planned("deepseek-v2-lite", "v5p:2x2x1", "fsdp=4", habits, microbatches=1, remat="block", **more)
 
 
 def multiplied(plan: TrainingPlan, *phases: Phase) -> float:
@@ -327,7 +326,7 @@ def test_tiles_that_two_experts_share_are_executed_for_both() -> None:
     rows = 64 * 4096 * 6 / 4 / experts
     assert tile * np.mean(visits) / experts == pytest.approx(rows + tile * (1 - 1 / experts), rel=0.01)
 
-    small, large = (on_v5p(Framework(group_rows=((rows, rows, rows), (rows, rows, rows)))) for rows in (128, 512))
+    small, large = (on_v5p(Habits(group_rows=((rows, rows, rows), (rows, rows, rows)))) for rows in (128, 512))
     rows_of_expert = 256 * 4096 * 6 / 4 / experts
     expected = (rows_of_expert + 512 * 63 / 64) / (rows_of_expert + 128 * 63 / 64)
     assert multiplied(large, "backward") / multiplied(small, "backward") == pytest.approx(expected, rel=0.01)
@@ -335,7 +334,7 @@ def test_tiles_that_two_experts_share_are_executed_for_both() -> None:
 
 def test_dims_of_grouped_kernels_are_whole_tiles() -> None:
     tiles = ((512, 512, 512), (512, 512, 512))
-    whole, padded = (on_v5p(Framework(group_rows=tiles, group_dim=dim)) for dim in (0, 1024))
+    whole, padded = (on_v5p(Habits(group_rows=tiles, group_dim=dim)) for dim in (0, 1024))
     # F 1408 takes two tiles of 1024, D 2048 is two. By hand: three matrices of 64 experts in 26 layers, two gradients.
     executed = 64 * (256 * 4096 * 6 / 4 / 64 + 512 * 63 / 64)
     fit = fractions("v5p").grouped
@@ -347,7 +346,7 @@ def test_dims_of_grouped_kernels_are_whole_tiles() -> None:
 
 
 def test_outputs_that_are_weighted_are_made_again() -> None:
-    plain, weighted = (on_v5p(Framework(weighs_outputs=weighs)) for weighs in (False, True))
+    plain, weighted = (on_v5p(Habits(weighs_outputs=weighs)) for weighs in (False, True))
     more = multiplied(weighted, "recompute") / multiplied(plain, "recompute")
     # Down next to gate and up: three matrices in place of two.
     assert 1.3 < more < 1.6
@@ -355,14 +354,14 @@ def test_outputs_that_are_weighted_are_made_again() -> None:
 
 
 def test_slots_of_experts_are_multiplied_full_or_not() -> None:
-    even, roomy = (on_v5p(Framework(capacity=capacity)) for capacity in (1.0, 1.25))
+    even, roomy = (on_v5p(Habits(capacity=capacity)) for capacity in (1.0, 1.25))
     assert multiplied(roomy, "backward") / multiplied(even, "backward") == pytest.approx(1.25, abs=0.04)
     with pytest.raises(RooftopError, match="capacity"):
-        Framework(capacity=0.5)
+        Habits(capacity=0.5)
 
 
 def test_masks_put_tokens_into_slots_by_matmuls() -> None:
-    plain, masked = (on_v5p(Framework(one_hot=one_hot)) for one_hot in (False, True))
+    plain, masked = (on_v5p(Habits(one_hot=one_hot)) for one_hot in (False, True))
     # [slots, T] x [T, D] of 64 sequences a device, 6 experts a token, in 26 layers, forward.
     flops = 2 * 64 * (6 * 4096) * 4096 * 2048 * 26
     forward = seconds(masked, "layers/moe/dispatch", "forward")
@@ -373,4 +372,4 @@ def test_masks_put_tokens_into_slots_by_matmuls() -> None:
 
 def test_tiles_are_of_two_kinds_of_matmuls() -> None:
     with pytest.raises(RooftopError, match="group_rows"):
-        Framework(group_rows=((512, 512, 512),))
+        Habits(group_rows=((512, 512, 512),))

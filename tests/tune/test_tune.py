@@ -21,9 +21,9 @@ from rooftop.compiler.memory import OutOfMemory
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import read_record
 from rooftop.hardware import Slice
-from rooftop.library.inputs import training_plan_of
 from rooftop.library.programs.tuning import TuneResult, settings_of
 from rooftop.plan.training.plan import TrainingPlan
+from rooftop.requests.inputs import training_plan_of
 from rooftop.tune import factors as factors_module
 from rooftop.tune.factors import (
     SEARCHED,

@@ -7,7 +7,7 @@ import io
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,14 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.frameworks.framework import Framework
 from rooftop.library.explaining import validate
 from rooftop.models import count_params, load_model
 from rooftop.plan.serving.engines.kernels import engine_kernels
-from rooftop.plan.training.assumptions import Assumptions
+from rooftop.requests.problems import training_problem
 from rooftop.roofline.achievable import fractions
 from rooftop.validation import AccuracyReport, PublishedRun, accuracy, load_published, load_reasons, summarise
 from rooftop.validation.memory import compare_memory, planned_memory
-from rooftop.validation.predict import predict
+from rooftop.validation.predict import predict, request_of
 from rooftop.validation.predict import predict as real_predict
 from rooftop.validation.readings import _matches, source_facts
 from rooftop.validation.runs import CONVENTIONS, full_attention_and_remat, step_seconds
@@ -95,6 +96,21 @@ def test_the_dense_tpu_runs() -> None:
     assert Counter(run.over_dcn for run in DENSE) == {False: 32, True: 19}
 
 
+def program(run: PublishedRun) -> Framework:
+    """The framework of a run, with what applies to it."""
+    return training_problem(request_of(run), run.slice).program
+
+
+def assumed(run: PublishedRun) -> Mapping[str, Any]:
+    """Assumptions of a plan that the framework of a run decides."""
+    return program(run).assumptions
+
+
+def with_settings(run: PublishedRun, **settings: str) -> PublishedRun:
+    """A run with other settings of its framework."""
+    return replace(run, facts={**run.facts, "settings": {**run.facts["settings"], **settings}})
+
+
 def test_recipes_say_what_the_table_of_ironwood_does_not() -> None:
     runs = [run for run in RUNS if run.slice.chip.name == "tpu7x"]
     assert {run.model.name: run.remat.policy or run.remat.offloaded for run in runs if run.seq_len == 8192} == {
@@ -115,15 +131,14 @@ def test_recipes_say_what_the_table_of_ironwood_does_not() -> None:
             *(("decoder_layer_input", 512) for _ in range(2)),
         )
     ]
-    assert all(run.facts["fused_attention_gradients"] for run in runs)
-    assert {run.dtype for run in runs if run.facts.get("narrow_gradients")} == {"f8_e4m3"}
+    assert all(assumed(run)["fused_attention_gradients"] for run in runs)
+    assert {run.dtype for run in runs if assumed(run).get("narrow_gradients")} == {"f8_e4m3"}
 
 
 def test_a_run_is_priced_with_the_attention_kernels_of_its_recipe() -> None:
     run = next(run for run in DENSE if run.seq_len == 131072 and run.dtype == "bf16")
-    fit = fractions("tpu7x").kernels[run.facts["attention_kernels"]]
-    own = {name: fact for name, fact in run.facts.items() if name != "attention_kernels"}
-    theirs, ours = (predict(replace(run, facts=facts)) for facts in (run.facts, own))
+    fit = fractions("tpu7x").kernels[assumed(run)["attention_kernels"]]
+    theirs, ours = (predict(one) for one in (run, with_settings(run, attention_kernels="default")))
     cores = {}
     for prediction in (theirs, ours):
         rows = [row for row in prediction.plan.ledger.rows if row.scope == "layers/attn/core"]
@@ -132,7 +147,7 @@ def test_a_run_is_priced_with_the_attention_kernels_of_its_recipe() -> None:
     assert cores[theirs.uncalibrated_s] / cores[ours.uncalibrated_s] == pytest.approx(0.71, abs=0.02)
     saved_s = cores[ours.uncalibrated_s] - cores[theirs.uncalibrated_s]
     assert ours.uncalibrated_s - theirs.uncalibrated_s == pytest.approx(saved_s, rel=0.01)
-    assert theirs.plan.document.assumptions.attention_kernels == run.facts["attention_kernels"]
+    assert theirs.plan.document.assumptions.attention_kernels == assumed(run)["attention_kernels"]
     assert theirs.plan.step.attention_block == fit.block
     # Our program, which `--compiled` compiles, has its own kernels.
     assert theirs.plan.spec.attention_block == ours.plan.spec.attention_block == fractions("tpu7x").attention.block
@@ -140,10 +155,7 @@ def test_a_run_is_priced_with_the_attention_kernels_of_its_recipe() -> None:
 
 def test_one_kernel_for_the_gradients_of_attention_makes_a_step_shorter() -> None:
     (run,) = (run for run in DENSE if run.slice.name == "tpu7x:4x4x4" and run.dtype == "bf16")
-    facts = {name: fact for name, fact in run.facts.items() if name != "attention_kernels"}
-    fused, separate = (
-        predict(replace(run, facts={**facts, "fused_attention_gradients": one})) for one in (True, False)
-    )
+    fused, separate = (predict(with_settings(run, fused_backward=one)) for one in ("yes", "no"))
     rows = [
         next(row for row in one.plan.ledger.rows if (row.scope, row.phase) == ("layers/attn/core", "backward"))
         for one in (fused, separate)
@@ -175,13 +187,13 @@ def test_the_runs_on_gpus() -> None:
 def test_launches_of_megatron_core_take_what_engines_take() -> None:
     """The mean of both engines, whose overheads are fitted on prefills of served models."""
     host_s = [engine_kernels(engine, "h100").host_s for engine in ("vllm", "trtllm")]
-    (launch_s,) = {run.facts["program"].get("launch_s") for run in RUNS if run.framework == "Megatron Core"}
+    (launch_s,) = {program(run).habits.launch_s for run in RUNS if run.framework == "Megatron Core"}
     assert launch_s == pytest.approx(sum(host_s) / 2)
 
 
 def test_recipes_have_graphs_and_strategies() -> None:
     runs = {(run.source.split()[-1], run.slice.chip.name): run for run in RUNS if run.model.name == "qwen3-30b-a3b"}
-    graphs = {key: tuple(run.facts["program"].get("graphs", ())) for key, run in runs.items()}
+    graphs = {key: program(run).habits.graphs for key, run in runs.items()}
     assert {graphs[release, "h100"] for release in ("25.09", "25.11", "26.02", "26.06")} == {()}
     assert graphs["25.11", "b200"] == ("moe_router", "moe_preprocess")
     assert graphs["26.04", "b200"] == ("attn", "moe_router", "moe_preprocess")
@@ -205,9 +217,9 @@ def test_mixtures_on_tpus_are_within_twelve_per_cent() -> None:
     errors = [real_predict(run).uncalibrated_s / run.step_s - 1 for run in runs]
     assert len(runs) == 9
     assert sum(map(abs, errors)) / len(errors) < 0.12
-    programs = {(run.model.name, run.slice.chip.name): run.facts["program"] for run in runs}
-    assert all(program["weighs_outputs"] for program in programs.values())
-    assert programs["deepseek-v3", "v5p"]["group_rows"] == [[512] * 3] * 2
+    habits = {(run.model.name, run.slice.chip.name): program(run).habits for run in runs}
+    assert all(one.weighs_outputs for one in habits.values())
+    assert habits["deepseek-v3", "v5p"].group_rows == ((512,) * 3,) * 2
 
 
 def test_flop_conventions_reproduce_the_logs_that_give_both_time_and_rate() -> None:
@@ -709,7 +721,7 @@ def predictor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     plan = real_predict(RUNS[0]).plan
 
-    def predict(run: PublishedRun, assumptions: Assumptions) -> SimpleNamespace:
+    def predict(run: PublishedRun, assume: str | None) -> SimpleNamespace:
         if run.model.moe is not None:
             raise Infeasible("does not fit", "1 GB too many")
         factor = 0.6 if run.slice.num_slices == 32 and run.model.d_model == 8192 else 0.8
@@ -718,6 +730,7 @@ def predictor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     module = ModuleType("rooftop.validation.predict")
     module.predict = predict  # type: ignore[attr-defined]
+    module.request_of = request_of  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rooftop.validation.predict", module)
     yield
 

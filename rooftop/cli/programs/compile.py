@@ -129,8 +129,8 @@ def command(
     result: CompileResult | EmbedCompileResult
     if Path(subject).suffix == ".json":
         refuse(function | {"on": on}, "nothing with a plan, which says all that is needed")
-        from rooftop.library.inputs import plan_of
         from rooftop.plan.embedding.plan import EmbedPlan
+        from rooftop.requests.inputs import plan_of
 
         plan = plan_of(subject)
         if isinstance(plan, EmbedPlan):

@@ -21,10 +21,10 @@ from rooftop.explain.embedding.compiled import EmbedRefusal, EmbedReport, compil
 from rooftop.explain.embedding.programs import Compilation
 from rooftop.explain.measured.modules import hlo_proto
 from rooftop.hardware import Slice
-from rooftop.library.inputs import axes_of, chip_of, mesh_on, plan_of, recalibrated, seconds_of, slice_of
 from rooftop.library.results import Result, flat, ledger_rows
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.present.documents import document
+from rooftop.requests.inputs import axes_of, chip_of, mesh_on, plan_of, recalibrated, seconds_of, slice_of
 from rooftop.requests.likes import AxesLike, CalibrationLike, ChipLike, PlanLike, SliceLike, TimeLike
 from rooftop.roofline.rates import device_stats
 from rooftop.runs.environment import uninterrupted

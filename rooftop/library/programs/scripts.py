@@ -18,9 +18,9 @@ from rooftop.core.quantities import LARGEST_QUANTITY, parse_count, parse_quantit
 from rooftop.explain.compiled.report import CompiledReport
 from rooftop.explain.scripts import ScriptReport
 from rooftop.hardware import Slice
-from rooftop.library.inputs import mesh_on, seconds_of, slice_of
 from rooftop.library.programs.compiling import CompileResult
 from rooftop.library.results import Result
+from rooftop.requests.inputs import mesh_on, seconds_of, slice_of
 from rooftop.requests.likes import AxesLike, CountLike, SliceLike, TimeLike
 from rooftop.runs.environment import uninterrupted
 from rooftop.target.private import require_known_jax

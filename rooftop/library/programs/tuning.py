@@ -19,9 +19,9 @@ from rooftop.compiler.targets import XLA_GPU
 from rooftop.core.errors import RooftopError, one_of, refuse, unknown
 from rooftop.core.files import cache_folder, write_json
 from rooftop.core.quantities import parse_count, parse_quantity
-from rooftop.library.inputs import mesh_on, slice_of, training_plan_of
 from rooftop.library.programs.scripts import flops_of
 from rooftop.library.results import Result, flat
+from rooftop.requests.inputs import mesh_on, slice_of, training_plan_of
 from rooftop.requests.likes import AxesLike, CountLike, PlanLike, SliceLike
 from rooftop.runs.environment import uninterrupted
 from rooftop.simulate.expressions import parse_sizes

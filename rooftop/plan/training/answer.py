@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rooftop.capabilities import MATMUL_DTYPES, TRAINING, TrainingSpec, obstacles
+from rooftop.capabilities import MATMUL_DTYPES, TrainingSpec
 from rooftop.core.errors import Infeasible
 from rooftop.core.records import Record, field_values
+from rooftop.frameworks.programs import training_obstacles
 from rooftop.hardware import Slice
 from rooftop.plan.layouts import Layouts
 from rooftop.plan.pricing import OnProgress
@@ -177,7 +178,7 @@ def what_if(searched: Sweep, best: TrainingPlan) -> list[WhatIf]:
             gain = rate / best.tokens_per_s - 1
             if gain >= WORTH_SAYING:
                 spec = plan_of(change.problem, within, candidate).spec
-                obstacle = change.obstacle or next(_new_obstacles(best.spec, spec), None)
+                obstacle = change.obstacle or next(_new_obstacles(best, spec), None)
                 answers.append(
                     WhatIf(change=change.text, step_s=seconds, tokens_per_s=rate, gain=gain, obstacle=obstacle)
                 )
@@ -232,7 +233,7 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
     if 2 * workload.batch_tokens <= MOST_TOKENS:
         larger = replace(workload, batch_tokens=2 * workload.batch_tokens)
         yield JobChange(text="twice the batch", problem=replace(problem, workload=larger))
-    shares = assumptions.shares(overlap(chip.name))
+    shares = problem.assumed.shares(overlap(chip.name))
     for name, text in (
         ("weight_gather", "asynchronous weight AllGathers"),
         ("gradient_scatter", "asynchronous gradient ReduceScatters"),
@@ -240,7 +241,7 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
         if shares[name] < 1:
             hidden = replace(assumptions, hidden={**assumptions.hidden, name: 1.0})
             yield JobChange(text=text, problem=replace(problem, assumptions=hidden))
-    if problem.collective_matmuls is False and overlap(chip.name).collective_matmuls:
+    if problem.pinned("collective_matmuls") is False and overlap(chip.name).collective_matmuls:
         yield JobChange(text="collective matmuls over tensor", problem=replace(problem, collective_matmuls=True))
     faster_dtypes = (
         dtype for dtype in MATMUL_DTYPES if chip.flops_per_s.get(dtype, 0.0) > chip.flops_per_s.get("bf16", 0.0)
@@ -249,7 +250,8 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
         narrow = replace(problem, numerics=replace(problem.numerics, matmul=dtype))
         yield JobChange(text=f"{dtype} matmuls in the layers", problem=narrow)
     # Published kernels were counted for heads of 128, over long sequences.
-    known = fractions(chip).kernels if problem.model.d_head == 128 and workload.seq_len >= _LONG else {}
+    long = problem.program.is_ours and problem.model.d_head == 128 and workload.seq_len >= _LONG
+    known = fractions(chip).kernels if long else {}
     for name in known:
         theirs = replace(assumptions, attention_kernels=name, fused_attention_gradients=True)
         yield JobChange(
@@ -263,10 +265,10 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
     yield JobChange(text="HBM twice as large", problem=larger_hbm)
 
 
-def _new_obstacles(before: TrainingSpec, after: TrainingSpec) -> Iterator[str]:
-    """Obstacles that ``after`` has and ``before`` has not."""
-    known = set(obstacles(TRAINING, before))
-    return (obstacle for obstacle in obstacles(TRAINING, after) if obstacle not in known)
+def _new_obstacles(before: TrainingPlan, after: TrainingSpec) -> Iterator[str]:
+    """Obstacles that ``after`` has and a plan has not."""
+    framework, known = before.problem.framework.name, set(before.obstacles)
+    return (obstacle for obstacle in training_obstacles(framework, after) if obstacle not in known)
 
 
 def _chip(problem: Problem, change: Callable[[Any], dict[str, float]]) -> Problem:

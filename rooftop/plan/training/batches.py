@@ -112,8 +112,9 @@ def _priced(problem: Problem, layouts: Layouts, options: Sequence[Choice], batch
         model=problem.model,
         slice=problem.slice,
         workload=problem.workload,
-        numerics=problem.numerics,
-        assumptions=problem.assumptions,
+        numerics=problem.formats,
+        assumptions=problem.assumed,
+        habits=problem.program.habits,
         strategies=Strategies(layouts[np.repeat(np.arange(shape[0]), shape[1])], tuple(options)),
         own_seqs=np.tile(np.array(batches, np.float64) / problem.workload.seq_len, shape[0])[:, None],
     )

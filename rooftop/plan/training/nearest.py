@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from rooftop.arrays.mesh import Floats, Ints
 from rooftop.arrays.rules import AXES, BATCH_AXES
-from rooftop.capabilities import TRAINING, obstacles
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import counted, format_seconds
+from rooftop.frameworks.programs import training_obstacles
 from rooftop.hardware import Slice, catalogue, slice_sizes
 from rooftop.models import count_params
 from rooftop.models.activations import POLICIES
@@ -125,6 +125,8 @@ def nearest_with_room(plan: TrainingPlan, on_progress: OnProgress | None = None)
 
 def runnable(problem: Problem) -> Problem:
     """The problem in the dtypes, and with the optimizer, that programs have."""
+    if not problem.program.is_ours:
+        return problem
     spec = problem.spec({}, _PLAIN).runnable()
     numerics = Numerics(
         compute=spec.compute,
@@ -139,7 +141,7 @@ def runnable(problem: Problem) -> Problem:
 
 def refusal(problem: Problem) -> str | None:
     """The reason why programs refuse a problem on one device already, so that no mesh can help; None if they do not."""
-    return next(obstacles(TRAINING, problem.spec({}, _PLAIN)), None)
+    return next(training_obstacles(problem.framework.name, problem.spec({}, _PLAIN)), None)
 
 
 _PLAIN = Choice(remat="none", policy=POLICIES["none"])

@@ -10,9 +10,12 @@ from typing import Any, Literal
 from rooftop import __version__
 from rooftop.arrays.mesh import Mesh, MeshLayout
 from rooftop.arrays.rules import AXES, STAGE_AXES, Rules
-from rooftop.capabilities import TRAINING, TrainingSpec, obstacles
+from rooftop.capabilities import TrainingSpec
+from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.records import Record, field_values, read_record
+from rooftop.frameworks.framework import PlannedFramework
+from rooftop.frameworks.programs import training_obstacles
 from rooftop.models import flops_per_token
 from rooftop.models.activations import parse_policy
 from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
@@ -152,6 +155,7 @@ class TrainingPlanDocument(Record):
     rooftop_version: str
     model: PlannedModel
     slice: PlannedSlice
+    framework: PlannedFramework = PlannedFramework()
     workload: Workload
     padding: Padding
     mesh: MeshLayout
@@ -187,6 +191,7 @@ class TrainingPlanDocument(Record):
             workload=self.workload,
             numerics=Numerics(optimizer=self.optimizer, **vars(self.dtypes)),
             assumptions=self.assumptions.assumptions,
+            framework=self.framework,
             schedule=self.schedule.name,
             chunks=self.schedule.chunks,
             bounds=self.assumptions.bounds,
@@ -261,7 +266,8 @@ class TrainingPlan:
         """Published runs of the chip and kind of model, and how far off they were planned."""
         problem = self.problem
         question = Question.of("train", problem.model, problem.slice, problem.workload.seq_len)
-        return evidence_for(question).calibrated(problem.slice.chip.calibrated)
+        title = None if problem.program.is_ours else problem.program.title
+        return evidence_for(question.priced_as(title)).calibrated(problem.slice.chip.calibrated)
 
     @property
     def interval_s(self) -> tuple[float, float] | None:
@@ -281,7 +287,7 @@ class TrainingPlan:
             self._priced.rows[: len(work)],
             lambda ledger: lower_s(ledger, spans),
             step.strategies,
-            self.problem.assumptions,
+            self.problem.assumed,
             step.last_chunk,
         )
         return {name: seconds + scalar(waits[name]) for name, seconds in bounds.items()}
@@ -336,6 +342,12 @@ class TrainingPlan:
         """List price of the chips for the token budget; None without either."""
         return self.problem.cost_usd_at(self.expected_s)
 
+    def require_ours(self) -> None:
+        """Raises RooftopError for a plan of another framework, which is not ours to build, compile or run."""
+        if not self.problem.program.is_ours:
+            accepted = "a plan of rooftop's own program: rooftop plan train without --framework"
+            raise RooftopError("plan", f"a plan of {self.problem.program}", accepted)
+
     @cached_property
     def spec(self) -> TrainingSpec:
         """The train step that a program is asked for."""
@@ -344,7 +356,7 @@ class TrainingPlan:
     @cached_property
     def obstacles(self) -> list[str]:
         """Reasons why no program runs the plan as it stands; empty if one does."""
-        return list(obstacles(TRAINING, self.spec))
+        return list(training_obstacles(self.problem.framework.name, self.spec))
 
     @cached_property
     def reasons(self) -> list[Reason]:
@@ -385,7 +397,7 @@ class TrainingPlan:
     @cached_property
     def document(self) -> TrainingPlanDocument:
         """The plan as a record."""
-        problem, numerics = self.problem, self.problem.numerics
+        problem, numerics = self.problem, self.problem.formats
         flops = flops_per_token(problem.model, problem.workload.seq_len)
         return TrainingPlanDocument(
             kind="train",
@@ -393,6 +405,7 @@ class TrainingPlan:
             rooftop_version=__version__,
             model=PlannedModel.of(problem.model),
             slice=PlannedSlice.of(problem.slice),
+            framework=problem.program.planned,
             workload=problem.workload,
             padding=self.padding,
             mesh=self.mesh.described,
@@ -405,14 +418,14 @@ class TrainingPlan:
             experts_over_tensor=self.choice.experts_over_tensor,
             schedule=PlannedSchedule(name=self.choice.schedule, chunks=self.choice.chunks),
             assumptions=PlannedAssumptions(
-                hidden=problem.assumptions.shares(self.step.rates.overlap),
-                attention=problem.assumptions.attention,
-                attention_block=problem.assumptions.attention_block,
-                calibration=problem.assumptions.calibration,
-                own_program=problem.assumptions.own_program,
-                narrow_gradients=problem.assumptions.narrow_gradients,
-                fused_attention_gradients=problem.assumptions.fused_attention_gradients,
-                attention_kernels=problem.assumptions.attention_kernels,
+                hidden=problem.assumed.shares(self.step.rates.overlap),
+                attention=problem.assumed.attention,
+                attention_block=problem.assumed.attention_block,
+                calibration=problem.assumed.calibration,
+                own_program=problem.assumed.own_program,
+                narrow_gradients=problem.assumed.narrow_gradients,
+                fused_attention_gradients=problem.assumed.fused_attention_gradients,
+                attention_kernels=problem.assumed.attention_kernels,
                 bounds=problem.bounds,
             ),
             flops=StepFlops(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import Rules
 from rooftop.capabilities import TrainingSpec
 from rooftop.core.errors import RooftopError
+from rooftop.frameworks.framework import Framework, FrameworkName, framework_of
 from rooftop.hardware import Slice
 from rooftop.models.config import ModelConfig
 from rooftop.plan.pricing import Bounds
 from rooftop.plan.shapes import require_planned
-from rooftop.plan.training.assumptions import Assumptions, Framework
-from rooftop.plan.training.memory import HEADROOM, Memory, book_memory, training_memory
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.memory import HEADROOM, Memory, book_memory
+from rooftop.plan.training.states import step_memory
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Choice, Strategies
 from rooftop.plan.training.workload import Numerics, Workload
@@ -25,14 +27,18 @@ from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule, requ
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The input of a search: model, slice, workload. A part of the strategy that is None is searched."""
+    """The input of a search: model, slice, workload. A part of the strategy that is None is searched.
+
+    ``framework`` names the program that is planned, or is one; ``program`` is that for the model and chip, which
+    decides some of the number formats and assumptions: ``formats`` and ``assumed`` are those that are priced.
+    """
 
     model: ModelConfig
     slice: Slice
     workload: Workload
     numerics: Numerics = Numerics()
     assumptions: Assumptions = Assumptions()
-    framework: Framework = Framework()
+    framework: FrameworkName | Framework = FrameworkName()
     axes: Mapping[str, int] | None = None
     mesh: Mesh | None = None
     remat: str | None = None
@@ -49,6 +55,33 @@ class Problem:
         if self.experts_over_tensor and self.model.moe is None:
             raise RooftopError("experts_over_tensor", True, f"False for {self.model.name}, which has no experts")
 
+    @cached_property
+    def program(self) -> Framework:
+        """The framework for the problem's model and chip. Raises RooftopError for one that cannot be."""
+        named = self.framework
+        if isinstance(named, Framework):
+            return named
+        return framework_of(
+            named.name, chip=self.slice.chip, model=self.model, matmul=self.numerics.matmul, release=named.release,
+            settings=named.settings,
+        )  # fmt: skip
+
+    @cached_property
+    def assumed(self) -> Assumptions:
+        """The assumptions, with those of the framework."""
+        hidden = {**self.program.hidden, **self.assumptions.hidden}
+        return replace(self.assumptions, **{**self.program.assumptions, "hidden": hidden})
+
+    @cached_property
+    def formats(self) -> Numerics:
+        """The number formats, with those of the framework."""
+        return replace(self.numerics, **self.program.numerics)
+
+    def pinned(self, switch: str) -> bool | None:
+        """A switch of the strategy as it was asked for, or as the framework has it; None if it is searched."""
+        asked: bool | None = getattr(self, switch)
+        return self.program.switches.get(switch) if asked is None else asked
+
     @property
     def capacity(self) -> float:
         """HBM bytes of a device: usable, or nominal with the book's bounds."""
@@ -58,7 +91,8 @@ class Problem:
     @property
     def roomy_bytes(self) -> float:
         """HBM bytes of a device that a search fills: what is usable, less the compiler's room on TPUs."""
-        room = HEADROOM if self.bounds == "usable" and self.slice.chip.kind == "tpu" else 0.0
+        by_xla = self.slice.chip.kind == "tpu" and self.program.habits.state == "xla"
+        room = HEADROOM if self.bounds == "usable" and by_xla else 0.0
         return (1 - room) * self.capacity
 
     def days_at(self, step_s: float) -> float | None:
@@ -72,19 +106,19 @@ class Problem:
         return None if days is None or price is None else days * 24 * price
 
     def memory(self, step: TrainingStep) -> Memory:
-        """Bytes per device by class, by what XLA holds or by the book's arithmetic."""
-        return (book_memory if self.bounds == "book" else training_memory)(step)
+        """Bytes per device by class, by what the program holds or by the book's arithmetic."""
+        return (book_memory if self.bounds == "book" else step_memory)(step)
 
     def step(self, strategies: Strategies) -> TrainingStep:
         """The training step under given strategies."""
         return TrainingStep(
-            model=self.model, slice=self.slice, workload=self.workload, numerics=self.numerics,
-            assumptions=self.assumptions, framework=self.framework, strategies=strategies,
+            model=self.model, slice=self.slice, workload=self.workload, numerics=self.formats,
+            assumptions=self.assumed, habits=self.program.habits, strategies=strategies,
         )  # fmt: skip
 
     def spec(self, axes: Mapping[str, int], choice: Choice) -> TrainingSpec:
         """The train step that a program is asked for, on a mesh with these ``axes``."""
-        assumptions, numerics, chip = self.assumptions, self.numerics, self.slice.chip
+        assumptions, numerics, chip = self.assumed, self.formats, self.slice.chip
         return TrainingSpec(
             model=self.model,
             axes=axes,

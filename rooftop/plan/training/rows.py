@@ -73,7 +73,7 @@ def training_ledger(step: TrainingStep) -> Ledger:
     """Every row of the step, with the exposed time of its collectives; figures broadcast to [C, K]."""
     return price_work(
         training_work(step), step.strategies, step.rates, step.assumptions, step.last_chunk,
-        fills_stages=step.framework.fills_stages, launch_s=step.launch_s,
+        fills_stages=step.habits.fills_stages, launch_s=step.launch_s,
     )  # fmt: skip
 
 
@@ -241,7 +241,7 @@ def _attention(step: TrainingStep, count: Number) -> list[Work]:
                 kernels=step.assumptions.attention_kernels,
                 queries=tokens * heads,
             )
-            / step.framework.attention_speed,
+            / step.habits.attention_speed,
             collectives=(moves if np.any(step.staged) else moves[:1]) + (() if phase == "recompute" else window),
             formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
         )
@@ -396,8 +396,8 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
 
     own = step.tokens / step.tensor  # The router and the exchange work on the sequence shard of each device.
     # Experts that pad a shard have slots like any other.
-    slots = step.framework.capacity * moe.active * (step.widths.experts * step.expert_ways / moe.experts)
-    up_tiles, down_tiles = step.framework.group_rows or (None, None)
+    slots = step.habits.capacity * moe.active * (step.widths.experts * step.expert_ways / moe.experts)
+    up_tiles, down_tiles = step.habits.group_rows or (None, None)
     whole, columns = step.whole_experts, step.columns_of_expert
     # Tokens of the whole tensor group, unless each of its devices has its own experts.
     routed = np.where(whole, own, step.tokens) * slots
@@ -415,10 +415,10 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
     if step.slice.chip.kind == "gpu":
         # PyTorch's AllToAll needs rows in order on either side; a dispatcher of nodes has one copy for each GPU until
         # then. XLA:GPU gathers and scatters rows by index, 10.7 passes in the five times that they are moved.
-        twice = step.framework.kernels is not None and step.framework.dispatch == "experts"
+        twice = step.habits.kernels is not None and step.habits.dispatch == "experts"
         passes = _PERMUTE_PASSES * sent * (2.0 if twice else 1.0)
     masked_s: Number = 0.0
-    if step.framework.one_hot:
+    if step.habits.one_hot:
         # Of each sequence, [slots, T] x [T, D]. The mask is written and read, and so are the rows.
         length = step.workload.seq_len
         masked_s = step.rates.matmul_s(
@@ -495,7 +495,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
             down,
             per_expert,
             scattered=gathered / local,
-            again=recomputed("mlp_down") if step.framework.weighs_outputs else 0.0,
+            again=recomputed("mlp_down") if step.habits.weighs_outputs else 0.0,
             dims=("embed", "expert"),
             experts=local,
             whole=whole,
@@ -523,7 +523,7 @@ def _experts(step: TrainingStep, count: Number) -> list[Work]:
 def _moved_back(step: TrainingStep, move: Work) -> Work:
     """The way back of gradients of rows; XLA:GPU has gradients of experts' weights next to it."""
     back = backward(move, 1.0)
-    if step.slice.chip.kind != "gpu" or step.framework.kernels is not None:
+    if step.slice.chip.kind != "gpu" or step.habits.kernels is not None:
         return back
     return replace(back, collectives=tuple(replace(one, hides="gradient_scatter") for one in back.collectives))
 
@@ -546,7 +546,7 @@ def _sent_once(step: TrainingStep, axes: tuple[str, ...]) -> Mapping[str, Number
     on to the others within it.
     """
     moe = step.model.moe
-    if moe is None or step.framework.dispatch == "experts":
+    if moe is None or step.habits.dispatch == "experts":
         return {}
     devices, within = step.strategies.devices(*axes), step.strategies.price("all_to_all", axes).ranks
     # Groups of layouts have least prices, those of the most devices in a node.
@@ -703,7 +703,7 @@ def _update(step: TrainingStep) -> list[Work]:
     # anything: to the layers of one chunk and, outside them, to what each stage holds. The gradients of a tied table's
     # lookup and of its matmul are made by different stages, and added one by one.
     more = np.maximum(step.strategies.microbatches - 1, 0)
-    added = total * more * (not step.framework.adds_in_matmuls)
+    added = total * more * (not step.habits.adds_in_matmuls)
     read = total * gradient
     if step.assumptions.own_program and step.slice.chip.kind == "tpu":
         # The loop over microbatches adds the first one's to zeros. Each microbatch's stacks of layers' gradients begin
@@ -1058,7 +1058,7 @@ _ELEMENTWISE: Mapping[str | None, _ElementwisePasses] = {
 
 def _passes(step: TrainingStep) -> _ElementwisePasses:
     xla = "xla:gpu" if step.slice.chip.kind == "gpu" else None
-    return _ELEMENTWISE[step.framework.kernels or xla]
+    return _ELEMENTWISE[step.habits.kernels or xla]
 
 
 #: HBM passes of collective matmuls beyond those of plain ones, as counted in compiled layers
@@ -1134,7 +1134,7 @@ def matmuls(
     # An activation is read and written in fewer bits: its maxima are fused into what makes it. A device quantises its
     # own part of a weight, which it reads for the maxima and once more.
     of_weight = weights / step.strategies.devices(*GATHER_AXES) * (2.0 * element + operand) if narrow else 0.0
-    if step.framework.quantises_once:
+    if step.habits.quantises_once:
         of_weight = of_weight / step.strategies.microbatches
     # A device's part of a weight is copied out of the stack of layers before it is gathered, forward into VMEM. What is
     # not gathered is copied for the backward pass only.
@@ -1144,15 +1144,15 @@ def matmuls(
         part = weights / ways * element
         out_of_stack = np.where(ways > 1, part, 0.0), 2.0 * part
     # Sums of gradients are read by the matmuls that add to them.
-    summed_bytes = element * weights if step.framework.adds_in_matmuls else 0.0
-    quantised = step.framework.quantising_reads * element + step.framework.quantised_copies * operand
+    summed_bytes = element * weights if step.habits.adds_in_matmuls else 0.0
+    quantised = step.habits.quantising_reads * element + step.habits.quantised_copies * operand
     of_inputs, of_outputs = (size * quantised if narrow else 0.0 for size in (inputs, outputs))
     stream = tokens * step.model.d_model * element / step.tensor
     weights = (stored - (step.own_keys if keys else 0.0)) * element
 
     def share_s(m: Number, k: Number, n: Number, dtype: str) -> Number:
         """Seconds of one expert's part of the batch, or of its own matmul."""
-        if not step.framework.groups_experts:
+        if not step.habits.groups_experts:
             return step.rates.matmul_s(m, k, n, dtype)
         return step.rates.matmul_s(m, k, n, dtype, experts) / experts
 
@@ -1163,7 +1163,7 @@ def matmuls(
         """
         assert tiles is not None
         executed = rows + tiles[("forward", "inputs", "weights").index(of)] * (1.0 - 1.0 / experts)
-        tile, chip = step.framework.group_dim, step.rates.chip
+        tile, chip = step.habits.group_dim, step.rates.chip
         columns = shape.n if len(shapes) > 1 else shape.n / arrays
         k, n = shape.k, columns
         if tile:
@@ -1195,7 +1195,7 @@ def matmuls(
         shard, into, out = tokens / step.tensor, *((into_s, back_s) if scattered is None else (back_s, into_s))
         gathered_s: Number = step.tensor * into(shard)
         scattered_s: Number = out(shard) + 2 * (step.tensor - 1) * out(shard / 2)
-        if step.framework.kernels is not None:
+        if step.habits.kernels is not None:
             # An input is quantised once; what each piece more costs is the start of its matmul.
             start_s = step.rates.fractions.matmul["16-bit"].start_s
             gathered_s, scattered_s = into(tokens), out(tokens) + (_SCATTER_PIECES - 1) * start_s
@@ -1205,7 +1205,7 @@ def matmuls(
             RingSteps,
             on=rings,
             members=step.tensor,
-            pieces=0 if step.framework.kernels is None else _SCATTER_PIECES,
+            pieces=0 if step.habits.kernels is None else _SCATTER_PIECES,
             at_once=step.rates.overlap.asynchronous == "all",
         )
         gathering, scattering = ring(beside_s=into(shard), sums=False), ring(beside_s=out(shard), sums=True)
@@ -1274,7 +1274,7 @@ def matmuls(
     def exchange(kind: CollectiveKind, payload: Number | None, ring: RingSteps | None) -> tuple[Transfer, ...]:
         if payload is None:
             return ()
-        if step.framework.quantises_once and kind == "all_gather":
+        if step.habits.quantises_once and kind == "all_gather":
             # Inputs and gradients are quantised where they are made.
             payload = payload * operand / element
         return (Transfer(kind, COLUMN_AXES, payload, "tensor", split_columns, pieces=1 / experts, ring=ring),)
@@ -1286,7 +1286,7 @@ def matmuls(
     # Where no matmul is repeated, none can be next to the hops.
     again_ring = None if forward_ring is None else replace(forward_ring, on=forward_ring.on * again)
     input_again = exchange("all_gather", gathered, again_ring)
-    if step.framework.hides_gradients:
+    if step.habits.hides_gradients:
         # Inputs arrive next to matmuls of gradients of inputs, and these are summed next to those of weights.
         input_again, scatter_input = (
             tuple(replace(one, hides="gradient_scatter", ring=None) for one in some)
@@ -1347,7 +1347,7 @@ def activation(
     output piece by piece: the activation is then fused with nothing but the copy of kept inputs.
     """
     again = step.strategies.recomputed("mlp_act") if again is None else again
-    if step.framework.kernels is not None or step.slice.chip.kind == "gpu":
+    if step.habits.kernels is not None or step.slice.chip.kind == "gpu":
         return _activation_kernels(step, scope, count, hidden, again=again)
     apart = dense * step.rings * hidden * step.element_bytes
     alone = apart * step.strategies.recomputed("mlp_up")
@@ -1399,7 +1399,7 @@ def _unstacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bo
     The layer's input is counted with the norms. XLA:GPU copies them into the stack, too; other frameworks on GPUs have
     no stacks.
     """
-    if step.framework.kernels is not None:
+    if step.habits.kernels is not None:
         return 0.0
     names = [name for name in scopes if name != "layer_input"]
     elements = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)

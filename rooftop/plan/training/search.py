@@ -26,9 +26,9 @@ from rooftop.arrays.rules import (
     STAGE_AXES,
     ways,
 )
-from rooftop.capabilities import TRAINING, obstacles
 from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import next_multiple
+from rooftop.frameworks.programs import training_obstacles
 from rooftop.models.activations import POLICIES, parse_policy, searched_policies
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
@@ -329,7 +329,7 @@ def limit_bytes(problem: Problem, allowed: Mask, memory: Floats) -> float:
 def _runs(problem: Problem, devices: Ints, choice: Choice) -> bool:
     """True if a program runs a choice on a mesh of ``devices`` along each axis, [A]."""
     sizes = dict(zip(AXES, map(int, devices), strict=True))
-    return next(obstacles(TRAINING, problem.spec(sizes, choice)), None) is None
+    return next(training_obstacles(problem.framework.name, problem.spec(sizes, choice)), None) is None
 
 
 def _refused(problem: Problem, devices: Ints, options: Sequence[Choice], seconds: Floats) -> Mask:
@@ -415,7 +415,7 @@ def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
 
 
 def _free_layouts(problem: Problem, among: Sequence[str], accepts: Callable[[Layouts], Mask]) -> Layouts:
-    names = [name for name in AXES if name in among]
+    names = [name for name in AXES if name in among and name in problem.program.axes]
     return enumerate_layouts(problem.slice, names, {}, _most(problem.model), accepts)
 
 
@@ -543,17 +543,17 @@ def searched_switches(problem: Problem, layouts: Layouts) -> dict[str, tuple[boo
 
     Collective matmuls are where the chip's compiler overlaps them, whole experts over tensor where there are experts.
     """
-    tensor = problem.assumptions.own_program and layouts.along(*COLUMN_AXES).max(initial=1) > 1
-    plain = problem.numerics.matmul == problem.numerics.compute
+    tensor = problem.program.is_ours and layouts.along(*COLUMN_AXES).max(initial=1) > 1
+    plain = problem.formats.matmul == problem.formats.compute
     worth = {
         "collective_matmuls": tensor and plain and overlap(problem.slice.chip.name).collective_matmuls,
         "experts_over_tensor": tensor and problem.model.moe is not None,
     }
-    pinned = {name: getattr(problem, name) for name in worth}
-    return {
-        name: (False, True) if pays else (False,) if pinned[name] is None else (pinned[name],)
-        for name, pays in ((name, pays and pinned[name] is None) for name, pays in worth.items())
-    }
+    settings: dict[str, tuple[bool, ...]] = {}
+    for name, pays in worth.items():
+        pinned = problem.pinned(name)
+        settings[name] = (pinned,) if pinned is not None else (False, True) if pays else (False,)
+    return settings
 
 
 def allowed_candidates(problem: Problem, strategies: Strategies) -> Mask:
@@ -570,10 +570,10 @@ def allowed_candidates(problem: Problem, strategies: Strategies) -> Mask:
         most = parts // int(stages.min())
         accepted = f"at most {most}" if most > 1 else "no interleaving"
         raise RooftopError("chunks", problem.chunks, f"{accepted} ({int(stages.min())} stages share {parts} {what})")
-    if problem.collective_matmuls is None:
+    if problem.pinned("collective_matmuls") is None:
         # No program has them in stages.
         filled = filled & ((stages == 1) | (strategies.collective_matmuls == 0))
-    if problem.experts_over_tensor is None and strategies.experts_over_tensor.any():
+    if problem.pinned("experts_over_tensor") is None and strategies.experts_over_tensor.any():
         whole = strategies.experts_over_tensor > 0
         padding = np.asarray(problem.step(strategies).widths.padding)
         fewest = np.maximum(MOST_PADDING, padding.min(axis=1, keepdims=True))

@@ -31,6 +31,8 @@ from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
 from rooftop.core.scopes import Phase
+from rooftop.frameworks.habits import Habits
+from rooftop.frameworks.launches import Launches, LayerKernels
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, Weight, weights
 from rooftop.models.activations import CHECKPOINTS, LOSS_CHUNK
@@ -39,9 +41,8 @@ from rooftop.models.mixers import Recurrence, recurrences
 from rooftop.models.program_sizes import CONTEXT_CHUNKS, LANES, block_size, padded_positions
 from rooftop.models.segments import layers_alone, segments, shared_segment
 from rooftop.models.widths import ModelWidths
-from rooftop.plan.launches import Launches, LayerKernels
 from rooftop.plan.shapes import MixerMatmuls, full_attention_share, mean_attended_pairs, mlp_matmuls
-from rooftop.plan.training.assumptions import Assumptions, Framework
+from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Numerics, Workload
 from rooftop.roofline.achievable import attention_kernels
@@ -78,7 +79,7 @@ class TrainingStep:
     numerics: Numerics
     assumptions: Assumptions
     strategies: Strategies
-    framework: Framework = Framework()
+    habits: Habits = Habits()
 
     @cached_property
     def rates(self) -> Rates:
@@ -225,7 +226,7 @@ class TrainingStep:
     @cached_property
     def layers_alone(self) -> Alone:
         """Layers that pipeline stages do not share: all hold their weights, the first one or the last does them."""
-        first, last = ((), ()) if self.framework.fills_stages else layers_alone(self.model)
+        first, last = ((), ()) if self.habits.fills_stages else layers_alone(self.model)
         return Alone(
             first=self.staged * len(first),
             last=self.staged * len(last),
@@ -239,7 +240,7 @@ class TrainingStep:
         shared, chunks = segments(self.model)[shared_segment(self.model)], self.strategies.chunks
         parts = self.strategies.devices(*STAGE_AXES) * chunks
         # Stages that are filled with layers of all kinds have a mixture of them, as the model has.
-        repeats = self.model.layers / len(shared.kinds) if self.framework.fills_stages else shared.repeats
+        repeats = self.model.layers / len(shared.kinds) if self.habits.fills_stages else shared.repeats
         periods: Floats = np.ceil(repeats / parts) * chunks
         return periods
 
@@ -434,7 +435,7 @@ class TrainingStep:
         """Dense layers that a stage has room for, [C, 1]."""
         period = sum(not kind.moe for kind in segments(self.model)[shared_segment(self.model)].kinds)
         dense = self.periods * period + self.layers_alone.every_dense
-        if self.framework.fills_stages:
+        if self.habits.fills_stages:
             dense = self.layers * (self.model.dense_layers / self.model.layers)
         layers: Floats = np.where(self.staged, dense, self.model.dense_layers)
         return layers
@@ -466,19 +467,19 @@ class TrainingStep:
 
         A kernel counts alike whichever it is. Those outside of the layers are few, and left out.
         """
-        framework, recomputed = self.framework, self.strategies.recomputed
-        if not framework.launch_s:
+        habits, recomputed = self.habits, self.strategies.recomputed
+        if not habits.launch_s:
             return {}
         narrow = self.operand_bytes < self.element_bytes
         kernels = LayerKernels(
             model=self.model,
-            quantise=framework.quantising_kernels if narrow else 0,
-            scales=framework.scaling_kernels if narrow else 0,
+            quantise=habits.quantising_kernels if narrow else 0,
+            scales=habits.scaling_kernels if narrow else 0,
             experts=self.widths.experts,
-            grouped=framework.groups_experts,
-            dispatch=framework.dispatch,
+            grouped=habits.groups_experts,
+            dispatch=habits.dispatch,
             tensor=np.where(self.tensor > 1, 1.0, 0.0),
-            graphs=framework.graphs,
+            graphs=habits.graphs,
             again={name: recomputed(name) for name in CHECKPOINTS},
         )
         alone = self.layers_alone
@@ -488,7 +489,7 @@ class TrainingStep:
             total += kernels.of(moe=False) * dense
         if self.model.moe is not None:
             total += kernels.of(moe=True) * (layers - dense)
-        kernel_s = framework.launch_s * self.strategies.microbatches
+        kernel_s = habits.launch_s * self.strategies.microbatches
         return {"forward": kernel_s * total.forward, "backward": kernel_s * total.backward}
 
     @cached_property

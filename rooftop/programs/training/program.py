@@ -175,7 +175,11 @@ class TrainProgram:
 
     @classmethod
     def from_plan(cls, plan: TrainingPlan) -> TrainProgram:
-        """The program of a plan. Raises RooftopError with the first obstacle of a plan that is not executable."""
+        """The program of a plan. Raises RooftopError with the first obstacle of a plan that is not executable.
+
+        A plan of another framework is one.
+        """
+        plan.require_ours()
         return cls.from_spec(plan.spec, "an executable plan, such as its nearest_executable", mesh=plan.mesh)
 
     @classmethod

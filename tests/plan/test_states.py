@@ -8,8 +8,8 @@ import pytest
 
 from rooftop.models import count_params
 from rooftop.validation import load_published
+from rooftop.validation.memory import planned_memory
 from rooftop.validation.predict import predict
-from rooftop.validation.reserves import reserved_memory
 
 TITAN = [run for run in load_published().runs if run.source.startswith("torchtitan")]
 
@@ -119,7 +119,7 @@ def test_tensors_placed_one_by_one_reserve_what_the_sum_says(run: str, tokens: i
             else:
                 segment.end(name)
     published = next(one for one in TITAN if one.id.startswith(f"torchtitan-{run}/") and one.compiled)
-    memory = reserved_memory(published, predict(published).plan)
+    memory = planned_memory(published, predict(published).plan)
     # Streams of their own have what is gathered, the root and the layer after it, and the sharded gradients.
     others = memory["gradients"] + memory["copies"] / 2
     assert segment.reserved + others == pytest.approx(sum(memory.values()), rel=0.02)
@@ -127,7 +127,7 @@ def test_tensors_placed_one_by_one_reserve_what_the_sum_says(run: str, tokens: i
 
 def test_state_and_gradients_are_split_over_all_devices() -> None:
     (context,) = [run for run in TITAN if "1x262144" in run.id]
-    memory = reserved_memory(context, predict(context).plan)
+    memory = planned_memory(context, predict(context).plan)
     assert memory["weights"] == pytest.approx(4 * count_params(context.model).total / 8, rel=1e-3)
     assert memory["optimizer"] == 2 * memory["weights"] == 2 * memory["gradients"]
 
@@ -135,5 +135,5 @@ def test_state_and_gradients_are_split_over_all_devices() -> None:
 def test_published_reserves_are_within_four_percent() -> None:
     assert len(TITAN) == 10
     for run in TITAN:
-        reserved = sum(reserved_memory(run, predict(run).plan).values())
+        reserved = sum(planned_memory(run, predict(run).plan).values())
         assert reserved == pytest.approx(run.measured_memory_bytes["peak"], rel=0.04), run.id

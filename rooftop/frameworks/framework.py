@@ -1,0 +1,279 @@
+"""Frameworks for one job: habits, assumptions and defaults by release, family of chips, kind of model and settings."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rooftop.arrays.rules import AXES
+from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.quantities import parse_quantity
+from rooftop.core.records import Record
+from rooftop.frameworks.habits import Habits
+from rooftop.frameworks.launches import GRAPH_PARTS
+from rooftop.hardware import Chip
+from rooftop.models import ModelConfig
+
+_DATA = Path(__file__).with_name("data")
+#: Names of frameworks, ours first: each is a file in ``data/``.
+FRAMEWORKS: tuple[str, ...] = ("rooftop", "maxtext", "megatron", "torchtitan")
+#: Parts of a plan that rules and settings decide: fields of ``Habits``, and of a plan's assumptions, shares that hide,
+#: number formats and switches.
+_PARTS = ("habits", "assumptions", "hidden", "numerics", "switches")
+#: Keys of a rule that say which jobs it is about.
+_MATCHED = ("releases", "from", "chips", "models", "dtypes")
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameworkName(Record):
+    """A framework, its release and the settings that were asked for, by name: what a plan keeps of its framework."""
+
+    name: str = "rooftop"
+    release: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedFramework(FrameworkName):
+    """A framework by name, the title by which its runs are known, and every setting that applies."""
+
+    title: str = "rooftop"
+    applied: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """The program that a plan is of, for one job.
+
+    ``title`` is the name by which published runs know it, ``axes`` are those of a mesh that it has. ``settings`` are
+    all that apply, ``asked`` those that somebody asked for. ``assumptions``, ``hidden``, ``numerics`` and ``switches``
+    are fields of a plan's assumptions, shares of transfers that hide, number formats and switches of the strategy
+    which the framework decides.
+    """
+
+    name: str = "rooftop"
+    title: str = "rooftop"
+    axes: tuple[str, ...] = AXES
+    release: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    asked: Mapping[str, str] = field(default_factory=dict)
+    habits: Habits = Habits()
+    assumptions: Mapping[str, Any] = field(default_factory=dict)
+    hidden: Mapping[str, float] = field(default_factory=dict)
+    numerics: Mapping[str, str] = field(default_factory=dict)
+    switches: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def is_ours(self) -> bool:
+        """True for rooftop's own program."""
+        return self.name == FRAMEWORKS[0]
+
+    @property
+    def planned(self) -> PlannedFramework:
+        """The framework as plan.json has it."""
+        return PlannedFramework(
+            name=self.name,
+            release=self.release,
+            settings=dict(self.asked),
+            title=self.title,
+            applied=dict(self.settings),
+        )
+
+    def __str__(self) -> str:
+        return self.title if self.release is None else f"{self.title} {self.release}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """An option of a framework: its values in words, or 'N', and its default for a job."""
+
+    name: str
+    about: str
+    accepted: str
+    default: str | None
+
+
+def framework_of(
+    name: str,
+    *,
+    chip: Chip,
+    model: ModelConfig,
+    matmul: str = "bf16",
+    release: str | None = None,
+    settings: Mapping[str, str] = _EMPTY,
+) -> Framework:
+    """The framework ``name`` for a model on a chip, with matmuls in the dtype ``matmul``.
+
+    The newest release by default. Raises RooftopError for a framework, release, setting or value that does not exist,
+    and for a framework that does not run on the chip.
+    """
+    data = framework_data(name)
+    if chip.kind not in data["chips"]:
+        able = " or ".join(name for name in FRAMEWORKS if chip.kind in framework_data(name)["chips"])
+        raise RooftopError("framework", name, f"one that runs on {chip.name}: {able}")
+    releases = data["releases"]
+    if release is not None and release not in releases:
+        if not releases:
+            raise RooftopError("release", release, f"nothing with {name}: it has no releases apart")
+        raise unknown("release", release, releases)
+    number = release or (releases[-1] if releases else None)
+    rules = [rule for rule in data.get("rule", ()) if _applies(rule, releases, number, chip, model, matmul)]
+    defaults = {key: value for rule in rules for key, value in rule.get("settings", {}).items()}
+    known = data.get("setting", {})
+    for key in settings:
+        if key not in known:
+            raise unknown("set", key, known) if known else RooftopError("set", key, f"nothing with {name}")
+    parts: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
+    for rule in rules:
+        _join(parts, rule)
+    applied = {key: value for key, value in (defaults | dict(settings)).items()}
+    for key, facts in known.items():
+        if key in applied:
+            _join(parts, _effect(key, facts, applied[key]))
+    return Framework(
+        name=name,
+        title=data.get("titles", {}).get(number, data["title"]),
+        axes=tuple(data.get("axes", AXES)),
+        release=number,
+        settings=applied,
+        asked=dict(settings),
+        habits=Habits(**parts["habits"]),
+        assumptions=parts["assumptions"],
+        hidden=parts["hidden"],
+        numerics=parts["numerics"],
+        switches=parts["switches"],
+    )
+
+
+def settings_of(framework: Framework) -> Iterator[Setting]:
+    """The settings of a framework, with the values that apply."""
+    for name, facts in framework_data(framework.name).get("setting", {}).items():
+        yield Setting(
+            name=name,
+            about=facts["about"],
+            accepted=accepted_values(facts),
+            default=framework.settings.get(name),
+        )
+
+
+def parse_settings(text: str | Mapping[str, str] | None) -> dict[str, str]:
+    """Settings by name, from 'cuda_graphs=layer,dispatcher=deepep'. Raises RooftopError.
+
+    Parts of a value that has commas itself, such as tiles, hang together: a part without '=' belongs to the one before.
+    """
+    if text is None:
+        return {}
+    if isinstance(text, Mapping):
+        return {str(name): str(value) for name, value in text.items()}
+    settings: dict[str, str] = {}
+    last = None
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if equals:
+            last = name.strip()
+            if not last or last in settings:
+                raise RooftopError("set", text, "NAME=VALUE, each name once: cuda_graphs=layer,dispatcher=deepep")
+            settings[last] = value.strip()
+        elif last is None or not part.strip():
+            raise RooftopError("set", text, "NAME=VALUE,...: cuda_graphs=layer,dispatcher=deepep")
+        else:
+            settings[last] += f",{part.strip()}"
+    return settings
+
+
+@cache
+def framework_data(name: str) -> Mapping[str, Any]:
+    """The file of a framework. Raises RooftopError for one that does not exist."""
+    if name not in FRAMEWORKS:
+        raise unknown("framework", name, FRAMEWORKS)
+    return tomllib.loads((_DATA / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _families() -> Mapping[str, str]:
+    """Family of each chip that has one."""
+    families = tomllib.loads((_DATA / "families.toml").read_text(encoding="utf-8"))
+    return {chip: family for family, chips in families.items() for chip in chips}
+
+
+def family_of(chip: str) -> str:
+    """The family of a chip, or its own name."""
+    return _families().get(chip, chip)
+
+
+def _applies(
+    rule: Mapping[str, Any],
+    releases: list[str],
+    release: str | None,
+    chip: Chip,
+    model: ModelConfig,
+    matmul: str,
+) -> bool:
+    """True if a rule is about a job."""
+    kind = "dense" if model.moe is None else "experts"
+    if release is not None and "from" in rule and releases.index(release) < releases.index(rule["from"]):
+        return False
+    return (
+        release in rule.get("releases", (release,))
+        and not {chip.name, family_of(chip.name)}.isdisjoint(rule.get("chips", (chip.name,)))
+        and kind == rule.get("models", kind)
+        and matmul in rule.get("dtypes", (matmul,))
+    )
+
+
+def _join(parts: dict[str, dict[str, Any]], facts: Mapping[str, Any]) -> None:
+    for part in _PARTS:
+        parts[part] |= {
+            name: _frozen(value) if part == "habits" else value for name, value in facts.get(part, {}).items()
+        }
+
+
+def _frozen(value: Any) -> Any:
+    """Lists of a file as tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def accepted_values(facts: Mapping[str, Any]) -> str:
+    """The values of a setting in words."""
+    if "number" in facts:
+        return "a number, 1 or more"
+    if "parts" in facts:
+        return f"none, or some of {', '.join(GRAPH_PARTS)} joined by +"
+    if "tiles" in facts:
+        return "rows of three tiles of wi / of wo / other dims: 512,512,512/512,512,512/1024"
+    return ", ".join(facts["values"])
+
+
+def _effect(key: str, facts: Mapping[str, Any], value: str) -> Mapping[str, Any]:
+    """The parts of a plan that a setting decides. Raises RooftopError for a value that it does not have."""
+    field_name = f"set {key}"
+    if "number" in facts:
+        return {"habits": {facts["number"]: parse_quantity(value, field_name, smallest=1.0)}}
+    if "parts" in facts:
+        names = [] if value == "none" else value.split("+")
+        for name in names:
+            if name not in GRAPH_PARTS:
+                raise unknown(field_name, name, ("none", *GRAPH_PARTS))
+        return {"habits": {facts["parts"]: names}}
+    if "tiles" in facts:
+        return {"habits": _tiles(field_name, value)}
+    if value not in facts["values"]:
+        raise unknown(field_name, value, facts["values"])
+    effect: Mapping[str, Any] = facts["values"][value]
+    return effect
+
+
+def _tiles(name: str, value: str) -> dict[str, Any]:
+    """Rows of tiles, and the size of their other dims, from '512,512,512/512,512,512/1024'."""
+    groups = [group.split(",") for group in value.split("/")]
+    is_whole = all(word.strip().isdecimal() for group in groups for word in group)
+    if [len(group) for group in groups] != [3, 3, 1] or not is_whole:
+        raise RooftopError(name, value, "ROWS,ROWS,ROWS/ROWS,ROWS,ROWS/DIM, such as 512,512,512/512,512,512/1024")
+    up, down, (dim,) = ([int(word) for word in group] for group in groups)
+    return {"group_rows": [up, down], "group_dim": dim}

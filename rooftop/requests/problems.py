@@ -1,0 +1,111 @@
+"""Problems of plans: what a request asks for, read and checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rooftop.arrays import Mesh
+from rooftop.arrays.rules import AXES
+from rooftop.core.errors import RooftopError, one_of
+from rooftop.core.quantities import parse_count, parse_dtype
+from rooftop.frameworks.framework import FRAMEWORKS, FrameworkName, parse_settings
+from rooftop.hardware import Slice
+from rooftop.plan.pricing import BOUNDS
+from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.problem import Problem
+from rooftop.plan.training.workload import MOST_TOKENS, Numerics, Workload
+from rooftop.requests.inputs import axes_of, model_of
+from rooftop.requests.planning import PlanTraining
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
+
+if TYPE_CHECKING:
+    from rooftop.requests.likes import CountLike
+
+#: Tokens of a sequence by default.
+_SEQ = 4096
+#: Tokens of a step where slices are compared and no batch is given: LLaMA-2's 4 Mi, doubled until a run takes no more
+#: than a million steps, as LLaMA-3's 15 T tokens at 16 Mi.
+_LEAST_BATCH, _MOST_STEPS = 4 * 2**20, 1e6
+
+
+def training_problem(request: PlanTraining, where: Slice, *, comparing: bool = False) -> Problem:
+    """The problem on a slice, with everything read and checked. Raises RooftopError naming the field that is wrong."""
+    config, mesh, layout, microbatches = model_of(request.model), request.mesh, request.layout, request.microbatches
+    seq = min(_SEQ, config.max_seq_len) if request.seq is None else parse_count(request.seq, "seq")
+    batch_seqs = request.batch_seqs
+    if comparing:
+        for name, value in (("mesh", mesh), ("layout", layout)):
+            if value is not None:
+                raise RooftopError(name, value, "this with one slice, such as --on v5p:16x16x16, and no limits")
+        if request.batch_tokens is None and batch_seqs is None:
+            batch_seqs = max(1, round(_usual_batch(request.tokens) / seq))
+    if mesh is not None and layout is not None:
+        raise RooftopError("layout", layout, "--mesh or --layout, not both: a layout says the sizes too")
+    if layout is not None:
+        mesh = Mesh.from_layout(where, layout)
+    name = one_of("framework", request.framework, FRAMEWORKS)
+    chunks = parse_count(request.chunks, "chunks")
+    problem = Problem(
+        model=config,
+        slice=where,
+        workload=_workload(request.batch_tokens, batch_seqs, seq, request.tokens),
+        numerics=Numerics(
+            matmul=parse_dtype(request.matmul_dtype, "matmul-dtype"),
+            weights=parse_dtype(request.weights_dtype, "weights-dtype"),
+            moments=parse_dtype(request.moments_dtype, "moments-dtype"),
+            optimizer=request.optimizer,
+        ),
+        assumptions=Assumptions() if request.assume is None else Assumptions().with_hidden(request.assume),
+        axes=None if mesh is None or isinstance(mesh, Mesh) else axes_of(mesh, AXES),
+        mesh=mesh if isinstance(mesh, Mesh) else None,
+        remat=request.remat,
+        microbatches=None if microbatches is None else parse_count(microbatches, "microbatches"),
+        collective_matmuls=request.collective_matmuls,
+        experts_over_tensor=request.experts_over_tensor,
+        framework=FrameworkName(
+            name=name, release=request.release, settings=parse_settings(request.framework_settings)
+        ),
+        schedule=_schedule(name, chunks, request.schedule),
+        chunks=chunks,
+        bounds=one_of("bounds", request.bounds, BOUNDS),
+    )
+    # A framework, release or setting that does not exist is refused here.
+    problem.program  # noqa: B018
+    return problem
+
+
+def _schedule(framework: str, chunks: int, asked: str | None) -> PipelineSchedule:
+    """The schedule of pipeline stages: as asked for, or that which the framework has for so many chunks."""
+    if asked is not None:
+        return one_of("schedule", asked, SCHEDULES)
+    if chunks > 1:
+        return "interleaved"
+    return DEFAULT_SCHEDULE if framework == FRAMEWORKS[0] else "1f1b"
+
+
+def _usual_batch(tokens: CountLike | None) -> int:
+    """Tokens of a step of a run of ``tokens``, where none are given."""
+    batch = _LEAST_BATCH
+    while tokens is not None and parse_count(tokens, "tokens") > _MOST_STEPS * batch:
+        batch *= 2
+    return batch
+
+
+def _workload(
+    batch_tokens: CountLike | None, batch_seqs: CountLike | None, seq: CountLike, tokens: CountLike | None
+) -> Workload:
+    length = parse_count(seq, "seq")
+    if batch_tokens is not None and batch_seqs is None:
+        batch = parse_count(batch_tokens, "batch-tokens")
+    elif batch_seqs is not None and batch_tokens is None:
+        batch = parse_count(batch_seqs, "batch-seqs") * length
+    else:
+        both = None if batch_tokens is None else f"{batch_tokens} and {batch_seqs}"
+        raise RooftopError("batch", both, "one of --batch-tokens and --batch-seqs")
+    if length > MOST_TOKENS:
+        raise RooftopError("seq", length, f"tokens from 1 to {MOST_TOKENS:,}")
+    if batch > MOST_TOKENS:
+        option, count = ("batch-tokens", batch) if batch_seqs is None else ("batch-seqs", batch // length)
+        raise RooftopError(option, count, f"tokens of a step from 1 to {MOST_TOKENS:,}")
+    total = None if tokens is None else float(parse_count(tokens, "tokens"))
+    return Workload.nearest(batch_tokens=batch, seq_len=length, tokens=total)

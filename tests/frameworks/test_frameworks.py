@@ -1,0 +1,199 @@
+"""Frameworks: their files, the settings that a user has, and the train steps that each can run."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rooftop
+from rooftop.core.errors import RooftopError
+from rooftop.frameworks import framework as module
+from rooftop.frameworks.framework import FRAMEWORKS, framework_of, parse_settings, settings_of
+from rooftop.frameworks.habits import Habits
+from rooftop.frameworks.launches import GRAPH_PARTS
+from rooftop.frameworks.programs import PROGRAMS
+from rooftop.hardware import catalogue, chip
+from rooftop.models import load_model
+from rooftop.plan.training.plan import TrainingPlan
+
+DATA = Path(module.__file__).with_name("data")
+OTHERS = FRAMEWORKS[1:]
+MODELS = {"dense": load_model("llama3-8b"), "experts": load_model("qwen3-30b-a3b")}
+Run = Callable[..., Any]
+
+
+def facts(name: str) -> dict[str, Any]:
+    return tomllib.loads((DATA / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_rule_and_setting_says_where_it_comes_from(name: str) -> None:
+    data = facts(name)
+    assert all(rule["source"] for rule in data["rule"])
+    assert all(setting["about"] for setting in data["setting"].values())
+    assert set(PROGRAMS) == set(FRAMEWORKS)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_defaults_are_settings_that_a_user_can_give(name: str) -> None:
+    """Giving each default by name changes nothing: what recipes set has a word for users."""
+    for spec in catalogue().values():
+        if spec.kind not in facts(name)["chips"]:
+            continue
+        for model in MODELS.values():
+            for release in facts(name)["releases"]:
+                plain = framework_of(name, chip=spec, model=model, release=release, matmul="f8_e4m3")
+                given = framework_of(
+                    name, chip=spec, model=model, release=release, matmul="f8_e4m3", settings=plain.settings
+                )
+                assert (given.habits, given.assumptions, given.hidden) == (
+                    plain.habits,
+                    plain.assumptions,
+                    plain.hidden,
+                )
+                assert (given.numerics, given.switches) == (plain.numerics, plain.switches)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_value_of_a_setting_is_read(name: str) -> None:
+    spec = next(spec for spec in catalogue().values() if spec.kind in facts(name)["chips"])
+    shown = {setting.name: setting for setting in settings_of(framework_of(name, chip=spec, model=MODELS["experts"]))}
+    for key, setting in facts(name)["setting"].items():
+        values = list(setting.get("values", {})) or {
+            "number": ["1.5"], "parts": ["none", *GRAPH_PARTS, "attn+mlp"], "tiles": ["128,256,256/128,256,512/0"],
+        }[next(kind for kind in ("number", "parts", "tiles") if kind in setting)]  # fmt: skip
+        for value in values:
+            found = framework_of(name, chip=spec, model=MODELS["experts"], settings={key: value})
+            assert found.settings[key] == value
+        assert shown[key].about
+        assert shown[key].accepted
+
+
+@pytest.mark.parametrize(("newer", "known"), [("h200", "h100"), ("b300", "b200"), ("gb300", "gb200")])
+def test_a_chip_has_the_defaults_of_its_family(newer: str, known: str) -> None:
+    for model in MODELS.values():
+        for release in facts("megatron")["releases"]:
+            one, other = (
+                framework_of("megatron", chip=chip(name), model=model, release=release) for name in (newer, known)
+            )
+            assert one == other
+
+
+def test_our_own_program_has_no_habits() -> None:
+    ours = framework_of("rooftop", chip=chip("v5p"), model=MODELS["dense"])
+    assert ours.is_ours
+    assert ours.habits == Habits()
+    assert not ours.assumptions
+    assert not ours.settings
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--framework", "megatro"), "framework: got 'megatro'; accepted: did you mean megatron?"),
+        (("--framework", "maxtext", "--release", "9"), "release: got '9'; accepted: one of 0.2.4"),
+        (("--release", "26.08"), "release: got '26.08'; accepted: nothing with rooftop"),
+        (("--set", "cuda_graphs=none"), "set: got 'cuda_graphs'; accepted: nothing with rooftop"),
+        (("--framework", "megatron", "--set", "graphs=none"), "set: got 'graphs'; accepted: did you mean cuda_graphs?"),
+        (("--framework", "megatron", "--set", "cuda_graphs=all"), "set cuda_graphs: got 'all'; accepted: one of attn"),
+        (("--framework", "megatron", "--set", "dispatcher=x"), "set dispatcher: got 'x'; accepted: one of alltoall"),
+        (("--framework", "megatron", "--set", "x"), "set: got 'x'; accepted: NAME=VALUE"),
+        (("--framework", "maxtext", "--set", "capacity=0.5"), "set capacity: got '0.5'; accepted:"),
+        (("--framework", "maxtext", "--set", "expert_tiles=1"), "set expert_tiles: got '1'; accepted: ROWS,ROWS,ROWS/"),
+    ],
+)
+def test_wrong_frameworks_are_one_line(rooftop: Run, options: tuple[str, ...], says: str) -> None:
+    answer = rooftop("plan", "train", "llama3-8b", "--on", "h100:8", "--batch-seqs", "64", *options)
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err.startswith(f"rooftop: {says}")
+    assert answer.err.count("\n") == 1
+
+
+def test_a_framework_is_refused_on_chips_that_it_does_not_run_on(rooftop: Run) -> None:
+    answer = rooftop("plan", "train", "llama3-8b", "--on", "v5e:4x4", "--batch-seqs", "64", "--framework", "megatron")
+    assert answer.status == 2
+    assert "accepted: one that runs on v5e: rooftop or maxtext" in answer.err
+
+
+def test_settings_with_commas_hang_together() -> None:
+    text = "experts=sparse,expert_tiles=1,2,3/4,5,6/7,capacity=1.25"
+    assert parse_settings(text) == {"experts": "sparse", "expert_tiles": "1,2,3/4,5,6/7", "capacity": "1.25"}
+    for wrong in ("a", ",a=1", "a=1,a=2", "=1"):
+        with pytest.raises(RooftopError, match="set: got"):
+            parse_settings(wrong)
+
+
+JOB: dict[str, Any] = {"model": "llama3-70b", "on": "h100:8x8", "batch_seqs": 256, "seq": 8192}
+
+
+@pytest.fixture(scope="module")
+def megatron() -> rooftop.TrainingPlanResult:
+    return rooftop.plan_training(**JOB, framework="megatron", release="26.04", framework_settings="tp_overlap=no")
+
+
+def test_a_plan_names_its_framework_and_is_priced_again_alike(megatron: rooftop.TrainingPlanResult) -> None:
+    data = json.loads(json.dumps(megatron.to_json()))
+    assert data["framework"]["title"] == "Megatron Core"
+    assert (data["framework"]["release"], data["framework"]["settings"]) == ("26.04", {"tp_overlap": "no"})
+    again = TrainingPlan.from_json(data)
+    assert (again.expected_s, again.memory) == (megatron.plan.expected_s, megatron.plan.memory)
+    assert again.problem.program == megatron.plan.problem.program
+    assert "priced as our program" not in data["evidence"]["text"]
+    assert "Megatron Core" in data["evidence"]["text"]
+
+
+def test_a_plan_of_a_framework_is_one_that_it_runs(megatron: rooftop.TrainingPlanResult) -> None:
+    plan = megatron.plan
+    assert plan.fits
+    assert not plan.obstacles
+    assert plan.mesh.size("fsdp") == 1
+    assert not plan.choice.collective_matmuls
+    pinned = rooftop.plan_training(**JOB, framework="megatron", mesh="fsdp=64").plan
+    assert pinned.obstacles[0].startswith("Megatron splits optimizer state over data, and no weights over fsdp")
+
+
+def test_sizes_that_do_not_divide_are_obstacles_of_frameworks_and_padding_of_ours() -> None:
+    job = {
+        "model": "llama3-8b",
+        "on": "h100:8",
+        "batch_seqs": 60,
+        "mesh": "data=8",
+        "microbatches": 1,
+        "remat": "block",
+    }
+    ours, theirs = (rooftop.plan_training(**job, framework=name).plan for name in ("rooftop", "megatron"))
+    assert not ours.obstacles
+    assert ours.padding.empty_sequences == 4
+    assert theirs.obstacles == ["Megatron divides sequences of a step by copies and microbatches: 60 by 8"]
+
+
+@pytest.mark.parametrize("verb", ["train", "compile"])
+def test_plans_of_frameworks_are_not_ours_to_run(rooftop: Run, verb: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    job = ("plan", "train", "llama3-8b", "--on", "v5e:4x4", "--batch-seqs", "16", "--framework", "maxtext")
+    assert rooftop(*job, "-o", str(path)).status == 0
+    more = ("--run", str(tmp_path / "run"), "--data", __file__, "--steps", "1") if verb == "train" else ()
+    answer = rooftop(verb, str(path), *more)
+    assert answer.status == 2
+    assert "plan: got 'a plan of MaxText 0.2.4'; accepted: a plan of rooftop's own program" in answer.err
+
+
+def test_memory_of_a_distributed_optimizer_is_six_bytes_and_twelve_over_copies() -> None:
+    plan = rooftop.plan_training(
+        model="llama3-8b",
+        on="h100:8",
+        batch_seqs=64,
+        mesh="data=8",
+        framework="megatron",
+        remat="block",
+        microbatches=8,
+    ).plan
+    parameters = 8_030_261_248
+    assert plan.memory["weights"] == pytest.approx(2 * parameters, rel=1e-3)
+    assert plan.memory["gradients"] == pytest.approx(4 * parameters, rel=1e-3)
+    assert plan.memory["optimizer"] == pytest.approx(12 * parameters / 8, rel=1e-3)
