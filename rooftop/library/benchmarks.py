@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -35,8 +35,8 @@ from rooftop.library.serving import Progress
 from rooftop.library.simulation import read_serving_plan, targets_of, trace_of
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.requests.function import of_request
-from rooftop.requests.likes import AxesLike, CountLike, RequestJson, SliceLike
-from rooftop.requests.measuring import BenchServing
+from rooftop.requests.likes import CountLike, RequestJson, SliceLike
+from rooftop.requests.measuring import BenchCollectives, BenchServing
 from rooftop.roofline.calibration import Calibration, fit, read_calibration
 from rooftop.runs.environment import prefer_cpus, prepare_environment, uninterrupted
 from rooftop.scheduling.serving.scheduler import Policy
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from rooftop.serve.client.prediction import PredictionInput
     from rooftop.serve.client.replay import Replayed
 
-#: Names, or a comma-separated text of them.
-NamesLike: TypeAlias = Sequence[str] | str
 #: Token ids of prompts for a server that does not tell its vocabulary.
 _VOCAB = 1000
 
@@ -69,6 +67,7 @@ class CollectivesResult(Record, Result):
     dtype: str
     slice: str | None
     measured: MeasuredCollectives
+    request: RequestJson
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -86,39 +85,22 @@ class CollectivesResult(Record, Result):
         return f"{self.measured.devices}, over {','.join(self.axes)}: {'; '.join(times)}"
 
 
-def bench_collectives(
-    *,
-    mesh: AxesLike | None = None,
-    axis: NamesLike | None = None,
-    kinds: NamesLike | None = None,
-    sizes: Sequence[CountLike] | str = "64Ki,1Mi,16Mi",
-    dtype: str = "bf16",
-    on: SliceLike | None = None,
-    on_progress: Progress | None = None,
-) -> CollectivesResult:
+@of_request(BenchCollectives)
+def bench_collectives(request: BenchCollectives, on_progress: Progress | None = None) -> CollectivesResult:
     """Time collectives over the axes of a mesh of the local devices, for several sizes.
 
-    Args:
-        mesh: Axes and their sizes; by default one axis X of all devices.
-        axis: Axes that collectives run over; all by default.
-        kinds: all_gather, reduce_scatter, all_reduce, all_to_all, permute; all by default.
-        sizes: Payloads of one device, in bytes.
-        dtype: Dtype of the elements.
-        on: A slice; its planned times stand next to those that are measured.
-        on_progress: Called with collectives done, collectives in all, and a label.
-
-    Everything is checked before JAX is imported, except the number of devices. Raises RooftopError naming the argument
-    that is wrong.
+    Everything is checked before JAX is imported, except the number of devices. ``on_progress`` is called with
+    collectives done, collectives in all, and a label. Raises RooftopError naming the argument that is wrong.
     """
-    payloads = [float(parse_bytes(size, "sizes")) for size in (sizes.split(",") if isinstance(sizes, str) else sizes)]
-    names = _names(kinds) or list(COLLECTIVES)
+    payloads = [float(parse_bytes(size, "sizes")) for size in _names(request.sizes)]
+    names = _names(request.kinds) or list(COLLECTIVES)
     for name in names:
         if name not in COLLECTIVES:
             raise unknown("kinds", name, COLLECTIVES)
-    dtype, where = parse_dtype(dtype), None if on is None else slice_of(on)
-    shape = None if mesh is None else axes_of(mesh)
+    dtype, where = parse_dtype(request.dtype), None if request.on is None else slice_of(request.on)
+    shape = None if request.mesh is None else axes_of(request.mesh)
     if shape is not None:
-        _require_axes(_names(axis) or list(shape), shape)
+        _require_axes(_names(request.axis) or list(shape), shape)
         _prices(where, shape)
 
     prefer_cpus()
@@ -127,7 +109,7 @@ def bench_collectives(
     from rooftop.profile.microbench.timing import device_mesh, devices, empty_call, provenance
 
     shape = shape or {"X": len(devices())}
-    axes = _names(axis) or list(shape)
+    axes = _names(request.axis) or list(shape)
     _require_axes(axes, shape)
     prices = _prices(where, shape)
     used = device_mesh(shape)
@@ -135,7 +117,7 @@ def bench_collectives(
         "--mesh": ",".join(f"{name}={size}" for name, size in shape.items()),
         "--axis": ",".join(axes),
         "--kinds": ",".join(names),
-        "--sizes": sizes if isinstance(sizes, str) else ",".join(map(str, sizes)),
+        "--sizes": ",".join(_names(request.sizes)),
         "--dtype": dtype,
         **({} if where is None else {"--on": where.name}),
     }
@@ -152,13 +134,14 @@ def bench_collectives(
             empty_call_s=empty_call(used).median_s,
             collectives=timings,
         ),
+        request=request.to_json(),
     )
 
 
-def _names(names: NamesLike | None) -> list[str]:
+def _names(names: Sequence[CountLike] | str | None) -> list[str]:
     if names is None:
         return []
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(map(str, names))
 
 
 def _require_axes(axes: Sequence[str], shape: Mapping[str, int]) -> None:
