@@ -16,7 +16,8 @@ from rooftop.plan.training.workload import Workload
 from rooftop.present.document import Bar, Bars, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
 from rooftop.present.documents.parts import level_of, mesh_text
 from rooftop.present.documents.training import padding_figure
-from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, model_select, select, slider, text
+from rooftop.requests.planning import PlanTraining
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, FieldControls, State, slider
 
 #: Curves that are drawn, and sequences a step of their points.
 _DRAWN = 6
@@ -86,9 +87,7 @@ def answer(state: State) -> Document:
         figures=figures,
         charts=(_times(curves, seqs * seq, axes), _ratios(curves, seqs * seq, axes), *steps),
         notes=tuple(reason.text for reason in plan.reasons if reason.source in ("chapter 1", "chapter 5")),
-        command=command_line(
-            "plan",
-            "train",
+        command=PlanTraining(
             state["model"],
             on=where.name,
             mesh=problem.axes,
@@ -96,7 +95,7 @@ def answer(state: State) -> Document:
             seq=seq,
             remat=state["remat"],
             microbatches=1,
-        ),
+        ).command(),
         sources=("Chapter 5. Curves: bounds at peak rates on the fastest layout of each mesh; steps: docs/plan.md.",),
     )
 
@@ -213,15 +212,16 @@ def _steps(curves: list[BatchCurve], at: int, plan: TrainingPlan) -> Bars:
     )
 
 
+_FIELDS = FieldControls(PlanTraining)
 _CONTROLS: tuple[Control, ...] = (
-    model_select(presets(), "llama3-70b"),
-    text("on", "Slice", "v5p:4x4x4", suggestions=("v5p:4x4x4", "v5p:8x8x8", "v5p:16x16x16", "v5e:16x16", "v6e:16x16",
+    _FIELDS.model("llama3-70b", presets()),
+    _FIELDS.text("on", "v5p:4x4x4", suggestions=("v5p:4x4x4", "v5p:8x8x8", "v5p:16x16x16", "v5e:16x16", "v6e:16x16",
                                                   "tpu7x:4x4x4", "h100:8x8", "v5e:16x16@2"), fields=("slice", "chip")),
-    slider("batch_seqs", "Batch, sequences", "32", 1, 16384, fields=("batch_tokens", "batch")),
+    _FIELDS.slider("batch_seqs", 1, 16384, "32", fields=("batch_tokens", "batch")),
     slider("tensor", "Tensor, ways", "1", 1, 64, fields=("mesh", "mesh axis"),
            help="The other devices of a slice are FSDP."),
-    slider("seq", "Sequence, tokens", "4096", 512, 131072, fields=("seq_len",)),
-    select("remat", "Remat", SEARCHED, "block", fields=("microbatches",)),
+    _FIELDS.slider("seq", 512, 131072, "4096", fields=("seq_len",)),
+    _FIELDS.select("remat", "block", options=SEARCHED, fields=("microbatches",)),
 )  # fmt: skip
 
 
