@@ -40,11 +40,11 @@ from rooftop.requests.planning import PlanEmbedding, PlanServing, PlanTraining
 from rooftop.requests.request import Request
 from rooftop.requests.words import LEVELS
 from rooftop.roofline.matmul import attainable
-from rooftop.simulate.network.rounds import KINDS, rounds, torus_rounds
 from rooftop.simulate.systolic import SystolicArray
 from rooftop.ui.controls import Control, FieldControls, read_state, slider
 from rooftop.ui.explorers import EXPLORERS, explorer
 from rooftop.ui.opened import opened_json
+from rooftop.ui.rounds import KINDS, rounds, torus_rounds
 from rooftop.ui.server import LARGEST, application
 from tests.conftest import Answer
 from tests.support import faces

@@ -32,8 +32,8 @@ from rooftop.present.document import (
 )
 from rooftop.requests.measuring import Matmul
 from rooftop.simulate.network.collectives import simulate
-from rooftop.simulate.network.rounds import KINDS, Rounds, torus_rounds
 from rooftop.ui.controls import Control, Explorer, ExplorerForm, FieldControls, State, select, slider, text
+from rooftop.ui.rounds import KINDS, Rounds, torus_rounds
 
 #: One-byte elements along dim I, so that bytes are its size; an AllToAll splits J, which has one element a device.
 _WRITTEN: Mapping[str, str] = {
