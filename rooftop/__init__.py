@@ -46,7 +46,7 @@ _FUNCTIONS = {
     "target": "programs.scripts",
     "mesh": "programs.scripts",
     "check": "programs.checking",
-    "Check": "programs.checking",
+    "CheckProgram": "programs.checking",
     "tune": "programs.tuning",
     "Tune": "programs.tuning",
     "explain": "explaining",

@@ -36,7 +36,7 @@ from rooftop.requests.measuring import Validate as Validate
 from rooftop.requests.planning import PlanEmbedding as PlanEmbedding
 from rooftop.requests.planning import PlanServing as PlanServing
 from rooftop.requests.planning import PlanTraining as PlanTraining
-from rooftop.requests.programs import Check as Check
+from rooftop.requests.programs import CheckProgram as CheckProgram
 from rooftop.requests.programs import Compile as Compile
 from rooftop.requests.programs import Explain as Explain
 from rooftop.requests.programs import Tune as Tune

@@ -20,7 +20,7 @@ from rooftop.hardware import Slice, chip
 from rooftop.models import load_model
 from rooftop.requests.measuring import BenchCollectives, BenchServing, Matmul, Validate
 from rooftop.requests.planning import PlanEmbedding, PlanServing, PlanTraining
-from rooftop.requests.programs import Check, Compile, Explain, Tune
+from rooftop.requests.programs import CheckProgram, Compile, Explain, Tune
 from rooftop.requests.request import NotInWords, Request
 from rooftop.requests.serving import Serve
 from rooftop.requests.simulating import Simulate
@@ -39,7 +39,7 @@ REQUESTS: list[type[Request]] = [
     BenchCollectives,
     Validate,
     Compile,
-    Check,
+    CheckProgram,
     Tune,
     Explain,
 ]
@@ -56,8 +56,10 @@ EXAMPLES = [
     BenchCollectives(mesh={"X": 2}, axis=["X"], sizes=[1024, "1Mi"]),
     Compile(Path("plan.json"), calibration="v5e.json", timeout=90, cache=False, save=True),
     Compile(["python", "train.py", "--layers", "2"], on="v5e:2x2", steps=0, min_flops="1G"),
-    Check("mine:step", on="v5e:4x4", args=["bf16[8_X]"], mesh={"X": 16}, against="l.json", max_time="+2%", fail_on=0.5),
-    Check("module.hlo", on=chip("v5e"), tokens="64Ki"),
+    CheckProgram(
+        "mine:step", on="v5e:4x4", args=["bf16[8_X]"], mesh={"X": 16}, against="l.json", max_time="+2%", fail_on=0.5
+    ),
+    CheckProgram("module.hlo", on=chip("v5e"), tokens="64Ki"),
     Tune("mine:step", vary={"block": "512,1024", "remat": [True, False]}, compiler_options={"xla_x": True, "y": 3}),
     Tune("plan.json", search=["remat", "mesh"], layers="all", minutes=0.5),
     Explain("run1", plan="plan.json", hlo=[Path("a.hlo"), "b.hlo"], mesh="X=4"),
@@ -181,7 +183,7 @@ def smallest(
         "simulate": (Simulate, {"plan": plan, "requests_per_second": 1, "duration": 5}, library.simulate),
         "matmul": (Matmul, {**product, "on": "v5e:2x2"}, library.matmul),
         # A module, which needs no compiler; of the verbs that need one, what they refuse.
-        "check": (Check, {"program": module, "on": "v5e:1x1"}, library.check),
+        "check": (CheckProgram, {"program": module, "on": "v5e:1x1"}, library.check),
         "explain": (Explain, {"path": module, "on": "v5e:1x1"}, library.explain),
         "compile": (Compile, {"program": "nowhere.json"}, library.compile),
         "tune": (Tune, {"program": "nowhere.json"}, library.tune),
@@ -228,7 +230,7 @@ def test_objects_of_a_process_are_not_written(tmp_path: Path) -> None:
     path = tmp_path / "step.hlo"
     path.write_text(HLO)
     module = library.explain_module(path, on="v5e:1x1")
-    asked = Check(module, tokens=4)
+    asked = CheckProgram(module, tokens=4)
     answer = library.check(asked)
     assert answer.request is asked
     assert "request" not in answer.to_json()

@@ -97,11 +97,11 @@ def bench_collectives(request: BenchCollectives, on_progress: Progress | None = 
     for name in names:
         if name not in COLLECTIVES:
             raise unknown("kinds", name, COLLECTIVES)
-    dtype, where = parse_dtype(request.dtype), None if request.on is None else slice_of(request.on)
+    dtype, slice_ = parse_dtype(request.dtype), None if request.on is None else slice_of(request.on)
     shape = None if request.mesh is None else axes_of(request.mesh)
     if shape is not None:
         _require_axes(_names(request.axis) or list(shape), shape)
-        _prices(where, shape)
+        _prices(slice_, shape)
 
     prefer_cpus()
     with uninterrupted():
@@ -111,7 +111,7 @@ def bench_collectives(request: BenchCollectives, on_progress: Progress | None = 
     shape = shape or {"X": len(devices())}
     axes = _names(request.axis) or list(shape)
     _require_axes(axes, shape)
-    prices = _prices(where, shape)
+    prices = _prices(slice_, shape)
     used = device_mesh(shape)
     written = {
         "--mesh": ",".join(f"{name}={size}" for name, size in shape.items()),
@@ -119,7 +119,7 @@ def bench_collectives(request: BenchCollectives, on_progress: Progress | None = 
         "--kinds": ",".join(names),
         "--sizes": ",".join(_names(request.sizes)),
         "--dtype": dtype,
-        **({} if where is None else {"--on": where.name}),
+        **({} if slice_ is None else {"--on": slice_.name}),
     }
     command = shlex.join(["rooftop", "bench", "collectives", *(word for option in written.items() for word in option)])
     timings = tuple(measure(names, axes, payloads, dtype, used, prices=prices, on_progress=on_progress))
@@ -127,7 +127,7 @@ def bench_collectives(request: BenchCollectives, on_progress: Progress | None = 
         mesh=prices[0].mesh.described if prices else MeshLayout(axes=shape, layout={}),
         axes=tuple(axes),
         dtype=dtype,
-        slice=None if where is None else where.name,
+        slice=None if slice_ is None else slice_.name,
         measured=MeasuredCollectives(
             **vars(provenance(list(used.devices.flat))),
             command=command,
@@ -156,11 +156,11 @@ def _require_axes(axes: Sequence[str], shape: Mapping[str, int]) -> None:
         raise RooftopError("axis", requested, accepted)
 
 
-def _prices(where: Slice | None, shape: Mapping[str, int]) -> list[Prices]:
+def _prices(slice_: Slice | None, shape: Mapping[str, int]) -> list[Prices]:
     """Prices that a slice is planned by; none without a slice."""
-    if where is None:
+    if slice_ is None:
         return []
-    laid = Mesh.lay(where, shape)
+    laid = Mesh.lay(slice_, shape)
     return [Prices(mesh=laid, dims={}, kind=kind) for kind in ("bound", "expected")]
 
 
@@ -388,7 +388,7 @@ def calibrate(
         refuse({"on": on, "devices": devices}, "nothing with a run, which says it")
         return _of_run(Path(run), path)
     limit = parse_quantity(minutes, "minutes", largest=_LONGEST)
-    where = None if on is None else slice_of(on)
+    slice_ = None if on is None else slice_of(on)
     known = read_calibration(path) if path is not None and path.exists() else None
     prepare_environment(devices, extra="jax")
     with uninterrupted():
@@ -396,12 +396,12 @@ def calibrate(
     from rooftop.profile.microbench import timing
 
     local = timing.devices()
-    bench = Bench(devices=local, where=_slice(local, where))
+    bench = Bench(devices=local, slice=_slice(local, slice_))
     begun = Calibration(
         **vars(timing.provenance(local)),
         command=shlex.join(["rooftop", *sys.argv[1:]]),
-        chip=None if bench.where is None else bench.where.chip.name,
-        slice=None if bench.where is None else bench.where.name,
+        chip=None if bench.slice is None else bench.slice.chip.name,
+        slice=None if bench.slice is None else bench.slice.name,
         spent_s=0.0,
         complete=False,
         points=(),
@@ -415,19 +415,19 @@ def calibrate(
     return CalibrationResult(calibration=_measure(bench, begun, limit, path, on_progress), path=path)
 
 
-def _slice(local: Any, where: Slice | None) -> Slice | None:
+def _slice(local: Any, slice_: Slice | None) -> Slice | None:
     """The slice of the local devices. Raises RooftopError for one of another chip, or of another size."""
     from rooftop.hardware import chip_of_kind
 
     chip = chip_of_kind(local[0].device_kind)
-    if where is None:
+    if slice_ is None:
         sizes = () if chip is None else slice_sizes(chip, len(local))
         return next((size for size in sizes if size.devices == len(local)), None)
-    if local[0].platform != "cpu" and (chip is None or chip.name != where.chip.name):
-        raise RooftopError("on", where.name, f"a slice of the {len(local)} x {local[0].device_kind} here")
-    if where.devices != len(local):
-        raise RooftopError("on", where.name, f"a slice of {len(local)} devices, as many as are local")
-    return where
+    if local[0].platform != "cpu" and (chip is None or chip.name != slice_.chip.name):
+        raise RooftopError("on", slice_.name, f"a slice of the {len(local)} x {local[0].device_kind} here")
+    if slice_.devices != len(local):
+        raise RooftopError("on", slice_.name, f"a slice of {len(local)} devices, as many as are local")
+    return slice_
 
 
 def _continued(begun: Calibration, known: Calibration, path: Path | None) -> Calibration:
@@ -488,12 +488,12 @@ def _fitted(calibration: Calibration, bench: Bench) -> Calibration:
     notes = []
     if calibration.emulated:
         notes.append("a CPU emulates these devices, which share its cores")
-    if bench.where is None:
+    if bench.slice is None:
         notes.append("the catalogue has no such chip: points alone, and no fractions for plans")
         return replace(calibration, notes=tuple(notes))
     if calibration.emulated:
-        notes[-1] += f"; they stand for {bench.where.name}"
-    result, doubts = fit(calibration.points, bench.where.chip, calibration.devices)
+        notes[-1] += f"; they stand for {bench.slice.name}"
+    result, doubts = fit(calibration.points, bench.slice.chip, calibration.devices)
     return replace(calibration, fractions=result, notes=(*notes, *doubts))
 
 

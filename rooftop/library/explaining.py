@@ -166,13 +166,15 @@ class ValidationResult(Result):
     @property
     def rows(self) -> list[dict[str, object]]:
         """A run a row, those of training first."""
-        serving = [one.record for one in self.serving.comparisons]
+        serving = [comparison.record for comparison in self.serving.comparisons]
         return [flat(row.to_json()) for row in (*self._training_rows, *serving, *self.engines.record.rows)]
 
     @property
     def _training_rows(self) -> tuple[ComparisonRecord, ...]:
         runs = self.report.comparisons
-        return tuple(one.record(self.notes[one.run.id], self.reasons.get(one.run.id)) for one in runs)
+        return tuple(
+            comparison.record(self.notes[comparison.run.id], self.reasons.get(comparison.run.id)) for comparison in runs
+        )
 
     @property
     def document(self) -> Document:
@@ -297,7 +299,7 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
         from rooftop.compiler.compiling import require_compiler
 
         require_compiler("tpu")
-    own, only = calibration_of(request.calibration), request.only
+    fractions, only = calibration_of(request.calibration), request.only
     assumptions = Assumptions() if request.assume is None else Assumptions().with_hidden(request.assume)
     path = None if request.runs is None else Path(request.runs)
     # Reading takes little time: what is refused is refused before anything is priced.
@@ -312,7 +314,7 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
     else:
         engines = engine_report(path) if of_engines or path is None else engines
         serving = serving if of_engines else serving_report(path)
-    runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, own)
+    runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, fractions)
     predicted, notes, unusable = [], {}, list(published.unusable)
     plans = []
     for run in (replace(run, slice=runs_of[run.id][0]) for run in published.runs):
@@ -332,11 +334,11 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
         report=report,
         serving=serving,
         engines=engines,
-        published=replace(published, unusable=tuple(sorted(unusable, key=lambda one: one.lines))),
+        published=replace(published, unusable=tuple(sorted(unusable, key=lambda run: run.lines))),
         notes=notes,
         reasons=validation.load_reasons(),
         memory=compare_memory(plans),
-        calibrated_by=None if own is None else own.by,
+        calibrated_by=None if fractions is None else fractions.by,
         compiled=_compiled(plans, only, request.timeout, on_progress) if request.compiled else None,
     )
 

@@ -168,7 +168,7 @@ def _limits(request: PlanTraining) -> Limits:
     )
 
 
-def _problem(request: PlanTraining, where: Slice, *, comparing: bool) -> Problem:
+def _problem(request: PlanTraining, slice_: Slice, *, comparing: bool) -> Problem:
     """The problem on a slice, with everything read and checked. Raises RooftopError naming the field that is wrong."""
     config, mesh, layout, microbatches = model_of(request.model), request.mesh, request.layout, request.microbatches
     seq = min(_SEQ, config.max_seq_len) if request.seq is None else parse_count(request.seq, "seq")
@@ -182,10 +182,10 @@ def _problem(request: PlanTraining, where: Slice, *, comparing: bool) -> Problem
     if mesh is not None and layout is not None:
         raise RooftopError("layout", layout, "--mesh or --layout, not both: a layout says the sizes too")
     if layout is not None:
-        mesh = Mesh.from_layout(where, layout)
+        mesh = Mesh.from_layout(slice_, layout)
     return Problem(
         model=config,
-        slice=where,
+        slice=slice_,
         workload=_workload(request.batch_tokens, batch_seqs, seq, request.tokens),
         numerics=Numerics(
             matmul=parse_dtype(request.matmul_dtype, "matmul-dtype"),
@@ -236,8 +236,8 @@ def _places(on: SlicesLike, limits: Limits, smallest: bool) -> tuple[dict[str, l
         is_chip = isinstance(name, Chip) or (isinstance(name, str) and ":" not in name)
         is_chip = is_chip or (isinstance(name, Mapping) and "chip" not in name)
         if not smallest and not is_chip:
-            where = slice_of(cast("SliceLike", name))
-            places[where.name] = [where]
+            slice_ = slice_of(cast("SliceLike", name))
+            places[slice_.name] = [slice_]
             continue
         spec = chip_of(cast("Chip | str", name)) if is_chip else slice_of(cast("SliceLike", name)).chip
         if not is_open:

@@ -196,11 +196,11 @@ class Hardware(Kind):
             return ",".join(parts) if all(isinstance(part, str) for part in parts) else parts
         from rooftop.hardware import Chip, Slice, catalogue
 
-        where = value if isinstance(value, (Slice, Chip, Mapping)) else value.slice
-        spec = where.chip if isinstance(where, Slice) else where
-        if isinstance(where, Mapping) or not isinstance(spec, Chip) or catalogue().get(spec.name) != spec:
-            return plain(where)
-        return where.name
+        hardware = value if isinstance(value, (Slice, Chip, Mapping)) else value.slice
+        spec = hardware.chip if isinstance(hardware, Slice) else hardware
+        if isinstance(hardware, Mapping) or not isinstance(spec, Chip) or catalogue().get(spec.name) != spec:
+            return plain(hardware)
+        return hardware.name
 
     def candidates(self, incomplete: str) -> Iterable[str]:
         """Chips; after a colon, shapes."""

@@ -50,7 +50,7 @@ class OfPlan(Protocol):
 
 
 class OfReport(Protocol):
-    """What compiled a program, or a script, with its report."""
+    """A compiled program, or a script that compiled some, with its report."""
 
     @property
     def report(self) -> object:

@@ -109,7 +109,7 @@ class XlaOptions(Assigned):
         return options or None
 
 
-class Settings(Assigned):
+class SettingValues(Assigned):
     """Values of settings by name, each typed as NAME=A,B; the first is the baseline's."""
 
     def read(self, value: Any, field: str) -> Any:
@@ -279,7 +279,7 @@ _CHECKED = "module:function, a module of HLO, a folder of --xla_dump_to, a saved
 
 
 @dataclass(frozen=True)
-class Check(ProgramRequest):
+class CheckProgram(ProgramRequest):
     """A compiled program to check: what it wastes, at which line, and what that is worth."""
 
     verb: ClassVar[str] = "check"
@@ -337,7 +337,7 @@ class Tune(ProgramRequest):
     program: ProgramLike = setting(kind=Program(), metavar="PLAN.json|MODULE:FUNCTION|-- python SCRIPT")
     """A training plan, 'module:function', or the words of a command line: ['python', 'train.py']."""
     _: KW_ONLY
-    vary: VaryLike | None = setting(None, kind=Settings(), group=WORKLOAD, several=True, metavar="NAME=A,B,...")
+    vary: VaryLike | None = setting(None, kind=SettingValues(), group=WORKLOAD, several=True, metavar="NAME=A,B,...")
     """Values of a function's keyword, or of {NAME} in a script's command; the first is the baseline."""
     search: Sequence[str] | str | None = setting(None, kind=Listed("NAMES"), group=RUN)
     """What to vary of a plan: options, remat, microbatches, layout, mesh, switches, attention (not by default)."""

@@ -152,15 +152,15 @@ class Request:
 
         Raises RooftopError for a request of another verb, a field that is unknown, and one that is missing.
         """
-        own = data.get("request", data)
-        if not isinstance(own, Mapping):
-            raise RooftopError("request", own, "an object")
-        verb = own.get("verb", cls.verb)
+        written = data.get("request", data)
+        if not isinstance(written, Mapping):
+            raise RooftopError("request", written, "an object")
+        verb = written.get("verb", cls.verb)
         if verb != cls.verb:
             raise RooftopError("request", f"a request for {verb}", f"one for {cls.verb}")
         settings = {setting.name: setting for setting in cls.settings()}
         values = dict[str, object]()
-        for name, value in own.items():
+        for name, value in written.items():
             if name != "verb" and name not in settings:
                 raise unknown("request", name, settings)
             if name != "verb" and name not in changes and value is not None:

@@ -12,7 +12,7 @@ from rooftop.cli.output import emit_json, show
 from rooftop.cli.programs.words import OUT, WITH, ScriptCommand, progress_line
 from rooftop.core.errors import refuse
 from rooftop.core.files import write_text
-from rooftop.requests.programs import Check
+from rooftop.requests.programs import CheckProgram
 from rooftop.requests.words import OUTPUT
 
 
@@ -26,7 +26,7 @@ from rooftop.requests.words import OUTPUT
         "rooftop check module.hlo --on v5p:2x2x4 --mesh X=16 --against ledger.json --max-time +2% --max-memory +1%",
     ),
 )
-@request_options(Check)
+@request_options(CheckProgram)
 @WITH
 @top_option(default="10", help="Operations and buffers to list, or all.")
 @frames_option()
@@ -37,7 +37,7 @@ from rooftop.requests.words import OUTPUT
 @json_option
 def command(
     *,
-    request: Check,
+    request: CheckProgram,
     releases: str | None,
     top: int | str,
     frames: str,

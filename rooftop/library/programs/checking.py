@@ -16,7 +16,7 @@ from rooftop.library.programs.compiling import CompileResult, explain_module, fu
 from rooftop.library.programs.scripts import ScriptResult, script_result
 from rooftop.library.results import Result, flat, in_answer
 from rooftop.requests.function import of_request
-from rooftop.requests.programs import Check
+from rooftop.requests.programs import CheckProgram
 
 if TYPE_CHECKING:
     from rooftop.check.report import ProgramCheck
@@ -34,7 +34,7 @@ class CheckResult(Result):
 
     report: ProgramCheck
     failure: Exception | None = None
-    request: Check | None = None
+    request: CheckProgram | None = None
 
     def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Findings, limits, the difference from an earlier ledger, and the compilation."""
@@ -81,8 +81,8 @@ class CheckResult(Result):
         write_text(Path(path), junit(self.report))
 
 
-@of_request(Check)
-def check(request: Check, on_progress: Callable[[str, float], None] | None = None) -> CheckResult:
+@of_request(CheckProgram)
+def check(request: CheckProgram, on_progress: Callable[[str, float], None] | None = None) -> CheckResult:
     """Check a compiled program: what it wastes, at which line, and what each is worth.
 
     A function or a script is compiled first. Limits are those of ``holds``. A script that failed, or of which another
@@ -96,7 +96,7 @@ def check(request: Check, on_progress: Callable[[str, float], None] | None = Non
 
 
 def program_to_check(
-    request: Check, on_progress: Callable[[str, float], None] | None = None
+    request: CheckProgram, on_progress: Callable[[str, float], None] | None = None
 ) -> CompileResult | ScriptResult | None:
     """Compile or read the program of a request; None for a saved report. Raises RooftopError."""
     request.refuse_unused()
@@ -116,7 +116,7 @@ def program_to_check(
     return explain_module(str(program), on=request.required_slice(), mesh=request.mesh)  # type: ignore[arg-type]
 
 
-def checked(request: Check, program: CompileResult | ScriptResult | None) -> CheckResult:
+def checked(request: CheckProgram, program: CompileResult | ScriptResult | None) -> CheckResult:
     """Check a program by the limits of a request; None is the saved report of the request. Raises as ``check`` does."""
     from rooftop.check.report import CheckReport, SavedCheck
     from rooftop.explain.compiled.module import reading
@@ -151,7 +151,7 @@ def checked(request: Check, program: CompileResult | ScriptResult | None) -> Che
     return CheckResult(report=report, failure=failure, request=request)
 
 
-def _earlier(request: Check) -> dict[str, Any]:
+def _earlier(request: CheckProgram) -> dict[str, Any]:
     """The earlier ledger, the limits and the tokens, as reports take them. Raises RooftopError."""
     from rooftop.check.gates import GateLimits
 

@@ -26,7 +26,7 @@ from rooftop.library.results import Result, flat, in_answer, ledger_rows
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.present.documents import document
 from rooftop.requests.likes import AxesLike, ChipLike, OptionsLike, PlanLike, SliceLike, TimeLike
-from rooftop.requests.programs import ONLY_EMBEDDINGS, Check, Compile, Explain
+from rooftop.requests.programs import ONLY_EMBEDDINGS, CheckProgram, Compile, Explain
 from rooftop.requests.request import Request
 from rooftop.roofline.rates import device_stats
 from rooftop.runs.environment import uninterrupted
@@ -231,20 +231,20 @@ def inspect(
 
 
 def function_result(
-    request: Compile | Check, keywords: Mapping[str, object] | None = None, on_progress: _Progress | None = None
+    request: Compile | CheckProgram, keywords: Mapping[str, object] | None = None, on_progress: _Progress | None = None
 ) -> CompileResult:
     """Compile the function of a request, with ``keywords`` of its own."""
-    where, mesh, dims = slice_of(request.required_slice()), request.mesh, request.dims
-    require_compiler(where.chip.kind)
+    slice_, mesh, dims = slice_of(request.required_slice()), request.mesh, request.dims
+    require_compiler(slice_.chip.kind)
     with uninterrupted():
         from rooftop.explain.compiled import function as functions
 
     report = functions.inspect(
         request.program,
         *request.args,
-        on=where,
+        on=slice_,
         keywords=keywords or {},
-        mesh=None if mesh is None and request.layout is None else mesh_on(where, mesh, request.layout),
+        mesh=None if mesh is None and request.layout is None else mesh_on(slice_, mesh, request.layout),
         dims=parse_sizes(dims) if dims is None or isinstance(dims, str) else dims,
         auto=request.auto,
         options=request.compiler_options,
@@ -280,7 +280,7 @@ def explain_module(path: Path | str, *, on: Slice | ChipLike, mesh: AxesLike | N
     from rooftop.explain.compiled import module
 
     named = isinstance(on, str) and ":" in on
-    where = on if isinstance(on, Slice) else Slice.parse(str(on)) if named else chip_of(on)
+    hardware = on if isinstance(on, Slice) else Slice.parse(str(on)) if named else chip_of(on)
     sizes = None if mesh is None else axes_of(mesh)
-    report = module.explain_module(Path(path), on=where, mesh=sizes)
+    report = module.explain_module(Path(path), on=hardware, mesh=sizes)
     return CompileResult(report=report, request=Explain(path, on=on, mesh=mesh))

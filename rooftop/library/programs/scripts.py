@@ -23,7 +23,7 @@ from rooftop.library.programs.compiling import CompileResult
 from rooftop.library.results import Result, in_answer
 from rooftop.requests.kinds import COUNT_OR_ZERO
 from rooftop.requests.likes import AxesLike, CountLike, SliceLike, TimeLike
-from rooftop.requests.programs import Check, Compile
+from rooftop.requests.programs import CheckProgram, Compile
 from rooftop.runs.environment import uninterrupted
 from rooftop.target.private import require_known_jax
 from rooftop.target.records import Ending, ScriptError, ScriptRun
@@ -88,8 +88,8 @@ class ScriptResult(Result):
         A script that failed has those that were compiled before. Raises Infeasible if a program does not fit in HBM,
         RooftopError without a program.
         """
-        at = self.report.costliest
-        compiled = None if at is None else self.report.programs[at].report
+        index = self.report.costliest
+        compiled = None if index is None else self.report.programs[index].report
         if compiled is None:
             self.raise_if_infeasible()
             raise RooftopError("script", self.report.command, f"one that compiles a program ({self.report.verdict})")
@@ -143,19 +143,21 @@ def compile_script(
     return script_result(request, on_progress)
 
 
-def script_result(request: Compile | Check, on_progress: Callable[[str, float], None] | None = None) -> ScriptResult:
+def script_result(
+    request: Compile | CheckProgram, on_progress: Callable[[str, float], None] | None = None
+) -> ScriptResult:
     """Run the script of a request on its slice, and compile its programs."""
-    where, words = slice_of(request.required_slice()), cast("Sequence[str]", request.program)
+    slice_, words = slice_of(request.required_slice()), cast("Sequence[str]", request.program)
     run = run_script(
         words,
-        where,
+        slice_,
         steps=steps_of(request.steps),
         min_flops=flops_of(request.min_flops),
         timeout_s=None if request.timeout is None else seconds_of(request.timeout, "timeout"),
         cache=request.cache,
         on_progress=on_progress,
     )
-    report = ScriptReport(slice=where, command=shlex.join(words), run=run)
+    report = ScriptReport(slice=slice_, command=shlex.join(words), run=run)
     return ScriptResult(report=report, request=request if isinstance(request, Compile) else None)
 
 
@@ -172,8 +174,8 @@ def flops_of(text: float | str | None) -> float | None:
 class Target:
     """A slice that JAX takes for its own devices, in a ``with`` statement: see ``rooftop.target``."""
 
-    def __init__(self, where: Slice, *, min_flops: float | None, cache: bool) -> None:
-        self.slice = where
+    def __init__(self, slice_: Slice, *, min_flops: float | None, cache: bool) -> None:
+        self.slice = slice_
         self._min_flops, self._cache = min_flops, cache
         self._session: Session | None = None
         self._start, self._seconds = 0.0, 0.0
@@ -243,17 +245,17 @@ def mesh(
 
     All meshes of a slice are over the same devices, so that one program may use several. Raises RooftopError.
     """
-    where = slice_of(on)
-    laid = mesh_on(where, axes, layout)
-    _prepare(where)
+    slice_ = slice_of(on)
+    laid = mesh_on(slice_, axes, layout)
+    _prepare(slice_)
     from rooftop.explain.compiled.function import device_mesh
 
     return device_mesh(laid, auto=auto)
 
 
-def _prepare(where: Slice) -> None:
+def _prepare(slice_: Slice) -> None:
     """Check what is installed, and set what libtpu reads when it is first used."""
-    require_compiler(where.chip.kind)
+    require_compiler(slice_.chip.kind)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with uninterrupted():

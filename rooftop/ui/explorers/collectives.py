@@ -87,12 +87,12 @@ class _Asked:
 
 def answer(state: State) -> Document:
     """Time of a collective by each price and at each size, and its rounds."""
-    where, shape = Slice.parse(state["on"]), parse_axes(state["mesh"], None)
+    slice_, shape = Slice.parse(state["on"]), parse_axes(state["mesh"], None)
     kind, nbytes = state["kind"], state.count("bytes")
     axes = tuple(name.strip() for name in state["axis"].split(","))
     if not set(axes) <= set(shape) or len(set(axes)) < len(axes):
         raise RooftopError("axis", state["axis"], f"some of {', '.join(shape)}, each once")
-    asked = _Asked(mesh=Mesh.lay(where, shape), axes=axes)
+    asked = _Asked(mesh=Mesh.lay(slice_, shape), axes=axes)
     size = asked.mesh.size(*axes)
     if size < 2:
         raise RooftopError("axis", state["axis"], "axes of two devices or more: one alone sends nothing")
@@ -121,7 +121,7 @@ def answer(state: State) -> Document:
             source="chapter 3"),
         ShownFigure("bandwidth", "Bytes/s", nbytes / cost.time_s, "B/s", level, formula="payload / time"),
         ShownFigure("devices", "Devices of a group", float(size), formula=f"along {', '.join(axes)}"),
-        ShownFigure("ring", "Shape of the group", _shape(where, ring, int((group.size > 1).sum())),
+        ShownFigure("ring", "Shape of the group", _shape(slice_, ring, int((group.size > 1).sum())),
             formula=asked.mesh.layout),
     ]  # fmt: skip
     if simulated is not None:
@@ -145,7 +145,7 @@ def answer(state: State) -> Document:
             expression,
             dims=dims,
             mesh=state["mesh"],
-            on=where.name,
+            on=slice_.name,
             level=state["level"],
             simulate=simulated is not None,
         ).command(),
@@ -153,8 +153,8 @@ def answer(state: State) -> Document:
     )
 
 
-def _shape(where: Slice, ring: bool, axes: int) -> str:
-    if where.chip.kind == "gpu":
+def _shape(slice_: Slice, ring: bool, axes: int) -> str:
+    if slice_.chip.kind == "gpu":
         return "a switch"
     return f"{'ring' if ring else 'line'}{'s' if axes > 1 else ''}{f' of {axes} axes' if axes > 1 else ''}"
 

@@ -58,12 +58,12 @@ _SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 def answer(state: State) -> Document:
     """Limits, memory and step of the tables on a slice; the same over batches."""
-    where, batch = Slice.parse(state["on"]), state.count("batch_samples")
+    slice_, batch = Slice.parse(state["on"]), state.count("batch_samples")
     tables = tables_from_toml(state["tables"])
-    stacking = stacking_on(tables, where, batch)
+    stacking = stacking_on(tables, slice_, batch)
     problem = EmbedProblem(
         tables=tables,
-        slice=where,
+        slice=slice_,
         batch=batch,
         limits=expected(stacking, batch=batch),
         dense_flops=float(state.count("dense_flops")),
@@ -97,7 +97,7 @@ def answer(state: State) -> Document:
         notes=("Limits follow from ids_per_sample, spread evenly; rooftop embed stats finds them in data.",),
         command=PlanEmbedding(
             "tables.toml",
-            on=where.name,
+            on=slice_.name,
             batch_samples=batch,
             dense_flops=state.count("dense_flops"),
             host_threads=state.count("host_threads"),

@@ -48,12 +48,12 @@ def answer(state: State) -> Document:
     chunks = chunks if schedule == "interleaved" else 1
     if schedule == "interleaved" and chunks < 2:
         raise RooftopError("chunks", chunks, "2 or more with the interleaved schedule")
-    where = Slice.parse(f"v5p:{_SLICES[state['stages']]}")
-    axes = {"stage": stages} | ({"fsdp": where.devices // stages} if where.devices > stages else {})
-    seqs = microbatches * (where.devices // stages)
+    slice_ = Slice.parse(f"v5p:{_SLICES[state['stages']]}")
+    axes = {"stage": stages} | ({"fsdp": slice_.devices // stages} if slice_.devices > stages else {})
+    seqs = microbatches * (slice_.devices // stages)
     problem = Problem(
         model=load_model(state["model"]),
-        slice=where,
+        slice=slice_,
         workload=Workload(batch_tokens=seqs * _SEQ, seq_len=_SEQ),
         axes=axes,
         remat="block",
@@ -104,7 +104,7 @@ def answer(state: State) -> Document:
             "stages take what the plan's rows say.",
         ),
         command=PlanTraining(
-            state["model"], on=where.name, mesh=axes, batch_seqs=seqs, seq=_SEQ, microbatches=microbatches,
+            state["model"], on=slice_.name, mesh=axes, batch_seqs=seqs, seq=_SEQ, microbatches=microbatches,
             remat="block", schedule=schedule, chunks=chunks,
         ).command(),
         sources=("Chapter 5; Huang et al. 2019, Narayanan et al. 2021, Qi et al. 2023. In JSON: the plan's pipeline.",),

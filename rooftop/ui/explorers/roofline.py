@@ -29,8 +29,8 @@ def answer(state: State) -> Document:
     """Time, intensity and what binds for [B, D] x [D, F]; the roofline, and FLOP/s over B."""
     b, d, f = (state.count(name) for name in ("B", "D", "F"))
     spec = chip(state["chip"])
-    where = Slice(spec, spec.slice_shapes[0])
-    mesh = Mesh.lay(where, {"X": where.devices})
+    slice_ = Slice(spec, spec.slice_shapes[0])
+    mesh = Mesh.lay(slice_, {"X": slice_.devices})
     expression = f"{state['dtype']}[B, D] @ {state['weights']}[D, F] -> {state['dtype']}[B, F]"
     rates = Rates.of(spec)
     step = _multiply(expression)
@@ -92,7 +92,7 @@ def answer(state: State) -> Document:
             ),
         ),
         command=Matmul(
-            expression, dims={"B": b, "D": d, "F": f}, mesh=mesh.shape, on=where.name, level=state["level"], top="all"
+            expression, dims={"B": b, "D": d, "F": f}, mesh=mesh.shape, on=slice_.name, level=state["level"], top="all"
         ).command(),
         sources=_SOURCES,
     )

@@ -157,8 +157,8 @@ def _nearest(plan: ServingPlan) -> tuple[ShownFigure, ...]:
     near = next(nearest_plans(plan.problem), None)
     if near is None:
         return ()
-    how = f"batch {near.batch}: {format_seconds(near.step_s)} a token"
-    return (ShownFigure("nearest", "Nearest that fits", near.problem.slice.name, level="expected", formula=how),)
+    step = f"batch {near.batch}: {format_seconds(near.step_s)} a token"
+    return (ShownFigure("nearest", "Nearest that fits", near.problem.slice.name, level="expected", formula=step),)
 
 
 def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[ShownFigure, ...]:

@@ -59,13 +59,13 @@ def answer(state: State) -> Document:
     """Blocks of each array on the mesh; the best strategy step by step, and the ones after it."""
     named = ("expression", "dtype", "dims", "mesh", "on", "level")
     asked, prices, priced = _priced(*(state[name] for name in named))
-    dims, shape, where = prices.dims, prices.mesh.shape, prices.mesh.slice
+    dims, shape, slice_ = prices.dims, prices.mesh.shape, prices.mesh.slice
     arrays, result = _arrays(asked), priced.strategies
     command = Matmul(
         state["expression"],
         dims={name: size for name, size in dims.items() if name in dims_of(asked)},
         mesh=state["mesh"],
-        on=where.name,
+        on=slice_.name,
         dtype=state["dtype"],
         level=state["level"],
         overlap=False,
@@ -74,7 +74,7 @@ def answer(state: State) -> Document:
     blocks = tuple(_blocks(array, dims, shape) for array in arrays[:_ARRAYS] if not array.at)
     if isinstance(asked, ShardedArray):
         return Document(
-            verdict=ShownVerdict(says=_held(asked, dims, shape)),
+            verdict=ShownVerdict(says=_block_text(asked, dims, shape)),
             figures=_sizes(asked, dims, shape),
             charts=blocks,
             command=command,
@@ -118,7 +118,7 @@ def _arrays(asked: ShardedExpression) -> tuple[ShardedArray, ...]:
     return tuple(array for item in result for array in (item if isinstance(item, tuple) else (item,)))
 
 
-def _held(array: ShardedArray, dims: Mapping[str, int], shape: Mapping[str, int]) -> str:
+def _block_text(array: ShardedArray, dims: Mapping[str, int], shape: Mapping[str, int]) -> str:
     local = " x ".join(map(str, array.local_shape(dims, shape)))
     copies = array.replication(shape)
     copies_text = "no device holds what another does" if copies == 1 else f"{copies} devices hold the same block"

@@ -28,10 +28,10 @@ _SEQS = tuple(2**power for power in range(0, 15, 1))
 
 def answer(state: State) -> Document:
     """The chosen mesh at the chosen batch, and every strategy of chapter 5 over batches."""
-    where, model = Slice.parse(state["on"]), load_model(state["model"])
+    slice_, model = Slice.parse(state["on"]), load_model(state["model"])
     seqs, seq, tensor = state.count("batch_seqs"), state.count("seq"), state.count("tensor")
-    slices = {"data": where.num_slices} if where.num_slices > 1 else {}
-    inner = where.devices // where.num_slices
+    slices = {"data": slice_.num_slices} if slice_.num_slices > 1 else {}
+    inner = slice_.devices // slice_.num_slices
     if inner % tensor:
         raise RooftopError("tensor", tensor, f"a number that divides the {inner} devices of a slice")
     axes = (
@@ -39,7 +39,7 @@ def answer(state: State) -> Document:
     )
     problem = Problem(
         model=model,
-        slice=where,
+        slice=slice_,
         workload=Workload(batch_tokens=seqs * seq, seq_len=seq),
         axes=axes or {"fsdp": 1},
         remat=state["remat"],
@@ -63,7 +63,7 @@ def answer(state: State) -> Document:
         ShownFigure("ratio", "Compute over communication", seconds["mxu"] / network if network else "no communication",
             level="rule", formula="above 1: communication can hide", source="chapter 5"),
         ShownFigure("mfu", "MFU", plan.mfu, "%", level, formula="model FLOPs / (step x C)"),
-        ShownFigure("tokens_per_chip", "Tokens per chip", seqs * seq / where.chips, "tokens", formula="B / N",
+        ShownFigure("tokens_per_chip", "Tokens per chip", seqs * seq / slice_.chips, "tokens", formula="B / N",
             source="chapter 5"),
         memory,
         *padding_figure(plan.padding.to_json(), seq, "Padding"),
@@ -89,7 +89,7 @@ def answer(state: State) -> Document:
         notes=tuple(reason.text for reason in plan.reasons if reason.source in ("chapter 1", "chapter 5")),
         command=PlanTraining(
             state["model"],
-            on=where.name,
+            on=slice_.name,
             mesh=problem.axes,
             batch_seqs=seqs,
             seq=seq,
@@ -106,9 +106,9 @@ def _smallest(plan: TrainingPlan) -> tuple[ShownFigure, ...]:
     if near is None:
         return ()
     mesh = " x ".join(f"{name} {size}" for name, size in near.mesh.shape.items() if size > 1) or "one device"
-    where = f"{near.problem.slice.name} as {mesh}"
-    how = f"remat {near.choice.remat}: {format_seconds(near.expected_s)} a step"
-    return (ShownFigure("nearest", "Nearest that fits", where, level="expected", formula=how),)
+    layout = f"{near.problem.slice.name} as {mesh}"
+    step = f"remat {near.choice.remat}: {format_seconds(near.expected_s)} a step"
+    return (ShownFigure("nearest", "Nearest that fits", layout, level="expected", formula=step),)
 
 
 def _plan(problem: Problem, curves: list[BatchCurve]) -> TrainingPlan:
