@@ -37,6 +37,10 @@ PLAIN_ROOMS = ("cli", "core", "embed", "library", "profile", "requests", "serve"
 #: ``shutdown`` has the signature of a socket's.
 PLAIN_ALLOWED = {("rooftop/serve/hosts/encryption.py", "how")}
 MOST_MODULES = 15
+#: Parameters and lines of a function outside of ``plan``; what takes more takes a record, or is two functions.
+MOST_PARAMETERS, MOST_LINES = 12, 80
+#: A kernel is one body over its references, and a table of replacements one list.
+LONG = {("rooftop/programs/serving/row_kernel.py", "_kernel"), ("rooftop/target/session.py", "_replacements")}
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -118,6 +122,20 @@ def test_names_of_a_plain_room_are_nouns(room: str) -> None:
                 names.append((place(path, node), str(node.asname)))
         wrong += [f"{at}: {name}" for at, name in names if (at.partition(":")[0], name) not in PLAIN_ALLOWED]
     assert wrong == []
+
+
+def test_functions_take_few_parameters_and_are_short() -> None:
+    long = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).parts[0] == "plan":
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                taken = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                count = sum(argument.arg not in ("self", "cls") for argument in taken)
+                if count > MOST_PARAMETERS or (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES:
+                    long.add((str(path.relative_to(ROOT)), node.name))
+    assert long == LONG
 
 
 @pytest.mark.parametrize("folder", packages())

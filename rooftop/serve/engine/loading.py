@@ -146,9 +146,9 @@ def parts(
     # The decoders of each device.
     decoders = [[stage, *([] if drafter is None else [drafter])] for stage in stages]
     for meshes in copies:
-        for stage_decoders, mesh in zip(decoders, meshes, strict=True):
+        for local, mesh in zip(decoders, meshes, strict=True):
             if mesh.local_devices:
-                require_room(stage_decoders, mesh, configuration)
+                require_room(local, mesh, configuration)
     weights = [
         [
             _placed(stage, mesh, configuration, source.weights) if mesh.local_devices else None
@@ -158,10 +158,7 @@ def parts(
     ]
     last = copies[-1][-1]
     small = None if drafter is None or guesser is None else _placed(drafter, last, configuration, guesser.weights)
-    fitting = [
-        cache_pages(stage_decoders, mesh, configuration)
-        for stage_decoders, mesh in zip(decoders, copies[-1], strict=True)
-    ]
+    fitting = [cache_pages(local, mesh, configuration) for local, mesh in zip(decoders, copies[-1], strict=True)]
     pages, max_model_len = min(fitting)
     shapes = configuration.shapes or Shapes.of(
         max_batch=configuration.own_policy.max_batch,
