@@ -238,6 +238,9 @@ def test_objects_of_a_process_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(RooftopError) as caught:
         asked.write(tmp_path / "request.json")
     assert str(caught.value).startswith(line)
+    assert Compile("mine:step", args=[{"w": 1}]).in_answer() == Compile(print).in_answer() == {}
+    with pytest.raises(RooftopError, match="args: got 'dict'; accepted: arrays as texts"):
+        Compile("mine:step", args=[{"w": 1}]).to_json()  # type: ignore[list-item]
     plan = library.plan_training("llama3-8b", on="v5e:4x4", batch_seqs=16)
     assert Compile(plan).to_json()["program"] == plan.plan.to_json()
 

@@ -86,6 +86,17 @@ class Program(Kind):
         return data
 
 
+class ArrayText(Kind):
+    """An array in the notation. In JSON other arguments of a function have no place."""
+
+    def plain(self, value: Any, field: str) -> str:
+        """The text. Raises NotInJson for an object."""
+        if not isinstance(value, str):
+            accepted = "arrays as texts, 'bf16[8192_X, D_Y]'; an object of this process is not JSON"
+            raise NotInJson(field, type(value).__name__, accepted)
+        return value
+
+
 class XlaOptions(Assigned):
     """Options of XLA, each typed as NAME=VALUE: truths, whole numbers or texts."""
 
@@ -162,7 +173,7 @@ class ProgramRequest(Request):
     _: KW_ONLY
     on: SliceLike | None = setting(None, kind=SLICE)
     """The slice to compile a script or a function for, such as v5e:4x4."""
-    args: Sequence[str] = setting((), kind=Kind("ARRAY..."), group=WORKLOAD, several=True)
+    args: Sequence[str] = setting((), kind=ArrayText("ARRAY..."), group=WORKLOAD, several=True)
     """Arrays of a function: bf16[8192_X, D_Y]."""
     dims: Mapping[str, int] | str | None = None
     """Sizes of the dims that arrays name: D=4096,F=16Ki."""
