@@ -44,9 +44,10 @@ def library_page() -> str:
     text = """# The library
 
 Every verb of the command line is a function of `rooftop`. Functions take objects or the strings of the command line.
-Functions that plan and simulate also take one request, `plan_training(PlanTraining("llama3-8b", on="v5e:4x4"))`: a
+Functions whose verb has options also take one request, `plan_training(PlanTraining("llama3-8b", on="v5e:4x4"))`: a
 frozen record with the same fields, which stands in each answer under `request`. `write` and `read` are its JSON; on the
-command line `--save-request` writes it, and `--request` reads it from its file or from an answer.
+command line `--save-request` writes it, and `--request` reads it from its file or from an answer. Objects of a process,
+such as a function or a compiled program, are no JSON: a request with one is answered, and not written.
 They raise `RooftopError` (the input is wrong) and `Infeasible` (the answer is no), both of `rooftop.core.errors`.
 Results are frozen; all of them have
 

@@ -15,9 +15,9 @@ from rooftop.library.explaining import explain_operations as explain_operations
 from rooftop.library.explaining import validate as validate
 from rooftop.library.planning import plan_training as plan_training
 from rooftop.library.programs.checking import check as check
-from rooftop.library.programs.compiling import compile as compile
 from rooftop.library.programs.compiling import explain_module as explain_module
 from rooftop.library.programs.compiling import inspect as inspect
+from rooftop.library.programs.requested import compile as compile
 from rooftop.library.programs.scripts import compile_script as compile_script
 from rooftop.library.programs.scripts import mesh as mesh
 from rooftop.library.programs.scripts import target as target
@@ -29,12 +29,17 @@ from rooftop.library.simulation import simulate as simulate
 from rooftop.library.training import export_embedding as export_embedding
 from rooftop.library.training import train as train
 from rooftop.library.training import train_embedding as train_embedding
+from rooftop.requests.measuring import BenchCollectives as BenchCollectives
 from rooftop.requests.measuring import BenchServing as BenchServing
 from rooftop.requests.measuring import Matmul as Matmul
 from rooftop.requests.measuring import Validate as Validate
 from rooftop.requests.planning import PlanEmbedding as PlanEmbedding
 from rooftop.requests.planning import PlanServing as PlanServing
 from rooftop.requests.planning import PlanTraining as PlanTraining
+from rooftop.requests.programs import CheckProgram as CheckProgram
+from rooftop.requests.programs import Compile as Compile
+from rooftop.requests.programs import Explain as Explain
+from rooftop.requests.programs import Tune as Tune
 from rooftop.requests.simulating import Simulate as Simulate
 from rooftop.serve.request import ServeRequest as ServeRequest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -9,15 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import rooftop as library
+from rooftop.cli.main import cli
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice, chip
 from rooftop.models import load_model
-from rooftop.requests.measuring import BenchServing, Matmul, Validate
+from rooftop.requests.measuring import BenchCollectives, BenchServing, Matmul, Validate
 from rooftop.requests.planning import PlanEmbedding, PlanServing, PlanTraining
-from rooftop.requests.request import Request
+from rooftop.requests.programs import CheckProgram, Compile, Explain, Tune
+from rooftop.requests.request import NotInWords, Request
 from rooftop.requests.serving import Serve
 from rooftop.requests.simulating import Simulate
 from rooftop.requests.training import Train, TrainEmbedding
@@ -32,7 +36,12 @@ REQUESTS: list[type[Request]] = [
     Serve,
     Matmul,
     BenchServing,
+    BenchCollectives,
     Validate,
+    Compile,
+    CheckProgram,
+    Tune,
+    Explain,
 ]
 EXAMPLES = [
     PlanTraining("llama3-8b", on="v5e:4x4", batch_seqs="1k", mesh={"fsdp": 16}, price=2.5, collective_matmuls=False),
@@ -44,6 +53,17 @@ EXAMPLES = [
     Matmul("A[I_X, J]", mesh={"X": 2}, figures={"hop_s": 2e-6}, bidirectional=False, simulate=True, top="all"),
     BenchServing("http://127.0.0.1:8000", concurrency=4, ignore_eos=False),
     Validate(only="v5p", timeout="10m"),
+    BenchCollectives(mesh={"X": 2}, axis=["X"], sizes=[1024, "1Mi"]),
+    Compile(Path("plan.json"), calibration="v5e.json", timeout=90, cache=False, save=True),
+    Compile(["python", "train.py", "--layers", "2"], on="v5e:2x2", steps=0, min_flops="1G"),
+    CheckProgram(
+        "mine:step", on="v5e:4x4", args=["bf16[8_X]"], mesh={"X": 16}, against="l.json", max_time="+2%", fail_on=0.5
+    ),
+    CheckProgram("module.hlo", on=chip("v5e"), tokens="64Ki"),
+    Tune("mine:step", vary={"block": "512,1024", "remat": [True, False]}, compiler_options={"xla_x": True, "y": 3}),
+    Tune("plan.json", search=["remat", "mesh"], layers="all", minutes=0.5),
+    Explain("run1", plan="plan.json", hlo=[Path("a.hlo"), "b.hlo"], mesh="X=4"),
+    Explain(op=["%a = f32[] parameter(0)"], on="v5p", figures={"hop_s": 2e-6}),
     Train(run="runs/first", data=("a.txt", Path("b.txt")), steps=100, model="llama:2M", mesh={"fsdp": 2}),
     TrainEmbedding(tables="tables.toml", data="day0.tsv", run="runs/first", profile=(2, 3)),
     Serve(Path("model"), batch_seqs=8, cors=("a", "b"), drain_s=60.0),
@@ -64,6 +84,31 @@ def test_json_is_read_back(request_: Request) -> None:
     again = type(request_).from_json(data)
     assert again.to_json() == data
     assert data["verb"] == request_.verb
+
+
+@pytest.mark.parametrize("request_", EXAMPLES)
+def test_a_request_has_the_command_line_that_asks_the_same(
+    request_: Request, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Parsed again, it is the request: of flags, lists, options of XLA and scripts too. Objects have no command."""
+    monkeypatch.chdir(tmp_path)
+    try:
+        words = request_.command()
+    except NotInWords:
+        assert any(isinstance(value, dict) for value in request_.to_json().values())
+        return
+    assert words[0] == "rooftop"
+    command, context = cli, click.Context(cli)
+    rest = list(words[1:])
+    while isinstance(command, click.Group):
+        child = command.get_command(context, rest.pop(0))
+        assert child is not None
+        command, context = child, click.Context(child, parent=context)
+    kind = type(request_)
+    parsed = command.make_context(words[1], rest, parent=context.parent).params
+    typed = {setting.name: parsed[setting.name] for setting in kind.settings() if setting.word.typed}
+    again = kind(**typed).to_json()
+    assert again == {name: value for name, value in request_.to_json().items() if name != "save"}
 
 
 def test_values_are_written_in_one_way() -> None:
@@ -109,13 +154,24 @@ def test_a_wrong_request_is_one_line(data: dict[str, Any], line: str) -> None:
 
 
 ROOT = Path(__file__).parents[1]
+HLO = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x: f32[]) -> f32[] {
+  ROOT %x = f32[] parameter(0)
+}
+"""
 #: What a field of JSON may be by mistake.
 SPOILED = (True, -1, 0, 1e300, [], ["x"], {}, {"a": 1}, "x", "", math.nan, 3.5)
 
 
 @pytest.fixture(scope="module")
-def smallest() -> dict[str, tuple[type[Request], dict[str, Any], Callable[[Any], Any]]]:
+def smallest(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[type[Request], dict[str, Any], Callable[[Any], Any]]]:
     """A small request a verb, as JSON, its class and its function."""
+    path = tmp_path_factory.mktemp("module") / "step.hlo"
+    path.write_text(HLO)
+    module = str(path)
     serving: dict[str, Any] = {"model": "llama3-8b", "on": "v5e:2x2", "prompt": 256, "generate": 32, "batch_seqs": 4}
     plan = library.plan_serving(PlanServing.from_json(serving)).to_json()
     product = {"expression": "A[I_X, J] * B[J, K] -> C[I_X, K]", "mesh": "X=4", "dims": "I=64,J=64,K=64"}
@@ -126,6 +182,12 @@ def smallest() -> dict[str, tuple[type[Request], dict[str, Any], Callable[[Any],
         "plan serve": (PlanServing, serving, library.plan_serving),
         "simulate": (Simulate, {"plan": plan, "requests_per_second": 1, "duration": 5}, library.simulate),
         "matmul": (Matmul, {**product, "on": "v5e:2x2"}, library.matmul),
+        # A module, which needs no compiler; of the verbs that need one, what they refuse.
+        "check": (CheckProgram, {"program": module, "on": "v5e:1x1"}, library.check),
+        "explain": (Explain, {"path": module, "on": "v5e:1x1"}, library.explain),
+        "compile": (Compile, {"program": "nowhere.json"}, library.compile),
+        "tune": (Tune, {"program": "nowhere.json"}, library.tune),
+        "bench collectives": (BenchCollectives, {"axis": "Z", "mesh": "X=2"}, library.bench_collectives),
         "plan embed": (
             PlanEmbedding, {"tables": str(ROOT / "docs" / "tables.toml"), "on": "v5p:2x2x1", "batch_samples": 1024},
             library.plan_embedding,
@@ -133,22 +195,80 @@ def smallest() -> dict[str, tuple[type[Request], dict[str, Any], Callable[[Any],
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("verb", ["plan train", "plan serve", "simulate", "matmul", "plan embed"])
+@pytest.mark.parametrize("verb", ["plan train", "plan serve", "simulate", "matmul", "plan embed", "check", "explain"])
 def test_a_spoiled_field_is_one_line(
     smallest: dict[str, tuple[type[Request], dict[str, Any], Callable[[Any], Any]]], verb: str
 ) -> None:
     kind, fields, ask = smallest[verb]
-    ask(kind.from_json(fields)).to_json()
+    answer = ask(kind.from_json(fields)).to_json()
+    assert kind.from_json(answer).to_json() == kind.from_json(fields).to_json()
+    refuse_spoiled(kind, fields, ask)
+
+
+@pytest.mark.parametrize("verb", ["compile", "tune", "bench collectives"])
+def test_a_spoiled_field_of_what_is_refused_is_one_line(
+    smallest: dict[str, tuple[type[Request], dict[str, Any], Callable[[Any], Any]]], verb: str
+) -> None:
+    refuse_spoiled(*smallest[verb])
+
+
+def refuse_spoiled(kind: type[Request], fields: dict[str, Any], ask: Callable[[Any], Any]) -> None:
+    """Ask with each field spoiled: an answer, or one line."""
     refused = 0
     for setting in kind.settings():
         # These two start a compiler and programs.
-        for value in SPOILED if setting.name not in ("compile", "measure") else ():
+        for value in SPOILED if (kind, setting.name) not in ((Matmul, "compile"), (Matmul, "measure")) else ():
             try:
                 ask(kind.from_json({**fields, setting.name: value})).to_json()
             except (RooftopError, Infeasible) as error:
                 refused += 1
                 assert "\n" not in str(error)
     assert refused > 5 * len(kind.settings())
+
+
+def test_objects_of_a_process_are_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "step.hlo"
+    path.write_text(HLO)
+    module = library.explain_module(path, on="v5e:1x1")
+    asked = CheckProgram(module, tokens=4)
+    answer = library.check(asked)
+    assert answer.request is asked
+    assert "request" not in answer.to_json()
+    line = "program: got 'CompileResult'; accepted: a plan, 'module:function', a path or a script's words; an object of"
+    with pytest.raises(RooftopError) as caught:
+        asked.write(tmp_path / "request.json")
+    assert str(caught.value).startswith(line)
+    assert Compile("mine:step", args=[{"w": 1}]).in_answer() == Compile(print).in_answer() == {}
+    with pytest.raises(RooftopError, match="args: got 'dict'; accepted: arrays as texts"):
+        Compile("mine:step", args=[{"w": 1}]).to_json()  # type: ignore[list-item]
+    plan = library.plan_training("llama3-8b", on="v5e:4x4", batch_seqs=16)
+    assert Compile(plan).to_json()["program"] == plan.plan.to_json()
+
+
+def test_the_words_of_a_script_are_its_program(rooftop: Callable[..., Any], tmp_path: Path) -> None:
+    saved = tmp_path / "request.json"
+    command = ("compile", "--on", "v5e:2x2", "--steps", "0", "--save-request", str(saved), "--", "python", "nowhere.py")
+    refused = rooftop(*command)
+    assert refused.err.startswith("rooftop: script: got 'nowhere.py'; accepted: a Python file that exists")
+    request = {"verb": "compile", "program": ["python", "nowhere.py"], "on": "v5e:2x2", "steps": 0}
+    assert json.loads(saved.read_text()) == request
+    again = rooftop("compile", "--request", str(saved))
+    assert (again.status, again.err) == (refused.status, refused.err)
+    other = rooftop("check", "--request", str(saved))
+    assert other.err.startswith("rooftop: request: got 'a request for compile'; accepted: one for check")
+
+
+def test_inspect_takes_the_fields_of_a_function(tmp_path: Path) -> None:
+    """A function of this process has arguments and keywords of its own: the fields stand in the signature."""
+    own = {"function", "arguments", "keywords", "on_progress"}
+    taken = {
+        name: parameter.default
+        for name, parameter in inspect.signature(library.inspect).parameters.items()
+        if name not in own
+    }
+    not_of_functions = {"program", "args", "steps", "min_flops", "calibration", "check"}
+    fields = {setting.name: setting.default for setting in Compile.settings() if setting.name not in not_of_functions}
+    assert taken == fields
 
 
 def test_a_function_takes_a_request_or_its_fields() -> None:

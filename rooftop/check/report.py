@@ -165,7 +165,7 @@ class ProgramCheck:
             peak_bytes=self.peak_bytes,
             mfu=self.mfu,
             tokens=self.tokens,
-            tokens_per_s=None if self.tokens is None else self.tokens / self.expected_s,
+            tokens_per_s=self.tokens / self.expected_s if self.tokens and self.expected_s else None,
             sums=self.sums,
             gates=self.gates,
             difference=self.difference,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypedDict, Unpack
 
 import click
 
@@ -13,9 +12,7 @@ from rooftop.cli.options import (
     QUANTITY,
     VerbCommand,
     devices_option,
-    dtype_option,
     json_option,
-    mesh_option,
     on_option,
     option,
     output_option,
@@ -23,24 +20,13 @@ from rooftop.cli.options import (
 )
 from rooftop.cli.output import VerbGroup, progress_bar, show
 from rooftop.core.files import write_json
-from rooftop.requests.measuring import BenchServing
-from rooftop.requests.words import OUTPUT, RUN, WORKLOAD
+from rooftop.requests.measuring import BenchCollectives, BenchServing
+from rooftop.requests.words import OUTPUT, RUN
 
 
 @click.group(name="bench", cls=VerbGroup)
 def command() -> None:
     """Measure: collectives on local devices, a server under load."""
-
-
-class _CollectivesOptions(TypedDict):
-    """Options that ``bench_collectives`` takes."""
-
-    on: str | None
-    mesh: str | None
-    axis: str | None
-    kinds: str | None
-    sizes: str
-    dtype: str
 
 
 @command.command(
@@ -51,18 +37,10 @@ class _CollectivesOptions(TypedDict):
         "rooftop bench collectives --mesh X=2,Y=4 --axis Y --kinds all_gather --sizes 1Mi,64Mi --on v5e:2x4",
     ),
 )
-@on_option(help="Show what is planned for this slice too: CHIP:SHAPE[@SLICES].")
-@mesh_option(help="Mesh axes and their sizes: X=2,Y=4. One axis X of all devices by default.")
-@option("--axis", group=WORKLOAD, metavar="AXES", help="The axes that collectives run over: X or X,Y. All by default.")
-@option(
-    "--kinds", group=WORKLOAD, metavar="KINDS",
-    help="Some of all_gather, reduce_scatter, all_reduce, all_to_all, permute.",
-)  # fmt: skip
-@option("--sizes", group=WORKLOAD, default="64Ki,1Mi,16Mi", metavar="BYTES", help="Payloads, as a list.")
-@dtype_option(default="bf16", help="Dtype of the elements.")
+@request_options(BenchCollectives)
 @output_option()
 @json_option
-def collectives(*, output: Path | None, as_json: bool, **options: Unpack[_CollectivesOptions]) -> int:
+def collectives(*, request: BenchCollectives, output: Path | None, as_json: bool) -> int:
     """Time collectives over the axes of a mesh, for several sizes.
 
     A size is the payload of one device: the output of an all_gather, the input of a reduce_scatter, the operand of an
@@ -71,7 +49,7 @@ def collectives(*, output: Path | None, as_json: bool, **options: Unpack[_Collec
     from rooftop.library.benchmarks import bench_collectives
 
     with progress_bar(shown=not as_json) as on_progress:
-        result = bench_collectives(**options, on_progress=on_progress)
+        result = bench_collectives(request, on_progress=on_progress)
     data = result.to_json()
     if output is not None:
         write_json(output, data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,11 +12,8 @@ from rooftop.cli.options import (
     COUNT_OR_ZERO,
     PATH,
     VerbCommand,
-    figure_option,
     frames_option,
     json_option,
-    mesh_option,
-    on_option,
     option,
     report_option,
     request_options,
@@ -26,7 +23,8 @@ from rooftop.cli.output import progress_bar, show
 from rooftop.core.errors import RooftopError, refuse
 from rooftop.core.files import write_text
 from rooftop.requests.measuring import Validate
-from rooftop.requests.words import HARDWARE, RUN
+from rooftop.requests.programs import Explain
+from rooftop.requests.words import RUN
 
 
 @click.command(
@@ -39,15 +37,7 @@ from rooftop.requests.words import HARDWARE, RUN
         "rooftop explain --diff run1 run2",
     ),
 )
-@click.argument("path", metavar="[RUN|TRACE|MODULE]", type=PATH, required=False)
-@on_option(help="The chip, or a slice of it, whose roofs count. [default: the trace's own]")
-@figure_option()
-@option("--plan", group=HARDWARE, type=PATH, metavar="FILE", help="The plan to compare with. [default: the run's own]")
-@mesh_option(help="Mesh axes in the order of device ids: X=2,Y=4. [default: the run's own]")
-@option(
-    "--hlo", group=RUN, multiple=True, type=PATH, metavar="FILE", help="A compiled module, for a trace without its own."
-)
-@option("--op", "lines", group=RUN, multiple=True, metavar="HLO", help="Explain an HLO instruction, or several.")
+@request_options(Explain)
 @option("--diff", group=RUN, type=(PATH, PATH), metavar="A B", help="Compare two runs, traces, plans or reports.")
 @option("--demo", group=RUN, is_flag=True, help="Use the recorded run that comes with rooftop.")
 @top_option(default="12")
@@ -56,13 +46,7 @@ from rooftop.requests.words import HARDWARE, RUN
 @json_option
 def command(
     *,
-    path: Path | None,
-    on: str | None,
-    figures: dict[str, float],
-    plan: Path | None,
-    mesh: str | None,
-    hlo: tuple[Path, ...],
-    lines: tuple[str, ...],
+    request: Explain,
     diff: tuple[Path, Path] | None,
     demo: bool,
     top: int | str,
@@ -75,67 +59,40 @@ def command(
     Shows measured, compiled and planned time by scope and phase, then a verdict, the largest losses with their causes,
     and what to try. --op explains an HLO instruction, and --diff compares two runs, traces, plans or reports.
     """
-    choices = {"RUN": path, "op": lines, "diff": diff, "demo": demo}
+    choices = {"RUN": request.path, "op": request.op, "diff": diff, "demo": demo}
     asked = [name for name, value in choices.items() if value]
     if len(asked) != 1:
         raise RooftopError(
             "explain", " and ".join(asked) or None, "one of: a run or a trace, --op HLO, --diff A B, --demo"
         )
+    count = sys.maxsize if isinstance(top, str) else top
+    if request.op or diff:
+        refuse({"report": report}, f"nothing next to --{asked[0]}")
+    if diff is not None:
+        refuse(
+            {
+                "plan": request.plan, "hlo": request.hlo, "mesh": request.mesh, "on": request.on,
+                "figure": request.figures,
+            },
+            "nothing next to --diff",
+        )  # fmt: skip
+        _difference(diff, count, as_json)
+        return
     if demo:
         from rooftop.explain.demo import demo_run
 
-        path = demo_run()
-    of_trace = {"plan": plan, "hlo": hlo, "mesh": mesh, "report": report}
-    useless = [name for name, value in of_trace.items() if value and path is None]
-    useless += [name for name, value in (("on", on), ("figure", figures)) if value and diff]
-    if useless:
-        raise RooftopError(useless[0], choices[asked[0]], f"nothing next to --{asked[0]}")
-    count = sys.maxsize if isinstance(top, str) else top
-    if path is not None and _is_module(path):
-        _module(path, {"plan": plan, "hlo": hlo, "figure": figures}, mesh, on, report, count, frames == "all", as_json)
-    elif path is not None:
-        if not path.exists():
-            accepted = "a run, a trace of JAX's profiler (*.xplane.pb) or a folder with one; there is no such path"
-            raise RooftopError("trace", str(path), accepted)
-        _trace(path, plan, hlo, mesh, on, figures, report, count, as_json)
-    elif diff is not None:
-        _difference(diff, count, as_json)
-    else:
-        _operations(lines, on, figures, as_json)
+        request = replace(request, path=demo_run())
+    from rooftop.library.explaining import ExplainResult, OperationsResult, explain
 
-
-def _is_module(path: Path) -> bool:
-    """True for a module of HLO: by its suffix, or a folder of dumped ones."""
-    dumped = path.is_dir() and any(path.glob("*after_optimizations*"))
-    return dumped or (path.suffix in (".hlo", ".txt", ".pb") and not path.name.endswith(".xplane.pb"))
-
-
-def _module(
-    path: Path,
-    others: Mapping[str, object],
-    mesh: str | None,
-    on: str | None,
-    report: Path | None,
-    count: int,
-    frames: bool,
-    as_json: bool,
-) -> None:
-    refuse(others, "nothing with a module: it has no trace")
-    if on is None:
-        raise RooftopError("on", None, "the chip or slice that the module is compiled for, such as v5e:4x4")
-    from rooftop.library.programs.compiling import explain_module
-
-    result = explain_module(path, on=on, mesh=mesh)
+    result = explain(request)
     if report is not None:
         write_text(report, result.page())
-    show(result.to_json(top=count), as_json=as_json, frames=frames)
-
-
-def _operations(lines: tuple[str, ...], on: str | None, figures: dict[str, float], as_json: bool) -> None:
-    from rooftop.library.explaining import explain_operations
-
-    result = explain_operations(*lines, on=on, figures=figures)
-    show(result.to_json(), as_json=as_json)
+    if isinstance(result, OperationsResult):
+        show(result.to_json(), as_json=as_json)
+    elif isinstance(result, ExplainResult):
+        show(result.to_json(top=count), as_json=as_json, top=count)
+    else:
+        show(result.to_json(top=count), as_json=as_json, frames=frames == "all")
 
 
 def _difference(paths: tuple[Path, Path], count: int, as_json: bool) -> None:
@@ -143,25 +100,6 @@ def _difference(paths: tuple[Path, Path], count: int, as_json: bool) -> None:
 
     result = diff(*paths)
     show(result.to_json(), as_json=as_json, top=count)
-
-
-def _trace(
-    path: Path,
-    plan: Path | None,
-    hlo: tuple[Path, ...],
-    mesh: str | None,
-    on: str | None,
-    figures: dict[str, float],
-    report: Path | None,
-    count: int,
-    as_json: bool,
-) -> None:
-    from rooftop.library.explaining import explain
-
-    result = explain(path, plan=plan, hlo=hlo, mesh=mesh, on=on, figures=figures)
-    if report is not None:
-        write_text(report, result.page())
-    show(result.to_json(top=count), as_json=as_json, top=count)
 
 
 @click.command("diff", cls=VerbCommand, examples=("rooftop diff ledger.json new.json", "rooftop diff run1 run2"))

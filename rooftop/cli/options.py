@@ -19,16 +19,15 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from rooftop.cli.output import named_context, write_examples
+from rooftop.core.errors import RooftopError
 from rooftop.requests import kinds
 from rooftop.requests.kinds import Kind
 from rooftop.requests.request import Request, Setting
 from rooftop.requests.words import (
-    ASSUMPTIONS,
     GROUPS,
     HARDWARE,
     NUMERICS,
     OUTPUT,
-    PARALLELISM,
     PROCESSES,
     RUN,
     WORKLOAD,
@@ -89,6 +88,9 @@ def option(*names: str, group: str | None = None, **attributes: Any) -> _Decorat
     return click.option(*names, cls=GroupedOption, group=group, **attributes)
 
 
+#: Where a command line after ``--`` stands in click's context.
+SCRIPT = "rooftop.script"
+
 # ---------------------------------------------------------------- types
 
 
@@ -120,23 +122,11 @@ def Name(*names: str) -> OptionType:  # as a type
     return OptionType(kinds.Name(*names))
 
 
-def Parsed(name: str, parse: Callable[[str, str], Any]) -> OptionType:  # as a type
-    """A text that ``parse(text, field)`` reads."""
-    return OptionType(kinds.Parsed(name, parse))
-
-
 COUNT = OptionType(kinds.COUNT)
 DEVICES = OptionType(kinds.DEVICES)
 COUNT_OR_ZERO = OptionType(kinds.COUNT_OR_ZERO)
 TOP = OptionType(kinds.TOP)
 QUANTITY = OptionType(kinds.QUANTITY)
-QUANTITY_OR_ZERO = OptionType(kinds.QUANTITY_OR_ZERO)
-BYTES = OptionType(kinds.BYTES)
-SHARE = OptionType(kinds.SHARE)
-GROWTH = OptionType(kinds.GROWTH)
-TIME = OptionType(kinds.TIME)
-#: First and last step of a trace.
-PROFILE = OptionType(kinds.PROFILE)
 DTYPE = OptionType(kinds.DTYPE)
 DTYPES = OptionType(kinds.DTYPES)
 HARDWARE_NAME = OptionType(kinds.HARDWARE_NAME)
@@ -167,45 +157,10 @@ def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decora
 
 
 on_option = _shared("--on", group=HARDWARE, type=HARDWARE_NAME, help="CHIP:SHAPE[@SLICES], such as v5e:4x4.")
-figure_option = _shared(
-    "--figure",
-    "figures",
-    group=HARDWARE,
-    multiple=True,
-    metavar="NAME=VALUE",
-    callback=lambda ctx, param, entries: kinds.Figures().gather(entries),
-    help="Override a figure of the chip.",
-)
-
 batch_samples_option = _shared("--batch-samples", group=WORKLOAD, type=COUNT, help="Samples of a step, on all devices.")
 seq_option = _shared("--seq", "seq_len", group=WORKLOAD, type=COUNT, help="Tokens of a sequence.")
-mesh_option = _shared("--mesh", group=PARALLELISM, type=AXES, help="Mesh axes and their sizes: fsdp=4,tensor=2.")
-layout_option = _shared("--layout", group=PARALLELISM, metavar="LAYOUT", help="Pin axes to the torus: X=x,Y=y[1:2]+z.")
 dtype_option = _shared("--dtype", group=NUMERICS, type=DTYPE, help="Dtype of arrays without one.")
-assume_option = _shared("--assume", group=ASSUMPTIONS, metavar="NAME=SHARE,...", help="Assumptions beyond the bound.")
-calibration_option = _shared(
-    "--calibration", group=ASSUMPTIONS, type=FILE, help="Take the fractions that rooftop calibrate measured (JSON)."
-)
 host_threads_option = _shared("--host-threads", group=RUN, type=COUNT, help="Threads that prepare batches on a host.")
-check_option = _shared("--check", group=RUN, metavar="NAMES", help="Build checks in: nan, bounds, buffers.")
-timeout_option = _shared("--timeout", group=RUN, type=TIME, help="Give up after this time: 10m.")
-steps_option = _shared("--steps", group=RUN, type=COUNT_OR_ZERO, help="The last step of the run.")
-min_flops_option = _shared(
-    "--min-flops",
-    group=RUN,
-    type=QUANTITY_OR_ZERO,
-    help="Compile jits of a script from so many matmul FLOPs on, over all devices; 0 compiles every one. "
-    "[default: 100M, and your own jits whose arguments are split or large]",
-)
-xla_option = _shared(
-    "--compiler-option",
-    "compiler_options",
-    group=RUN,
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Set an option of XLA for a function: xla_tpu_enable_latency_hiding_scheduler=false.",
-)
-seed_option = _shared("--seed", group=RUN, type=COUNT_OR_ZERO, help="Seed of everything that is drawn.")
 devices_option = _shared("--devices", group=PROCESSES, type=DEVICES, help="Emulate N devices on the CPU.")
 coordinator_option = _shared(
     "--coordinator", group=PROCESSES, metavar="HOST:PORT", help="Address of the first process; 'auto' asks JAX."
@@ -254,7 +209,18 @@ class _RequestOption(_Required, GroupedOption):
 
 
 class _RequestArgument(_Required, click.Argument):
-    """The argument of a request's field."""
+    """The argument of a request's field, or the words after ``--`` of a verb that takes a script."""
+
+    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
+        """The word on the command line, or those of the script. Raises RooftopError for both."""
+        value, source = super().consume_value(ctx, opts)
+        script = ctx.meta.get(SCRIPT)
+        if script is None:
+            return value, source
+        if isinstance(value, str):
+            example = f"rooftop {ctx.info_name} --on SLICE -- python SCRIPT"
+            raise RooftopError(field_of(self), value, f"nothing with a script: {example}")
+        return script, ParameterSource.COMMANDLINE
 
 
 def request_options(kind: type[Request]) -> _Decorator:
@@ -267,8 +233,8 @@ def request_options(kind: type[Request]) -> _Decorator:
     def decorate(function: Any) -> Any:
         @functools.wraps(function)
         def with_request(*, request_file: Path | None, save_request: Path | None, **values: Any) -> Any:
-            own = {setting.name: values.pop(setting.name) for setting in kind.settings()}
-            request = _request(kind.checked(), own, request_file)
+            typed = {setting.name: values.pop(setting.name) for setting in kind.settings() if setting.word.typed}
+            request = _request(kind.checked(), typed, request_file)
             if save_request is not None:
                 request.write(save_request)
             return function(request=request, **values)
@@ -289,7 +255,8 @@ def field_options(kind: type[Request], *, required: bool = True) -> _Decorator:
 
     def decorate(function: Any) -> Any:
         for setting in reversed(kind.settings()):
-            function = _parameter(setting, required=required)(function)
+            if setting.word.typed:
+                function = _parameter(setting, required=required)(function)
         return function
 
     return decorate
@@ -325,8 +292,7 @@ def _parameter(setting: Setting, *, required: bool) -> _Decorator:
         if default is False:
             attributes["is_flag"] = True
         else:
-            off = word.option.partition("/")[2] or f"no-{setting.option}"
-            names[0] = f"--{setting.option}/--{off}"
+            names[0] = f"--{setting.option}/--{setting.option_off}"
     if word.several:
         attributes["callback"] = lambda ctx, param, entries: setting.kind.gather(entries)
     text = re.sub(r"``(\w+)``", lambda match: "--" + match[1].replace("_", "-"), setting.about)

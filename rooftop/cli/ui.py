@@ -52,11 +52,11 @@ def command(
         files = (*files, demo_run())
     app = application(host=host, files=files)
     listening = bind(host, port)
-    where = address(listening)
-    click.echo(f"rooftop ui on {where} (Ctrl-C ends it)")
+    url = address(listening)
+    click.echo(f"rooftop ui on {url} (Ctrl-C ends it)")
     if not no_open:
         import webbrowser
 
-        webbrowser.open(where)
+        webbrowser.open(url)
     serve(app, listening)
     return 0

@@ -232,15 +232,15 @@ def folded(scopes: Iterable[str]) -> FoldedScopes:
     _fold(tree, (), renamed, layers)
     names = {UNSCOPED: UNSCOPED}
     for path in paths:
-        at: tuple[str, ...] = ()
+        renamed_path: tuple[str, ...] = ()
         for part in path:
-            at = (*at, renamed.get((*at, part), part))
-        names["/".join(path)] = "/".join(at)
+            renamed_path = (*renamed_path, renamed.get((*renamed_path, part), part))
+        names["/".join(path)] = "/".join(renamed_path)
     return FoldedScopes(names=names, layers=layers)
 
 
 def _fold(
-    node: dict[str, Any], at: tuple[str, ...], renamed: dict[tuple[str, ...], str], layers: dict[str, int]
+    node: dict[str, Any], path: tuple[str, ...], renamed: dict[tuple[str, ...], str], layers: dict[str, int]
 ) -> None:
     groups: dict[str, list[str]] = {}
     for name in node:
@@ -249,13 +249,13 @@ def _fold(
     for stem, members in groups.items():
         if len(members) > 1 and _are_layers([node[name] for name in members], len(members)):
             merged = f"{stem}*"
-            renamed |= {(*at, name): merged for name in members}
-            layers["/".join((*at, merged))] = len(members)
+            renamed |= {(*path, name): merged for name in members}
+            layers["/".join((*path, merged))] = len(members)
             node[merged] = {}
             for name in members:
                 _merge(node[merged], node.pop(name))
     for name, child in node.items():
-        _fold(child, (*at, name), renamed, layers)
+        _fold(child, (*path, name), renamed, layers)
 
 
 def _are_layers(members: list[dict[str, Any]], count: int) -> bool:

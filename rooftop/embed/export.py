@@ -103,14 +103,14 @@ def quantize(table: Float[np.ndarray, "V W"], quantization: Quantization | None 
     step = (high - low) / (LEVELS - 1)
     codes = (np.rint((np.clip(exact, low, high) - low) / step) - 128).astype(np.int8)
     error = low + (codes.astype(np.float64) + 128) * step - exact
-    rms, own = math.sqrt(float(np.mean(error**2))), math.sqrt(float(np.mean(exact**2)))
+    rms, exact_rms = math.sqrt(float(np.mean(error**2))), math.sqrt(float(np.mean(exact**2)))
     return QuantizedTable(
         codes=codes,
         low=low,
         high=high,
         max_error=float(np.abs(error).max()),
         rms_error=rms,
-        relative_error=rms / own if own else 0.0,
+        relative_error=rms / exact_rms if exact_rms else 0.0,
         clipped=int(((exact < low) | (exact > high)).sum()),
     )
 

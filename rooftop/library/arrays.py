@@ -139,10 +139,10 @@ def _priced(
     """The strategies on a slice, the fastest first. Raises RooftopError."""
     expression, top = str(request.expression), request.top
     elsewhere = isinstance(asked, Einsum) and any(array.at for array in asked.arrays)
-    where = slice_of(request.on or "")
+    slice_ = slice_of(request.on or "")
     if request.figures:
-        where = Slice(chip_of(where.chip, request.figures), where.shape, where.num_slices)
-    prices = Prices(mesh=mesh_on(where, request.mesh, request.layout), dims=sizes, kind=request.level)
+        slice_ = Slice(chip_of(slice_.chip, request.figures), slice_.shape, slice_.num_slices)
+    prices = Prices(mesh=mesh_on(slice_, request.mesh, request.layout), dims=sizes, kind=request.level)
     answer = price_expression(asked, prices, overlapped=request.overlap, backward=request.backward)
     count = len(answer.strategies) if top == "all" else min(parse_count(top, "top"), len(answer.strategies))
     listed = answer.strategies[:count]
@@ -156,7 +156,7 @@ def _priced(
         kind=answer.kind,
         dims=sizes,
         mesh=prices.mesh.described,
-        slice=where.name,
+        slice=slice_.name,
         level=request.level,
         arrays=answer.arrays,
         cases=answer.cases,

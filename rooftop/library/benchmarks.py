@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -35,8 +35,8 @@ from rooftop.library.simulation import read_serving_plan, targets_of, trace_of
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.requests.function import of_request
 from rooftop.requests.inputs import axes_of, slice_of
-from rooftop.requests.likes import AxesLike, CountLike, RequestJson, SliceLike
-from rooftop.requests.measuring import BenchServing
+from rooftop.requests.likes import CountLike, RequestJson, SliceLike
+from rooftop.requests.measuring import BenchCollectives, BenchServing
 from rooftop.roofline.calibration import Calibration, fit, read_calibration
 from rooftop.runs.environment import prefer_cpus, prepare_environment, uninterrupted
 from rooftop.scheduling.serving.scheduler import Policy
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from rooftop.serve.client.prediction import PredictionInput
     from rooftop.serve.client.replay import Replayed
 
-#: Names, or a comma-separated text of them.
-NamesLike: TypeAlias = Sequence[str] | str
 #: Token ids of prompts for a server that does not tell its vocabulary.
 _VOCAB = 1000
 
@@ -69,6 +67,7 @@ class CollectivesResult(Record, Result):
     dtype: str
     slice: str | None
     measured: MeasuredCollectives
+    request: RequestJson
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -86,40 +85,23 @@ class CollectivesResult(Record, Result):
         return f"{self.measured.devices}, over {','.join(self.axes)}: {'; '.join(times)}"
 
 
-def bench_collectives(
-    *,
-    mesh: AxesLike | None = None,
-    axis: NamesLike | None = None,
-    kinds: NamesLike | None = None,
-    sizes: Sequence[CountLike] | str = "64Ki,1Mi,16Mi",
-    dtype: str = "bf16",
-    on: SliceLike | None = None,
-    on_progress: Progress | None = None,
-) -> CollectivesResult:
+@of_request(BenchCollectives)
+def bench_collectives(request: BenchCollectives, on_progress: Progress | None = None) -> CollectivesResult:
     """Time collectives over the axes of a mesh of the local devices, for several sizes.
 
-    Args:
-        mesh: Axes and their sizes; by default one axis X of all devices.
-        axis: Axes that collectives run over; all by default.
-        kinds: all_gather, reduce_scatter, all_reduce, all_to_all, permute; all by default.
-        sizes: Payloads of one device, in bytes.
-        dtype: Dtype of the elements.
-        on: A slice; its planned times stand next to those that are measured.
-        on_progress: Called with collectives done, collectives in all, and a label.
-
-    Everything is checked before JAX is imported, except the number of devices. Raises RooftopError naming the argument
-    that is wrong.
+    Everything is checked before JAX is imported, except the number of devices. ``on_progress`` is called with
+    collectives done, collectives in all, and a label. Raises RooftopError naming the argument that is wrong.
     """
-    payloads = [float(parse_bytes(size, "sizes")) for size in (sizes.split(",") if isinstance(sizes, str) else sizes)]
-    names = _names(kinds) or list(COLLECTIVES)
+    payloads = [float(parse_bytes(size, "sizes")) for size in _names(request.sizes)]
+    names = _names(request.kinds) or list(COLLECTIVES)
     for name in names:
         if name not in COLLECTIVES:
             raise unknown("kinds", name, COLLECTIVES)
-    dtype, where = parse_dtype(dtype), None if on is None else slice_of(on)
-    shape = None if mesh is None else axes_of(mesh)
+    dtype, slice_ = parse_dtype(request.dtype), None if request.on is None else slice_of(request.on)
+    shape = None if request.mesh is None else axes_of(request.mesh)
     if shape is not None:
-        _require_axes(_names(axis) or list(shape), shape)
-        _prices(where, shape)
+        _require_axes(_names(request.axis) or list(shape), shape)
+        _prices(slice_, shape)
 
     prefer_cpus()
     with uninterrupted():
@@ -127,17 +109,17 @@ def bench_collectives(
     from rooftop.profile.microbench.timing import device_mesh, devices, empty_call, provenance
 
     shape = shape or {"X": len(devices())}
-    axes = _names(axis) or list(shape)
+    axes = _names(request.axis) or list(shape)
     _require_axes(axes, shape)
-    prices = _prices(where, shape)
+    prices = _prices(slice_, shape)
     used = device_mesh(shape)
     written = {
         "--mesh": ",".join(f"{name}={size}" for name, size in shape.items()),
         "--axis": ",".join(axes),
         "--kinds": ",".join(names),
-        "--sizes": sizes if isinstance(sizes, str) else ",".join(map(str, sizes)),
+        "--sizes": ",".join(_names(request.sizes)),
         "--dtype": dtype,
-        **({} if where is None else {"--on": where.name}),
+        **({} if slice_ is None else {"--on": slice_.name}),
     }
     command = shlex.join(["rooftop", "bench", "collectives", *(word for option in written.items() for word in option)])
     timings = tuple(measure(names, axes, payloads, dtype, used, prices=prices, on_progress=on_progress))
@@ -145,20 +127,21 @@ def bench_collectives(
         mesh=prices[0].mesh.described if prices else MeshLayout(axes=shape, layout={}),
         axes=tuple(axes),
         dtype=dtype,
-        slice=None if where is None else where.name,
+        slice=None if slice_ is None else slice_.name,
         measured=MeasuredCollectives(
             **vars(provenance(list(used.devices.flat))),
             command=command,
             empty_call_s=empty_call(used).median_s,
             collectives=timings,
         ),
+        request=request.to_json(),
     )
 
 
-def _names(names: NamesLike | None) -> list[str]:
+def _names(names: Sequence[CountLike] | str | None) -> list[str]:
     if names is None:
         return []
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(map(str, names))
 
 
 def _require_axes(axes: Sequence[str], shape: Mapping[str, int]) -> None:
@@ -173,11 +156,11 @@ def _require_axes(axes: Sequence[str], shape: Mapping[str, int]) -> None:
         raise RooftopError("axis", requested, accepted)
 
 
-def _prices(where: Slice | None, shape: Mapping[str, int]) -> list[Prices]:
+def _prices(slice_: Slice | None, shape: Mapping[str, int]) -> list[Prices]:
     """Prices that a slice is planned by; none without a slice."""
-    if where is None:
+    if slice_ is None:
         return []
-    laid = Mesh.lay(where, shape)
+    laid = Mesh.lay(slice_, shape)
     return [Prices(mesh=laid, dims={}, kind=kind) for kind in ("bound", "expected")]
 
 
@@ -405,7 +388,7 @@ def calibrate(
         refuse({"on": on, "devices": devices}, "nothing with a run, which says it")
         return _of_run(Path(run), path)
     limit = parse_quantity(minutes, "minutes", largest=_LONGEST)
-    where = None if on is None else slice_of(on)
+    slice_ = None if on is None else slice_of(on)
     known = read_calibration(path) if path is not None and path.exists() else None
     prepare_environment(devices, extra="jax")
     with uninterrupted():
@@ -413,12 +396,12 @@ def calibrate(
     from rooftop.profile.microbench import timing
 
     local = timing.devices()
-    bench = Bench(devices=local, where=_slice(local, where))
+    bench = Bench(devices=local, slice=_slice(local, slice_))
     begun = Calibration(
         **vars(timing.provenance(local)),
         command=shlex.join(["rooftop", *sys.argv[1:]]),
-        chip=None if bench.where is None else bench.where.chip.name,
-        slice=None if bench.where is None else bench.where.name,
+        chip=None if bench.slice is None else bench.slice.chip.name,
+        slice=None if bench.slice is None else bench.slice.name,
         spent_s=0.0,
         complete=False,
         points=(),
@@ -432,19 +415,19 @@ def calibrate(
     return CalibrationResult(calibration=_measure(bench, begun, limit, path, on_progress), path=path)
 
 
-def _slice(local: Any, where: Slice | None) -> Slice | None:
+def _slice(local: Any, slice_: Slice | None) -> Slice | None:
     """The slice of the local devices. Raises RooftopError for one of another chip, or of another size."""
     from rooftop.hardware import chip_of_kind
 
     chip = chip_of_kind(local[0].device_kind)
-    if where is None:
+    if slice_ is None:
         sizes = () if chip is None else slice_sizes(chip, len(local))
         return next((size for size in sizes if size.devices == len(local)), None)
-    if local[0].platform != "cpu" and (chip is None or chip.name != where.chip.name):
-        raise RooftopError("on", where.name, f"a slice of the {len(local)} x {local[0].device_kind} here")
-    if where.devices != len(local):
-        raise RooftopError("on", where.name, f"a slice of {len(local)} devices, as many as are local")
-    return where
+    if local[0].platform != "cpu" and (chip is None or chip.name != slice_.chip.name):
+        raise RooftopError("on", slice_.name, f"a slice of the {len(local)} x {local[0].device_kind} here")
+    if slice_.devices != len(local):
+        raise RooftopError("on", slice_.name, f"a slice of {len(local)} devices, as many as are local")
+    return slice_
 
 
 def _continued(begun: Calibration, known: Calibration, path: Path | None) -> Calibration:
@@ -505,12 +488,12 @@ def _fitted(calibration: Calibration, bench: Bench) -> Calibration:
     notes = []
     if calibration.emulated:
         notes.append("a CPU emulates these devices, which share its cores")
-    if bench.where is None:
+    if bench.slice is None:
         notes.append("the catalogue has no such chip: points alone, and no fractions for plans")
         return replace(calibration, notes=tuple(notes))
     if calibration.emulated:
-        notes[-1] += f"; they stand for {bench.where.name}"
-    result, doubts = fit(calibration.points, bench.where.chip, calibration.devices)
+        notes[-1] += f"; they stand for {bench.slice.name}"
+    result, doubts = fit(calibration.points, bench.slice.chip, calibration.devices)
     return replace(calibration, fractions=result, notes=(*notes, *doubts))
 
 

@@ -411,8 +411,8 @@ class SupportResult(Result):
         """A verb a row, and then the evidence of a phase a row."""
         verbs = [dict(vars(entry)) for entry in self.record.verbs]
         phases = [
-            {"verb": f"evidence: {phase}", "answer": one.level, "note": one.text}
-            for phase, one in self.record.evidence.items()
+            {"verb": f"evidence: {phase}", "answer": evidence.level, "note": evidence.text}
+            for phase, evidence in self.record.evidence.items()
         ]
         return [*verbs, *phases]
 
@@ -442,16 +442,16 @@ def support(name: ModelLike, *, on: ChipLike) -> SupportResult:
 
     Raises RooftopError for a model or a chip that is not known.
     """
-    config, where = model_of(name), chip_of(on)
-    verbs = tuple(_verbs(config, where))
+    config, spec = model_of(name), chip_of(on)
+    verbs = tuple(_verbs(config, spec))
     planned = any(entry.verb == "plan" and entry.answer == "yes" for entry in verbs)
-    phases = {phase: _evidence(phase, config, where) for phase in get_args(Phase)} if planned else {}
+    phases = {phase: _evidence(phase, config, spec) for phase in get_args(Phase)} if planned else {}
     record = SupportRecord(
         model=config.name,
-        chip=where.name,
+        chip=spec.name,
         verbs=verbs,
         evidence=phases,
-        rates=dict(Rates.of(where).fractions.sources),
+        rates=dict(Rates.of(spec).fractions.sources),
     )
     return SupportResult(record=record)
 

@@ -180,10 +180,10 @@ def plan_embedding(request: PlanEmbedding) -> EmbeddingPlanResult:
     A plan that does not fit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises RooftopError naming
     the field that is wrong.
     """
-    where = slice_of(request.on).with_calibration(calibration_of(request.calibration))
+    slice_ = slice_of(request.on).with_calibration(calibration_of(request.calibration))
     samples, model = parse_count(request.batch_samples, "batch-samples"), _tables(request.tables)
     passes = parse_count(request.sample_passes, "sample-passes")
-    stacking = stacking_on(model, where, samples)
+    stacking = stacking_on(model, slice_, samples)
     dense_flops, host_threads = request.dense_flops, request.host_threads
     if request.limits is None:
         limits: Limits = _expected_limits(stacking, samples, passes)
@@ -193,7 +193,7 @@ def plan_embedding(request: PlanEmbedding) -> EmbeddingPlanResult:
         limits = request.limits
     problem = EmbedProblem(
         tables=model,
-        slice=where,
+        slice=slice_,
         batch=samples,
         limits=limits,
         dense_flops=0.0 if dense_flops is None else parse_quantity(dense_flops, "dense-flops"),
@@ -247,9 +247,9 @@ def embedding_limits(
 
     Raises RooftopError naming the argument that is wrong, and for data without a whole batch.
     """
-    model, where = _tables(tables), slice_of(on)
+    model, slice_ = _tables(tables), slice_of(on)
     samples, passes = parse_count(batch_samples, "batch-samples"), parse_count(sample_passes, "sample-passes")
-    stacking = stacking_on(model, where, samples)
+    stacking = stacking_on(model, slice_, samples)
     current: Limits | None = None
     if isinstance(limits, (str, Path)):
         current = read_limits(Path(limits), stacking, batch=samples, sample_passes=passes)

@@ -7,22 +7,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.errors import Infeasible, RooftopError, refuse
 from rooftop.explain.measured.modules import read_module
 from rooftop.explain.operations import Inferred, Operation, OperationRecord, OperationsRecord, infer, read_operation
-from rooftop.library.results import Result, flat
+from rooftop.library.results import Result, flat, in_answer
 from rooftop.library.serving import Progress
 from rooftop.present.documents import document
 from rooftop.requests.function import of_request
 from rooftop.requests.inputs import axes_of, calibrated_places, calibration_of, chip_of, seconds_of, training_plan_of
-from rooftop.requests.likes import AxesLike, ChipLike, PlanLike, TimeLike
+from rooftop.requests.likes import ChipLike, TimeLike
 from rooftop.requests.measuring import Validate
+from rooftop.requests.programs import Explain
 from rooftop.runs.environment import uninterrupted
 
 if TYPE_CHECKING:
     from rooftop.explain.measured.difference import Difference, Side
     from rooftop.explain.measured.report import Explained
     from rooftop.hardware import Chip
+    from rooftop.library.programs.compiling import CompileResult
     from rooftop.plan.training.plan import TrainingPlan
     from rooftop.present.document import Document
     from rooftop.validation import AccuracyReport, PublishedRun, PublishedRuns
@@ -38,10 +40,11 @@ class ExplainResult(Result):
     """A trace: measured next to compiled next to planned, the verdict, and what to try."""
 
     explained: Explained
+    request: Explain | None = None
 
     def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Rows by scope and phase, losses, and ``top`` operations and collectives."""
-        return self.explained.to_json(top=top)
+        return self.explained.to_json(top=top) | in_answer(self.request)
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -68,6 +71,7 @@ class OperationsResult(Result):
     operations: tuple[Operation, ...]
     inferred: tuple[Inferred, ...]
     chip: Chip | None = None
+    request: Explain | None = None
 
     def to_json(self) -> dict[str, object]:
         """Each instruction with its layouts and work, and its times on the chip."""
@@ -76,7 +80,7 @@ class OperationsResult(Result):
             schema=1,
             operations=tuple(OperationRecord.of(operation, self.chip) for operation in self.operations),
             inferred=self.inferred,
-        ).to_json()
+        ).to_json() | in_answer(self.request)
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -162,16 +166,17 @@ class ValidationResult(Result):
     @property
     def rows(self) -> list[dict[str, object]]:
         """A run a row, those of training first."""
-        serving = [one.record for one in self.serving.comparisons]
+        serving = [comparison.record for comparison in self.serving.comparisons]
         return [flat(row.to_json()) for row in (*self._training_rows, *serving, *self.engines.record.rows)]
 
     @property
     def _training_rows(self) -> tuple[ComparisonRecord, ...]:
-        from rooftop.validation.predict import request_of
+        from rooftop.validation.predict import command_of, request_of
 
+        notes, reasons = self.notes, self.reasons
         return tuple(
-            one.record(request_of(one.run).command, self.notes[one.run.id], self.reasons.get(one.run.id))
-            for one in self.report.comparisons
+            comparison.record(command_of(request_of(run := comparison.run)), notes[run.id], reasons.get(run.id))
+            for comparison in self.report.comparisons
         )
 
     @property
@@ -194,38 +199,52 @@ class ValidationResult(Result):
         return "\n".join(lines)
 
 
-def explain(
-    path: Path | str,
-    *,
-    plan: PlanLike | None = None,
-    hlo: Sequence[Path | str] = (),
-    mesh: AxesLike | None = None,
-    on: ChipLike | None = None,
-    figures: Mapping[str, float | str] | None = None,
-) -> ExplainResult:
-    """Explain where the time of a run or trace goes: measured, compiled and planned by scope and phase.
+@of_request(Explain)
+def explain(request: Explain) -> ExplainResult | CompileResult | OperationsResult:
+    """Explain where the time of a run or a trace goes, a compiled module, or HLO instructions.
 
-    Args:
-        path: A run of ``rooftop train --profile``, or a trace of JAX's profiler.
-        plan: The plan to set it next to; the run's own by default.
-        hlo: Files of compiled modules, for a trace without its own.
-        mesh: Mesh axes in the order of device ids, 'X=2,Y=4'; the run's own by default.
-        on: The chip with the roofs that count; the trace's own by default.
-        figures: Figures of that chip to override.
-
-    Raises RooftopError for a path that is neither a run nor a trace, and for a trace in which nothing ran.
+    A trace is set next to its compilation and its plan. Raises RooftopError for a path that is none of these, for a
+    trace in which nothing ran, and for a field that means nothing with what is explained.
     """
     from rooftop.explain.measured import report
 
-    return ExplainResult(
-        explained=report.explain(
-            Path(path),
-            plan=None if plan is None else training_plan_of(plan),
-            modules=[read_module(Path(file)) for file in hlo],
-            mesh=None if mesh is None else axes_of(mesh),
-            chip=_roofs(on, figures),
-        )
+    path, lines = request.path, _several(request.op)
+    if (path is None) == (not lines):
+        named = None if path is None else "RUN and op"
+        raise RooftopError("explain", named, "one of: a run or a trace, --op HLO, --diff A B, --demo")
+    of_trace = {"plan": request.plan, "hlo": request.hlo, "figure": request.figures}
+    if path is None:
+        refuse({"plan": request.plan, "hlo": request.hlo, "mesh": request.mesh}, "nothing next to --op")
+        return explain_operations(*lines, on=request.on, figures=request.figures)
+    if _is_module(Path(path)):
+        refuse(of_trace, "nothing with a module: it has no trace")
+        if request.on is None:
+            raise RooftopError("on", None, "the chip or slice that the module is compiled for, such as v5e:4x4")
+        from rooftop.library.programs.compiling import explain_module
+
+        return explain_module(path, on=request.on, mesh=request.mesh)
+    if not Path(path).exists():
+        accepted = "a run, a trace of JAX's profiler (*.xplane.pb) or a folder with one; there is no such path"
+        raise RooftopError("trace", str(path), accepted)
+    explained = report.explain(
+        Path(path),
+        plan=None if request.plan is None else training_plan_of(request.plan),
+        modules=[read_module(Path(file)) for file in _several(request.hlo)],
+        mesh=None if request.mesh is None else axes_of(request.mesh),
+        chip=_roofs(request.on, request.figures),
     )
+    return ExplainResult(explained=explained, request=request)
+
+
+def _several(values: Sequence[Path | str] | Path | str) -> list[str]:
+    """Texts of several values; one becomes a list."""
+    return [str(value) for value in ([values] if isinstance(values, (str, Path)) else values)]
+
+
+def _is_module(path: Path) -> bool:
+    """True for a module of HLO: by its suffix, or a folder of dumped ones."""
+    dumped = path.is_dir() and any(path.glob("*after_optimizations*"))
+    return dumped or (path.suffix in (".hlo", ".txt", ".pb") and not path.name.endswith(".xplane.pb"))
 
 
 def explain_operations(
@@ -243,7 +262,10 @@ def explain_operations(
     # An empty text is refused like any other that is no instruction.
     texts = [line for text in lines for line in text.splitlines() if line.strip()] or [""]
     operations = tuple(read_operation(text) for text in texts)
-    return OperationsResult(operations=operations, inferred=infer(operations), chip=_roofs(on, figures))
+    return OperationsResult(
+        operations=operations, inferred=infer(operations), chip=_roofs(on, figures),
+        request=Explain(op=lines, on=on, figures=figures),
+    )  # fmt: skip
 
 
 def diff(before: Result | Path | str, after: Result | Path | str) -> DiffResult:
@@ -279,7 +301,7 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
         from rooftop.compiler.compiling import require_compiler
 
         require_compiler("tpu")
-    own, only = calibration_of(request.calibration), request.only
+    fractions, only = calibration_of(request.calibration), request.only
     path = None if request.runs is None else Path(request.runs)
     # Reading takes little time: what is refused is refused before anything is priced.
     of_engines = path is not None and is_engine_table(path)
@@ -293,7 +315,7 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
     else:
         engines = engine_report(path) if of_engines or path is None else engines
         serving = serving if of_engines else serving_report(path)
-    runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, own)
+    runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, fractions)
     predicted, notes, unusable = [], {}, list(published.unusable)
     plans = []
     for run in (replace(run, slice=runs_of[run.id][0]) for run in published.runs):
@@ -313,11 +335,11 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
         report=report,
         serving=serving,
         engines=engines,
-        published=replace(published, unusable=tuple(sorted(unusable, key=lambda one: one.lines))),
+        published=replace(published, unusable=tuple(sorted(unusable, key=lambda run: run.lines))),
         notes=notes,
         reasons=validation.load_reasons(),
         memory=compare_memory(plans),
-        calibrated_by=None if own is None else own.by,
+        calibrated_by=None if fractions is None else fractions.by,
         compiled=_compiled(plans, only, request.timeout, on_progress) if request.compiled else None,
     )
 

@@ -181,8 +181,8 @@ def _places(on: SlicesLike, limits: Limits, smallest: bool) -> tuple[dict[str, l
         is_chip = isinstance(name, Chip) or (isinstance(name, str) and ":" not in name)
         is_chip = is_chip or (isinstance(name, Mapping) and "chip" not in name)
         if not smallest and not is_chip:
-            where = slice_of(cast("SliceLike", name))
-            places[where.name] = [where]
+            slice_ = slice_of(cast("SliceLike", name))
+            places[slice_.name] = [slice_]
             continue
         spec = chip_of(cast("Chip | str", name)) if is_chip else slice_of(cast("SliceLike", name)).chip
         if not is_open:

@@ -10,6 +10,7 @@ from rooftop.core.ledger import Ledger
 
 if TYPE_CHECKING:
     from rooftop.present.document import Document
+    from rooftop.requests.request import Request
 
 #: Rows that a notebook shows.
 _SHOWN_ROWS = 40
@@ -71,6 +72,11 @@ class Result(ABC):
         from rooftop.present import html
 
         return html.fragment(self.document)
+
+
+def in_answer(request: Request | None) -> dict[str, object]:
+    """The request of an answer, under its name; nothing without one, and for one with an object of this process."""
+    return {} if request is None else request.in_answer()
 
 
 def flat(data: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -177,7 +177,7 @@ class _Question:
     """A problem, and the slices, number formats and batchings that are searched for it."""
 
     problem: ServingProblem
-    where: Mapping[str, Sequence[Slice]]
+    places: Mapping[str, Sequence[Slice]]
     numerics: Sequence[ServingNumerics]
     modes: list[Mode]
     searching: bool
@@ -200,7 +200,7 @@ def plan_serving(request: PlanServing, on_progress: Progress | None = None) -> S
     problem = question.problem
     if not question.searching and problem.workload.requests_per_second is None:
         return ServingPlanResult(request=request, answer=serving.plan_serving(problem, contexts=sizes))
-    best = recommend(problem, question.where, question.numerics, question.modes, request.objective, on_progress)
+    best = recommend(problem, question.places, question.numerics, question.modes, request.objective, on_progress)
     plan = best.best.plan
     answer = ServingAnswer(
         plan=plan,
@@ -224,21 +224,21 @@ def serving_front(request: PlanServing, on_progress: Progress | None = None) -> 
             raise RooftopError(name.replace("_", "-"), value, "this without --for pareto")
     request = replace(request, objective="pareto")
     question = _question(request)
-    points = front(question.problem, question.where, question.numerics, on_progress)
+    points = front(question.problem, question.places, question.numerics, on_progress)
     return ServingFrontResult(request=request, model=question.problem.model.name, points=points)
 
 
 def _question(request: PlanServing) -> _Question:
     """The problem, with everything read and checked. Raises RooftopError naming the field that is wrong."""
-    where, searching = _servers(request.on)
-    where = calibrated_places(priced_places(where, request.price), request.calibration)
+    places, searching = _servers(request.on)
+    places = calibrated_places(priced_places(places, request.price), request.calibration)
     for name in ("mesh", "prefill_mesh", "prefill_on"):
         if searching and (value := getattr(request, name)) is not None:
             raise RooftopError(name.replace("_", "-"), value, "this with one slice, such as --on v5e:4x4")
     for name in ("draft_length", "acceptance"):
         if request.draft is None and name in request.changed():
             raise RooftopError(name.replace("_", "-"), getattr(request, name), "this with --draft MODEL, which guesses")
-    first, config = next(iter(where.values()))[0], model_of(request.model)
+    first, config = next(iter(places.values()))[0], model_of(request.model)
     numerics = _numerics(request, config, searching=searching)
     batching, kv_split, host_dram = request.batching, request.kv_split, request.host_dram
     modes = [one_of("batching", batching, MODES)] if batching is not None else list(MODES if searching else MODES[:1])
@@ -266,7 +266,7 @@ def _question(request: PlanServing) -> _Question:
     capacity, cached = problem.workload.held_tokens, problem.workload.context
     if not problem.book and cached is not None and cached > capacity:
         raise RooftopError("context", cached, f"at most {capacity:,}: the prompt and its answer")
-    return _Question(problem=problem, where=where, numerics=numerics, modes=modes, searching=searching)
+    return _Question(problem=problem, places=places, numerics=numerics, modes=modes, searching=searching)
 
 
 def _workload(request: PlanServing, config: ModelConfig) -> ServingWorkload:
@@ -324,8 +324,8 @@ def _prefill_slice(request: PlanServing, first: Slice) -> Slice | None:
     """The slice of a prefill server. Of the same chip, with the price that is given."""
     if request.prefill_on is None:
         return None
-    where = slice_of(request.prefill_on)
-    return Slice(first.chip, where.shape, where.num_slices) if where.chip.name == first.chip.name else where
+    slice_ = slice_of(request.prefill_on)
+    return Slice(first.chip, slice_.shape, slice_.num_slices) if slice_.chip.name == first.chip.name else slice_
 
 
 @contextmanager
@@ -348,15 +348,15 @@ def _servers(on: ServersLike) -> tuple[dict[str, list[Slice]], bool]:
         if ":" in on and len(names) > 1:
             raise RooftopError("on", on, "one slice, such as v5e:4x4, or chips without shapes, such as v5e,v6e")
         if ":" in on:
-            where = slice_of(on)
-            return {where.chip.name: [where]}, False
+            slice_ = slice_of(on)
+            return {slice_.chip.name: [slice_]}, False
     elif isinstance(on, Chip):
         names = [on]
     elif isinstance(on, Sequence):
         names = on
     else:
-        where = slice_of(on)
-        return {where.chip.name: [where]}, False
+        slice_ = slice_of(on)
+        return {slice_.chip.name: [slice_]}, False
     result = {}
     for name in names:
         spec = chip_of(name)

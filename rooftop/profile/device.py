@@ -83,13 +83,13 @@ def spend(device: Device, stepped: Stepped, facts: Sequence[Facts], leading: Int
     moving = Intervals.union(begun, ended)
     waited = np.bincount(whose, shares(begun, ended, compute), minlength=count)
     control = Intervals.union(starts[holds], ends[holds]) - compute - moving
-    own = np.zeros(count)
-    own += np.bincount(ops[computes], shares(starts[computes], ends[computes], Intervals.none()), minlength=count)
-    own += np.bincount(ops[holds], shares(starts[holds], ends[holds], compute | moving), minlength=count)
-    own += waited
+    own_ticks = np.zeros(count)
+    own_ticks += np.bincount(ops[computes], shares(starts[computes], ends[computes], Intervals.none()), minlength=count)
+    own_ticks += np.bincount(ops[holds], shares(starts[holds], ends[holds], compute | moving), minlength=count)
+    own_ticks += waited
     return Spent(
         stepped=stepped,
-        own=own,
+        own=own_ticks,
         counts=np.bincount(ops, minlength=count),
         in_flight={key: flight.measure for key, flight in flights.items()},
         exposed={key: (flight - compute).measure for key, flight in flights.items()},
@@ -119,12 +119,13 @@ def _flights(
         if leader in apart:
             whole = beside.ops == leader
             begun, ended = (
-                np.append(one, two) for one, two in ((begun, beside.starts[whole]), (ended, beside.ends[whole]))
+                np.append(first, second)
+                for first, second in ((begun, beside.starts[whole]), (ended, beside.ends[whole]))
             )
         elif done.any():
             begun, ended = (
-                np.append(one, two)
-                for one, two in zip((begun, ended), _pairs(starts[mine & ~done], ends[done]), strict=True)
+                np.append(first, second)
+                for first, second in zip((begun, ended), _pairs(starts[mine & ~done], ends[done]), strict=True)
             )
         flights[leader] = Intervals.union(
             np.clip(begun, stepped.low, stepped.high), np.clip(ended, stepped.low, stepped.high)
@@ -188,8 +189,8 @@ class Stepped:
 def stepped(device: Device, marks: Steps | None) -> Stepped:
     """The steps of a device; ``marks`` are those that its host has marked."""
     if device.steps is not None:
-        own = device.steps
-        return Stepped(numbers=own.numbers, starts=own.starts, ends=own.ends, marked=ON_DEVICE)
+        steps = device.steps
+        return Stepped(numbers=steps.numbers, starts=steps.starts, ends=steps.ends, marked=ON_DEVICE)
     last = int(device.track.ends.max())
     runs = device.runs
     if not len(runs.starts):

@@ -152,11 +152,11 @@ def explain_idle(
         sums[INSIDE, "", ""] = inside
     # A wait is one reason at one place, described by its longest part.
     grouped: dict[tuple[str, str], dict[str, float]] = {}
-    for (reason, what, where), spent_s in sums.items():
-        grouped.setdefault((reason, where), {})[what] = spent_s
+    for (reason, what, source), spent_s in sums.items():
+        grouped.setdefault((reason, source), {})[what] = spent_s
     waits = (
-        Waiting(reason=reason, what=max(parts, key=parts.__getitem__), where=where, seconds=sum(parts.values()))
-        for (reason, where), parts in grouped.items()
+        Waiting(reason=reason, what=max(parts, key=parts.__getitem__), where=source, seconds=sum(parts.values()))
+        for (reason, source), parts in grouped.items()
     )
     return Idle(inside_s=inside, between_s=between, waits=tuple(sorted(waits, key=lambda wait: -wait.seconds)))
 
@@ -182,7 +182,7 @@ def _reason(stack: Sequence[str], program_files: frozenset[str]) -> tuple[str, s
     """The reason of a stack, its innermost event, and the innermost frame of the program."""
     reason = next((name for name, pattern in _REASONS if any(map(pattern.search, stack))), RUNTIME)
     frames = [match for event in stack if (match := _FRAME.match(event))]
-    own = [match for match in frames if match[1] in program_files or match[1] not in _library()]
-    where = f"{own[-1][1]}:{own[-1][2]} {own[-1][3]}" if own else ""
+    program_frames = [match for match in frames if match[1] in program_files or match[1] not in _library()]
+    source = f"{program_frames[-1][1]}:{program_frames[-1][2]} {program_frames[-1][3]}" if program_frames else ""
     inner = stack[-1].removeprefix("$")
-    return reason, "" if inner == where else inner, where
+    return reason, "" if inner == source else inner, source

@@ -107,6 +107,6 @@ def shares(starts: Ints, ends: Ints, outside: Intervals) -> Floats:
     running = np.cumsum(steps[order])
     free = np.diff(at - outside.until(at))
     parts = np.append(0.0, np.cumsum(np.where(running[:-1] > 0, free / np.maximum(running[:-1], 1), 0.0)))
-    where = np.empty(len(at))
-    where[order] = parts
-    return where[len(starts) :] - where[: len(starts)]
+    share_before = np.empty(len(at))
+    share_before[order] = parts
+    return share_before[len(starts) :] - share_before[: len(starts)]

@@ -207,7 +207,7 @@ def _why_empty(trace: Trace) -> str:
 
 
 def _ops(trace: Trace, facts: Sequence[Facts], spent: Sequence[Spent], scale: float) -> tuple[MeasuredOp, ...]:
-    own = np.sum([times.own for times in spent], axis=0) * scale
+    times_s = np.sum([times.own for times in spent], axis=0) * scale
     counts = np.sum([times.counts for times in spent], axis=0) * scale / SECONDS
     ops = (
         MeasuredOp(
@@ -217,7 +217,7 @@ def _ops(trace: Trace, facts: Sequence[Facts], spent: Sequence[Spent], scale: fl
             count=float(count),
             time_s=float(time_s),
         )
-        for op, fact, count, time_s in zip(trace.ops, facts, counts, own, strict=True)
+        for op, fact, count, time_s in zip(trace.ops, facts, counts, times_s, strict=True)
         if count or time_s
     )
     return tuple(sorted(ops, key=lambda op: -op.time_s))
@@ -227,18 +227,18 @@ def _collectives(
     trace: Trace, facts: Sequence[Facts], spent: Sequence[Spent], scale: float
 ) -> tuple[MeasuredCollective, ...]:
     collectives = []
-    for at in dict.fromkeys(key for times in spent for key in times.in_flight):
-        if facts[at].category == COLLECTIVE:
-            count = sum(int(times.counts[at]) for times in spent) * scale / SECONDS
-            op = trace.ops[at]
+    for begin in dict.fromkeys(key for times in spent for key in times.in_flight):
+        if facts[begin].category == COLLECTIVE:
+            count = sum(int(times.counts[begin]) for times in spent) * scale / SECONDS
+            op = trace.ops[begin]
             collectives.append(
                 MeasuredCollective(
                     program=trace.programs.get(op.program, ""),
                     name=op.name,
-                    facts=facts[at],
+                    facts=facts[begin],
                     count=count,
-                    in_flight_s=sum(times.in_flight.get(at, 0) for times in spent) * scale,
-                    exposed_s=sum(times.exposed.get(at, 0) for times in spent) * scale,
+                    in_flight_s=sum(times.in_flight.get(begin, 0) for times in spent) * scale,
+                    exposed_s=sum(times.exposed.get(begin, 0) for times in spent) * scale,
                 )
             )
     return tuple(sorted(collectives, key=lambda collective: -collective.exposed_s))
@@ -343,11 +343,11 @@ def memory_over_time(trace: Trace) -> tuple[MemoryOverTime, ...]:
             name, taken, free = (
                 events.stats[stat] for stat in ("allocator_name", "bytes_allocated", "bytes_available")
             )
-            own = np.isin(events.kinds, kinds) & taken.present
-            for code in np.unique(name.values[own & name.present]):
-                at = own & name.present & (name.values == code)
+            is_event = np.isin(events.kinds, kinds) & taken.present
+            for code in np.unique(name.values[is_event & name.present]):
+                chosen = is_event & name.present & (name.values == code)
                 key = host.name, name.texts[int(code)]
-                parts.setdefault(key, []).append((events.starts[at], taken.values[at], free.values[at]))
+                parts.setdefault(key, []).append((events.starts[chosen], taken.values[chosen], free.values[chosen]))
     return tuple(_series(*key, columns) for key, columns in parts.items())
 
 
@@ -461,7 +461,7 @@ def _activity(core: SparseCore, tensor_core: Spent, ops: tuple[Op, ...]) -> Core
     within = ends > starts
     places, starts, ends = track.ops[within], starts[within], ends[within]
     busy = Intervals.union(starts, ends)
-    own = np.bincount(places, shares(starts, ends, Intervals.none()), minlength=len(ops))
+    spent = np.bincount(places, shares(starts, ends, Intervals.none()), minlength=len(ops))
     scale = SECONDS / steps.counted
     # Index of the counted step in which each execution begins.
     step = np.clip(np.searchsorted(steps.starts, starts, side="right") - 1, 0, steps.counted - 1)
@@ -473,7 +473,7 @@ def _activity(core: SparseCore, tensor_core: Spent, ops: tuple[Op, ...]) -> Core
             SparseOp(
                 name=op.name, op_name=op.op_name, lookup=_TABLES.search(f"{op.text} {op.op_name}") is not None,
                 count=float(times.mean()), most=int(times.max()),
-                time_s=float(own[place]) * scale,
+                time_s=float(spent[place]) * scale,
             )
         )  # fmt: skip
     return CoreActivity(

@@ -57,10 +57,10 @@ def trace_of(spaces: Sequence[XSpace]) -> Trace:
     hosts: list[Host] = []
     sparse_cores: list[SparseCore] = []
     for space in spaces:
-        own = [*_accelerators(space, book, programs)]
-        host, emulated = _host(space, book, programs, has_devices=bool(own))
+        accelerators = [*_accelerators(space, book, programs)]
+        host, emulated = _host(space, book, programs, has_devices=bool(accelerators))
         hosts.append(host)
-        devices += own or emulated
+        devices += accelerators or emulated
         sparse_cores += _sparse_cores(space, book, programs)
     return Trace(
         ops=tuple(book.ops),
@@ -153,8 +153,8 @@ def _track(plane: Plane, name: str, runs: Runs, book: _Book) -> Track:
     if line is None:
         return Track.of([])
     events = line.read()
-    own = np.searchsorted(runs.starts, events.starts, side="right") - 1
-    around = np.where(own >= 0, runs.programs[np.maximum(own, 0)] if len(runs.programs) else -1, -1)
+    run = np.searchsorted(runs.starts, events.starts, side="right") - 1
+    around = np.where(run >= 0, runs.programs[np.maximum(run, 0)] if len(runs.programs) else -1, -1)
     ops = np.zeros(len(events), np.int64)
     for key in np.unique(events.kinds):
         kind = plane.kinds.get(int(key), StatKind(name="", display_name="", stats={}))
@@ -269,14 +269,14 @@ def _recurring(track: Track, book: _Book) -> Runs:
     executions: list[tuple[int, int, int]] = []
     program = np.array([op.program for op in book.ops], np.int64)[track.ops]
     for number in np.unique(program):
-        own = np.flatnonzero(program == number)
-        _, first, counts = np.unique(track.ops[own], return_index=True, return_counts=True)
+        members = np.flatnonzero(program == number)
+        _, first, counts = np.unique(track.ops[members], return_index=True, return_counts=True)
         rare = first[counts == counts.min()].min()
-        begins = own[track.ops[own] == track.ops[own[rare]]]
+        begins = members[track.ops[members] == track.ops[members[rare]]]
         edges = [*track.starts[begins].tolist(), np.iinfo(np.int64).max]
-        edges[0] = int(track.starts[own[0]])
+        edges[0] = int(track.starts[members[0]])
         for low, high in pairwise(edges):
-            inside = own[(track.starts[own] >= low) & (track.starts[own] < high)]
+            inside = members[(track.starts[members] >= low) & (track.starts[members] < high)]
             executions.append((int(low), int(track.ends[inside].max()), int(number)))
     executions.sort()
     columns = np.array(executions, np.int64).reshape(-1, 3)
@@ -303,12 +303,14 @@ def _host(space: XSpace, book: _Book, programs: dict[int, str], *, has_devices: 
         if not is_op.any():
             threads.append(line)
             continue
-        own = _only(events, is_op)
-        ops, ordinals = _named_ops(own, plane, book, programs), own.stats["device_ordinal"].values
-        program, run = _program_of(own, programs), own.stats["run_id"].values
+        ops_line = _only(events, is_op)
+        ops, ordinals = _named_ops(ops_line, plane, book, programs), ops_line.stats["device_ordinal"].values
+        program, run = _program_of(ops_line, programs), ops_line.stats["run_id"].values
         for ordinal in np.unique(ordinals):
-            at = ordinals == ordinal
-            parts.setdefault(int(ordinal), []).append((ops[at], own.starts[at], own.ends[at], program[at], run[at]))
+            chosen = ordinals == ordinal
+            parts.setdefault(int(ordinal), []).append(
+                (ops[chosen], ops_line.starts[chosen], ops_line.ends[chosen], program[chosen], run[chosen])
+            )
     marked.sort()
     columns = np.array(marked, np.int64).reshape(-1, 3)
     steps = Steps(numbers=columns[:, 2], starts=columns[:, 0], ends=columns[:, 1]) if marked else None

@@ -93,9 +93,9 @@ class XLine:
                     chosen = number == at
                     columns[at - 1, low + which[chosen]] = value[chosen]
                 counted[low + which[number == 5]] = True
-                own = number == 4
-                if requested and own.any():
-                    pieces.append((low + which[own], value[own], end[own]))
+                is_stat = number == 4
+                if requested and is_stat.any():
+                    pieces.append((low + which[is_stat], value[is_stat], end[is_stat]))
             values.add(pieces)
         # Aggregated events have a count and no time.
         timed = ~counted
@@ -162,9 +162,11 @@ class _Stats:
                 other = which[~first]
                 numbers[other], values[other], stops[other] = number[~first], value[~first], end[~first]
             for identifier, name in self._requested.items():
-                own = identifiers == identifier
-                if own.any():
-                    self._pieces.setdefault(name, []).append((event[own], numbers[own], values[own], stops[own]))
+                chosen = identifiers == identifier
+                if chosen.any():
+                    self._pieces.setdefault(name, []).append(
+                        (event[chosen], numbers[chosen], values[chosen], stops[chosen])
+                    )
 
     def column(self, name: str, chosen: npt.NDArray[np.bool_]) -> Column:
         """The column of one stat, for the events in the mask ``chosen``."""
@@ -174,8 +176,8 @@ class _Stats:
         for events, numbers, raw, stops in self._pieces.get(name, ()):
             present[events] = True
             for number in np.unique(numbers):
-                own = numbers == number
-                values = self._filled(values, events[own], int(number), raw[own], stops[own], texts)
+                is_number = numbers == number
+                values = self._filled(values, events[is_number], int(number), raw[is_number], stops[is_number], texts)
         return Column(values=values[chosen], present=present[chosen], texts=tuple(texts))
 
     def _filled(
@@ -232,14 +234,14 @@ def space_of(data: bytes | mmap.mmap, *, host: str) -> XSpace:
 
 
 def _plane(file: _TraceFile, span: Field) -> Plane:
-    own = list(fields(file.bytes, span.value, span.end))
+    items = list(fields(file.bytes, span.value, span.end))
     names: dict[int, str] = {}
-    for item in own:
+    for item in items:
         if item.number == 5:
             key, value = _entry(file, item)
             names[key] = next((text(file.bytes, part) for part in value if part.number == 2), "")
     kinds: dict[int, StatKind] = {}
-    for item in own:
+    for item in items:
         if item.number == 4:
             key, value = _entry(file, item)
             named = {part.number: text(file.bytes, part) for part in value if part.number in (2, 4)}
@@ -248,9 +250,9 @@ def _plane(file: _TraceFile, span: Field) -> Plane:
                 name=named.get(2, ""), display_name=named.get(4, ""), stats=_stats(file, stats, names)
             )
     return Plane(
-        name=next((text(file.bytes, item) for item in own if item.number == 2), ""),
-        stats=_stats(file, [item for item in own if item.number == 6], names),
-        lines=tuple(_line(file, item, names) for item in own if item.number == 3),
+        name=next((text(file.bytes, item) for item in items if item.number == 2), ""),
+        stats=_stats(file, [item for item in items if item.number == 6], names),
+        lines=tuple(_line(file, item, names) for item in items if item.number == 3),
         kinds=kinds,
     )
 

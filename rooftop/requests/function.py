@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.extras import naming_extras
 
 if TYPE_CHECKING:
     import inspect
@@ -59,7 +60,9 @@ class RequestFunction(Generic[_Parameters, _Request, _Watch, _Answer]):
         is_request = len(args) == 1 and isinstance(args[0], self.request)
         if is_request and fields:
             raise RooftopError("request", f"a request and {', '.join(fields)}", "one of the two")
-        return self._run(args[0] if is_request else self.request(*args, **fields), **watch)
+        request = args[0] if is_request else self.request(*args, **fields)
+        with naming_extras():
+            return self._run(request, **watch)
 
 
 class _OfRequest(Generic[_Parameters, _Request]):

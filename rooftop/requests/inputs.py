@@ -49,13 +49,13 @@ def priced_places(places: Mapping[str, Sequence[Slice]], price: PriceLike | None
     """
     if price is None:
         return {name: list(slices) for name, slices in places.items()}
-    prices = _prices(price, list(dict.fromkeys(one.chip.name for slices in places.values() for one in slices)))
+    prices = _prices(price, list(dict.fromkeys(slice_.chip.name for slices in places.values() for slice_ in slices)))
     result: dict[str, list[Slice]] = {}
     for name, slices in places.items():
         # All slices of a name are of one chip.
         usd = prices.get(slices[0].chip.name)
         spec = slices[0].chip if usd is None else slices[0].chip.replace(price_usd_per_hour=usd)
-        result[name] = [one if usd is None else Slice(spec, one.shape, one.num_slices) for one in slices]
+        result[name] = [slice_ if usd is None else Slice(spec, slice_.shape, slice_.num_slices) for slice_ in slices]
     return result
 
 
@@ -110,25 +110,27 @@ def calibrated_places(
     places: Mapping[str, Sequence[Slice]], calibration: CalibrationLike | None
 ) -> dict[str, list[Slice]]:
     """Slices by name, those of the calibrated chip with its fractions. Raises RooftopError if none is of that chip."""
-    own = calibration_of(calibration)
-    if own is None:
+    fractions = calibration_of(calibration)
+    if fractions is None:
         return {name: list(slices) for name, slices in places.items()}
-    chips = dict.fromkeys(one.chip.name for slices in places.values() for one in slices)
-    if own.chip not in chips:
-        raise RooftopError("calibration", own.by, f"one of {' or '.join(chips)}; this one is of {own.chip}")
+    chips = dict.fromkeys(slice_.chip.name for slices in places.values() for slice_ in slices)
+    if fractions.chip not in chips:
+        raise RooftopError("calibration", fractions.by, f"one of {' or '.join(chips)}; this one is of {fractions.chip}")
     return {
-        name: [one.with_calibration(own) if one.chip.name == own.chip else one for one in slices]
+        name: [
+            slice_.with_calibration(fractions) if slice_.chip.name == fractions.chip else slice_ for slice_ in slices
+        ]
         for name, slices in places.items()
     }
 
 
 def recalibrated(plan: _Plan, calibration: CalibrationLike | None) -> _Plan:
     """The plan with the fractions of a calibration. Raises RooftopError for one of another chip."""
-    own = calibration_of(calibration)
-    if own is None:
+    fractions = calibration_of(calibration)
+    if fractions is None:
         return plan
     data = dict(plan.to_json())
-    data["slice"] = {**data["slice"], "calibrated": own.to_json()}
+    data["slice"] = {**data["slice"], "calibrated": fractions.to_json()}
     calibrated: _Plan = type(plan).from_json(data)  # type: ignore[assignment]  # of the same class
     return calibrated
 
@@ -212,7 +214,7 @@ def axes_of(mesh: AxesLike, known: Iterable[str] | None = None) -> dict[str, int
     return parse_axes(text, known)
 
 
-def mesh_on(where: Slice, mesh: AxesLike | Mesh | None, layout: str | None) -> Mesh:
+def mesh_on(slice_: Slice, mesh: AxesLike | Mesh | None, layout: str | None) -> Mesh:
     """A mesh laid on a slice by its ``layout``, or else as well as it can be. Raises RooftopError if they differ."""
     from rooftop.arrays import Mesh
 
@@ -220,8 +222,8 @@ def mesh_on(where: Slice, mesh: AxesLike | Mesh | None, layout: str | None) -> M
         return mesh
     sizes = None if mesh is None else axes_of(mesh)
     if layout is None:
-        return Mesh.lay(where, sizes or {axis.name: axis.size for axis in where.physical_axes})
-    laid = Mesh.from_layout(where, layout)
+        return Mesh.lay(slice_, sizes or {axis.name: axis.size for axis in slice_.physical_axes})
+    laid = Mesh.from_layout(slice_, layout)
     if sizes is not None and laid.shape != sizes:
         raise RooftopError("layout", layout, f"a layout of the mesh {mesh}; this one is of {laid.shape}")
     return laid

@@ -92,7 +92,7 @@ class Time(Parsed):
         """Minutes where they are whole, and seconds."""
         if isinstance(value, str):
             return value
-        return f"{value:g}s" if value % 60 else f"{value / 60:g}m"
+        return f"{value:.12g}s" if value % 60 else f"{value / 60:.12g}m"
 
 
 class TracedSteps(Parsed):
@@ -100,6 +100,10 @@ class TracedSteps(Parsed):
 
     json_types: tuple[type, ...] = (str, list)
     json_words = "a text or a list"
+
+    def text(self, value: Any) -> Any:
+        """Both steps as one types them."""
+        return value if isinstance(value, str) else f"steps={value[0]}..{value[1]}"
 
 
 class Port(Kind):
@@ -192,11 +196,11 @@ class Hardware(Kind):
             return ",".join(parts) if all(isinstance(part, str) for part in parts) else parts
         from rooftop.hardware import Chip, Slice, catalogue
 
-        where = value if isinstance(value, (Slice, Chip, Mapping)) else value.slice
-        spec = where.chip if isinstance(where, Slice) else where
-        if isinstance(where, Mapping) or not isinstance(spec, Chip) or catalogue().get(spec.name) != spec:
-            return plain(where)
-        return where.name
+        hardware = value if isinstance(value, (Slice, Chip, Mapping)) else value.slice
+        spec = hardware.chip if isinstance(hardware, Slice) else hardware
+        if isinstance(hardware, Mapping) or not isinstance(spec, Chip) or catalogue().get(spec.name) != spec:
+            return plain(hardware)
+        return hardware.name
 
     def candidates(self, incomplete: str) -> Iterable[str]:
         """Chips; after a colon, shapes."""
@@ -266,7 +270,11 @@ class Sizes(Pairs):
 
     def plain(self, value: Any, field: str) -> Any:
         """The text, with whole numbers."""
-        entries = value.items() if isinstance(value, Mapping) else [entry.split("=", 1) for entry in value.split(",")]
+        texts = () if isinstance(value, Mapping) else [entry for entry in value.split(",") if entry.strip()]
+        for entry in texts:
+            if "=" not in entry:
+                raise RooftopError(field, entry, "NAME=SIZE, such as B=8192 or F=32Ki")
+        entries = value.items() if isinstance(value, Mapping) else [entry.split("=", 1) for entry in texts]
         return ",".join(f"{name.strip()}={parse_count(size, f'dim {name.strip()}')}" for name, size in entries)
 
 
@@ -292,14 +300,18 @@ class Written(Kind):
         return str(value)
 
 
-class Figures(Kind):
-    """Figures by name, each typed as NAME=VALUE."""
+class Assigned(Kind):
+    """Values by name, each typed as NAME=VALUE; an object in JSON."""
 
     json_types: tuple[type, ...] = (dict,)
     json_words = "an object"
 
     def __init__(self) -> None:
         super().__init__("NAME=VALUE")
+
+
+class Figures(Assigned):
+    """Figures by name."""
 
     def gather(self, entries: Sequence[Any]) -> dict[str, float]:
         """The figures by name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -49,6 +49,14 @@ class OfPlan(Protocol):
         """The plan."""
 
 
+class OfReport(Protocol):
+    """A compiled program, or a script that compiled some, with its report."""
+
+    @property
+    def report(self) -> object:
+        """The report."""
+
+
 class OfTrainingPlan(Protocol):
     """A result that has a training plan."""
 
@@ -81,6 +89,12 @@ ChipLike: TypeAlias = "Chip | OfChip | Mapping[str, object] | str"
 ModelLike: TypeAlias = "ModelConfig | OfModel | Mapping[str, object] | str | Path"
 #: A plan, a result that has one, the content of a plan.json, or its path.
 PlanLike: TypeAlias = "TrainingPlan | EmbedPlan | OfPlan | Mapping[str, object] | str | Path"
+#: A plan; 'module:function'; the words of a script; a path; or what compiled a program.
+ProgramLike: TypeAlias = "PlanLike | Sequence[str] | OfReport | Callable[..., object]"
+#: Options of XLA by name, as ``jax.jit`` takes them.
+OptionsLike: TypeAlias = Mapping[str, bool | int | str]
+#: Values of settings by name: a list, or 'a,b,c'; the first is that of the baseline.
+VaryLike: TypeAlias = "Mapping[str, Sequence[object] | str]"
 #: Measured fractions of a chip, their record in JSON, the result of ``calibrate``, or the path of its file.
 CalibrationLike: TypeAlias = "Calibrated | OfFractions | Mapping[str, object] | Path | str"
 #: Mesh axes and their sizes: a mapping, or 'fsdp=4,tensor=2'.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from rooftop.requests.kinds import FILE, FLAG, PATH, SLICE, Kind, Pairs, Written
+from rooftop.requests.kinds import FILE, FLAG, PATH, SLICE, Kind, Listed, Pairs, Written
 from rooftop.requests.request import Request, setting
 from rooftop.requests.words import ASSUMPTIONS, PARALLELISM, RUN, SERVER, WORKLOAD
 
@@ -111,6 +111,26 @@ class BenchServing(Request):
     """Target for goodput: 500ms."""
     tpot: TimeLike | None = None
     """Target for goodput: 30ms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCollectives(Request):
+    """Collectives over the axes of a mesh of the local devices, to time."""
+
+    verb: ClassVar[str] = "bench collectives"
+
+    on: SliceLike | None = setting(None, kind=SLICE)
+    """Show what is planned for this slice too: CHIP:SHAPE[@SLICES]."""
+    mesh: AxesLike | None = None
+    """Mesh axes and their sizes: X=2,Y=4. One axis X of all devices by default."""
+    axis: Sequence[str] | str | None = setting(None, kind=Listed("AXES"), group=WORKLOAD)
+    """The axes that collectives run over: X or X,Y. All by default."""
+    kinds: Sequence[str] | str | None = setting(None, kind=Listed("KINDS"), group=WORKLOAD)
+    """Some of all_gather, reduce_scatter, all_reduce, all_to_all, permute. All by default."""
+    sizes: Sequence[CountLike] | str = setting("64Ki,1Mi,16Mi", kind=Listed("BYTES"), group=WORKLOAD)
+    """Payloads of one device, as a list."""
+    dtype: str = "bf16"
+    """Dtype of the elements."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -15,8 +14,16 @@ from typing import Any, ClassVar, Self
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.files import read_json_object, write_json
-from rooftop.requests.kinds import Figures, Kind
+from rooftop.requests.kinds import Assigned, Kind
 from rooftop.requests.words import WORDS, Word
+
+
+class NotInJson(RooftopError):
+    """A field of a request that is an object of this process: the request answers, and cannot be written."""
+
+
+class NotInWords(RooftopError):
+    """A field of a request that is an object: the request has JSON, and no command line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +49,35 @@ class Setting:
         """The name without dashes in front, as in errors: batch-seqs."""
         return (self.word.option or self.name.replace("_", "-")).partition("/")[0]
 
+    @property
+    def option_off(self) -> str:
+        """The name of a flag's other side, likewise: no-overlap."""
+        return self.word.option.partition("/")[2] or f"no-{self.option}"
+
+    @property
+    def label(self) -> str:
+        """The name in a form: Batch, sequences."""
+        label = self.word.label or self.option.replace("-", " ").capitalize()
+        return f"{label}, {self.word.unit}" if self.word.unit else label
+
+    def words(self, value: Any) -> list[str]:
+        """The words of a command line for a value in JSON. Raises RooftopError for an object, which has no text."""
+        if isinstance(value, Mapping) and isinstance(self.kind, Assigned):
+            value = [f"{name}={_listed(entry)}" for name, entry in value.items()]
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(entry, (Mapping, list)) for entry in values):
+            raise NotInWords(self.option, "an object", "a text on a command line")
+        if self.is_argument:
+            # The words of a script stand behind the options.
+            return ["--", *values] if isinstance(value, list) else [str(value)]
+        if isinstance(value, bool):
+            return [f"--{self.option if value else self.option_off}"]
+        texts = [str(entry) for entry in values] if self.word.several else [_listed(self.kind.text(value))]
+        return [word for text in texts for word in (f"--{self.option}", text)]
+
     def of_json(self, value: Any) -> Any:
         """Read a value in JSON. Raises RooftopError naming the option."""
-        if not self.word.several or isinstance(self.kind, Figures):
+        if not self.word.several or isinstance(self.kind, Assigned):
             return self.kind.of_json(value, self.option)
         if not isinstance(value, list):
             raise RooftopError(self.option, value, "a list in JSON")
@@ -96,25 +129,22 @@ class Request:
                 data[setting.name] = written
         return data
 
-    @property
-    def command(self) -> str:
-        """The command line that asks for it; with ``--request FILE`` where a value is an object, not a text."""
-        data, words, options = self.to_json(), ["rooftop", *self.verb.split()], list[str]()
-        if any(isinstance(value, (dict, list)) for value in data.values()):
-            return shlex.join([*words, "--request", "FILE"])
-        for setting in self.settings():
-            if setting.name not in data:
-                continue
-            value = data[setting.name]
-            if setting.is_argument:
-                words.append(str(value))
-            elif isinstance(value, bool):
-                options.append(
-                    f"--{setting.option if value else setting.word.option.partition('/')[2] or f'no-{setting.option}'}"
-                )
-            else:
-                options += [f"--{setting.option}", f"{value:g}" if isinstance(value, float) else str(value)]
-        return shlex.join([*words, *options])
+    def command(self) -> tuple[str, ...]:
+        """The words of the command line that asks the same. Raises NotInWords for an object, which has no text."""
+        data = self.to_json()
+        typed = [setting for setting in self.settings() if setting.name in data and setting.word.typed]
+        arguments = [setting.words(data[setting.name]) for setting in typed if setting.is_argument]
+        options = [setting.words(data[setting.name]) for setting in typed if not setting.is_argument]
+        script = [words for words in arguments if words[:1] == ["--"]]
+        named = [words for words in arguments if words[:1] != ["--"]]
+        return ("rooftop", *self.verb.split(), *(word for words in (*named, *options, *script) for word in words))
+
+    def in_answer(self) -> dict[str, object]:
+        """The request as answers carry it, under its name; nothing if it has an object of this process."""
+        try:
+            return {"request": self.to_json()}
+        except NotInJson:
+            return {}
 
     @classmethod
     def from_json(cls, data: Mapping[str, object], **changes: object) -> Self:
@@ -122,15 +152,15 @@ class Request:
 
         Raises RooftopError for a request of another verb, a field that is unknown, and one that is missing.
         """
-        own = data.get("request", data)
-        if not isinstance(own, Mapping):
-            raise RooftopError("request", own, "an object")
-        verb = own.get("verb", cls.verb)
+        written = data.get("request", data)
+        if not isinstance(written, Mapping):
+            raise RooftopError("request", written, "an object")
+        verb = written.get("verb", cls.verb)
         if verb != cls.verb:
             raise RooftopError("request", f"a request for {verb}", f"one for {cls.verb}")
         settings = {setting.name: setting for setting in cls.settings()}
         values = dict[str, object]()
-        for name, value in own.items():
+        for name, value in written.items():
             if name != "verb" and name not in settings:
                 raise unknown("request", name, settings)
             if name != "verb" and name not in changes and value is not None:
@@ -158,6 +188,13 @@ class Request:
             for setting in self.settings()
             if setting.default is MISSING or getattr(self, setting.name) != setting.default
         }
+
+
+def _listed(value: Any) -> str:
+    """The text of a value; entries of a list are separated by commas."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(_listed, value)) if isinstance(value, list) else str(value)
 
 
 def setting(default: Any = MISSING, **words: Any) -> Any:

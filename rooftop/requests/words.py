@@ -65,7 +65,8 @@ class Word:
     An ``option`` on/off names both sides of a flag.
 
     An option with ``several`` may be given more than once. ``envvar`` gives it too. A ``secret`` is never written. An
-    ``argument`` has no name on a command line; by default a field that may be passed without its name in Python.
+    ``argument`` has no name on a command line; by default a field that may be passed without its name in Python. One
+    that is not ``typed`` is no option: Python and the JSON of a request have it. ``label`` and ``unit`` are for forms.
     """
 
     group: str = ""
@@ -76,6 +77,9 @@ class Word:
     envvar: str | None = None
     secret: bool = False
     argument: bool | None = None
+    typed: bool = True
+    label: str = ""
+    unit: str = ""
 
     def with_changes(self, changes: Mapping[str, Any]) -> Word:
         """The word with other attributes."""
@@ -86,8 +90,7 @@ def _words(group: str, **kinds: Kind) -> dict[str, Word]:
     return {name: Word(group=group, kind=kind) for name, kind in kinds.items()}
 
 
-#: Group and kind of fields by name. A field with another kind in one verb says so where it is declared.
-WORDS: Mapping[str, Word] = {
+_UNLABELLED: Mapping[str, Word] = {
     **_words(
         HARDWARE, model=MODEL, on=HARDWARE_NAME, chips=COUNT, smallest=FLAG, price=Pairs("USD", numbers=True),
         link=Name("ici", "dcn"), prefill_on=Kind("SLICE"), replicas=COUNT, prefill_servers=COUNT,
@@ -156,8 +159,37 @@ WORDS: Mapping[str, Word] = {
     ),
 }  # fmt: skip
 
+#: Labels of fields in forms, with their units, where the name of the option is none.
+_LABELS: Mapping[str, tuple[str, str]] = {
+    "on": ("Slice", ""),
+    "batch_seqs": ("Batch", "sequences"),
+    "batch_samples": ("Batch", "samples"),
+    "seq": ("Sequence", "tokens"),
+    "context": ("Context", "tokens"),
+    "dense_flops": ("Dense FLOPs", ""),
+    "host_threads": ("Threads of a host", ""),
+    "tables": ("Tables (TOML)", ""),
+    "weights_dtype": ("Weights", ""),
+    "kv_dtype": ("KV cache", ""),
+    "bounds": ("Arithmetic", ""),
+    "level": ("Price", ""),
+    "dims": ("Sizes of dims", ""),
+    "chunks": ("Chunks of a stage", ""),
+}
+#: Group and kind of fields by name. A field with another kind in one verb says so where it is declared.
+WORDS: Mapping[str, Word] = {
+    name: word.with_changes(dict(zip(("label", "unit"), _LABELS[name], strict=True)) if name in _LABELS else {})
+    for name, word in _UNLABELLED.items()
+}
+
 #: Meanings of names that verbs share, where a field says more.
 MEANINGS: Mapping[str, str] = {
+    "mesh": "Mesh axes and their sizes: fsdp=4,tensor=2.",
+    "steps": "The last step of the run, or of a script.",
+    "timeout": "Give up after this time: 10m.",
+    "plan": "A plan.json.",
+    "assume": "Assumptions beyond the bound.",
+    "check": "Build checks in: nan, bounds, buffers.",
     "batch_seqs": "Sequences of a step.",
     "batch_tokens": "Tokens of a step: 4M, 4Mi. Rounded to whole sequences.",
     "batching": "Batching of requests.",

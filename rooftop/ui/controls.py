@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import parse_count
 from rooftop.core.records import Record
 from rooftop.models.sizing import is_small
 from rooftop.present.document import Document
+from rooftop.requests.request import Request, Setting
 
 #: Small models that a select of models offers.
 _SMALL = ("llama:2M", "llama:100M", "mixtral:5M")
@@ -111,16 +112,18 @@ def slider(
 
     With ``halves`` it also stops at the numbers half-way between two powers.
     """
-    if linear:
-        stops = set(range(low, high + 1))
-    else:
-        powers = [2**power for power in range(high.bit_length())]
-        between = [3 * power // 2 for power in powers if halves and power > 1]
-        stops = {low, high, *(stop for stop in (*powers, *between) if low <= stop <= high)}
     return Control(
-        name=name, label=label, kind="slider", default=default, stops=tuple(sorted(stops)), unit=unit, help=help,
-        fields=(name, *fields), only=only,
+        name=name, label=label, kind="slider", default=default, stops=_stops(low, high, linear=linear, halves=halves),
+        unit=unit, help=help, fields=(name, *fields), only=only,
     )  # fmt: skip
+
+
+def _stops(low: int, high: int, *, linear: bool, halves: bool) -> tuple[int, ...]:
+    if linear:
+        return tuple(range(low, high + 1))
+    powers = [2**power for power in range(high.bit_length())]
+    between = [3 * power // 2 for power in powers if halves and power > 1]
+    return tuple(sorted({low, high, *(stop for stop in (*powers, *between) if low <= stop <= high)}))
 
 
 def select(
@@ -133,39 +136,107 @@ def select(
     )  # fmt: skip
 
 
-def model_select(options: Iterable[str], default: str) -> Control:
-    """One of some models, or a small one of any size."""
-    return Control(
-        name="model", label="Model", kind="select", default=default, options=(*options, *_SMALL), fields=("model",),
-        models=True,
-    )  # fmt: skip
-
-
 def text(
     name: str, label: str, default: str, *, suggestions: Iterable[str] = (), help: str = "",
-    fields: tuple[str, ...] = (), area: bool = False, only: tuple[str, str] | None = None,
+    fields: tuple[str, ...] = (),
 ) -> Control:  # fmt: skip
-    """A line of text (or an ``area`` of several)."""
+    """A line of text."""
     return Control(
-        name=name, label=label, kind="area" if area else "text", default=default, suggestions=tuple(suggestions),
-        help=help, fields=(name, *fields), only=only,
+        name=name, label=label, kind="text", default=default, suggestions=tuple(suggestions), help=help,
+        fields=(name, *fields),
     )  # fmt: skip
 
 
-def command_line(*words: str, **options: str | int | Mapping[str, int] | None) -> tuple[str, ...]:
-    """The words of a ``rooftop`` command: ``batch_seqs=8`` is ``--batch-seqs 8``, and a mapping ``NAME=SIZE,...``.
+@dataclass(frozen=True)
+class FieldControls:
+    """Controls of the fields of a verb's request, each selected by its name.
 
-    True is a flag; False and None leave an option out.
+    Name, label and unit are the field's; so are its choices and its default, unless the page begins elsewhere. Its
+    meaning stands below it if ``described``, or ``help`` in its place.
     """
-    line = ["rooftop", *words]
-    for name, value in options.items():
-        if value is not None and value is not False:
-            line.append(f"--{name.replace('_', '-')}")
-        if isinstance(value, Mapping):
-            line.append(",".join(f"{key}={size}" for key, size in value.items()))
-        elif value is not None and not isinstance(value, bool):
-            line.append(str(value))
-    return tuple(line)
+
+    request: type[Request]
+
+    def slider(
+        self,
+        name: str,
+        low: int,
+        high: int,
+        default: str | None = None,
+        *,
+        halves: bool = False,
+        described: bool = False,
+        help: str = "",
+        fields: tuple[str, ...] = (),
+        only: tuple[str, str] | None = None,
+    ) -> Control:
+        """A slider over whole numbers, by powers of two."""
+        stops = _stops(low, high, linear=False, halves=halves)
+        return self._control(name, "slider", default, help, fields, described=described, stops=stops, only=only)
+
+    def select(
+        self,
+        name: str,
+        default: str | None = None,
+        *,
+        options: Iterable[str] = (),
+        described: bool = False,
+        fields: tuple[str, ...] = (),
+    ) -> Control:
+        """One of the field's names, or of some of them."""
+        kind = self._setting(name).kind
+        chosen = tuple(options) or tuple(kind.candidates(""))
+        for option in chosen:
+            kind.read(option, name)
+        return self._control(name, "select", default, "", fields, described=described, options=chosen)
+
+    def text(
+        self,
+        name: str,
+        default: str | None = None,
+        *,
+        suggestions: Iterable[str] = (),
+        area: bool = False,
+        described: bool = False,
+        help: str = "",
+        fields: tuple[str, ...] = (),
+        only: tuple[str, str] | None = None,
+    ) -> Control:
+        """A line of text (or an ``area`` of several)."""
+        return self._control(
+            name, "area" if area else "text", default, help, fields, described=described,
+            suggestions=tuple(suggestions), only=only,
+        )  # fmt: skip
+
+    def model(self, default: str, options: Iterable[str]) -> Control:
+        """One of some models, or a small one of any size."""
+        return self._control("model", "select", default, "", (), options=(*options, *_SMALL), models=True)
+
+    def _setting(self, name: str) -> Setting:
+        for setting in self.request.settings():
+            if setting.name == name:
+                return setting
+        raise unknown("field", name, [setting.name for setting in self.request.settings()])
+
+    def _control(
+        self,
+        name: str,
+        kind: Literal["slider", "select", "text", "area"],
+        default: str | None,
+        help: str,
+        fields: tuple[str, ...],
+        *,
+        described: bool = False,
+        **attributes: Any,
+    ) -> Control:
+        setting = self._setting(name)
+        if default is None:
+            default = str(setting.default)
+        errors = dict.fromkeys((name, setting.option, *fields))
+        return Control(
+            name=name, label=setting.label, kind=kind, default=default, unit=setting.word.unit,
+            help=help or (setting.about if described else ""), fields=tuple(errors), **attributes,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

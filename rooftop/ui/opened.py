@@ -93,7 +93,7 @@ class Shelf:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = tuple(files)
-        self._kept: dict[Path, tuple[_Stamp, Future[Opened]]] = {}
+        self._opened: dict[Path, tuple[_Stamp, Future[Opened]]] = {}
         self._lock = threading.Lock()
 
     def begin(self) -> None:
@@ -124,12 +124,12 @@ class Shelf:
     def _reading(self, path: Path) -> Future[Opened]:
         stamp = tuple((str(part), part.stat().st_mtime_ns, part.stat().st_size) for part in _parts(path))
         with self._lock:
-            if path not in self._kept or self._kept[path][0] != stamp:
+            if path not in self._opened or self._opened[path][0] != stamp:
                 result: Future[Opened] = Future()
-                self._kept[path] = stamp, result
+                self._opened[path] = stamp, result
                 # A daemon: Ctrl-C does not wait for it.
                 threading.Thread(target=_read, args=(path, result), name=f"reads {path.name}", daemon=True).start()
-            return self._kept[path][1]
+            return self._opened[path][1]
 
 
 def takes_long(path: Path) -> bool:
@@ -177,9 +177,9 @@ def _answer(about: Mapping[str, Any], records: list[Mapping[str, Any]]) -> Docum
     program = about["job"]["program"]
     mesh = ", ".join(f"{name} {size}" for name, size in about.get("mesh", {}).items() if size > 1) or "one device"
     steps = [record for record in records if "loss" in record]
-    where = f"{program['computation']['model']['name']} on {about.get('devices', {}).get('name', 'devices')}, {mesh}"
+    title = f"{program['computation']['model']['name']} on {about.get('devices', {}).get('name', 'devices')}, {mesh}"
     if not steps:
-        return Document(verdict=ShownVerdict(says=f"{where}; no step is recorded yet."))
+        return Document(verdict=ShownVerdict(says=f"{title}; no step is recorded yet."))
     last = steps[-1]
     figures = (
         ShownFigure("step", "Steps done", float(last["step"]), level="measured"),
@@ -197,7 +197,7 @@ def _answer(about: Mapping[str, Any], records: list[Mapping[str, Any]]) -> Docum
             formula="of the chip's peak" if last["mfu"] is not None else "no peak is known of these devices",
         ),
     )
-    return Document(verdict=ShownVerdict(says=f"{where}: step {last['step']}."), figures=figures, charts=_loss(records))
+    return Document(verdict=ShownVerdict(says=f"{title}: step {last['step']}."), figures=figures, charts=_loss(records))
 
 
 def _loss(records: list[Mapping[str, Any]]) -> tuple[Chart, ...]:

@@ -165,8 +165,8 @@ def accepted_names(host: str) -> frozenset[str] | None:
     """
     if host in ("0.0.0.0", "::", ""):
         return None
-    own = {"localhost", "127.0.0.1", "::1"} if host in ("127.0.0.1", "localhost", "::1") else {host.lower()}
-    return frozenset(own)
+    names = {"localhost", "127.0.0.1", "::1"} if host in ("127.0.0.1", "localhost", "::1") else {host.lower()}
+    return frozenset(names)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -12,6 +13,7 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.requests.inputs import slice_of
 from rooftop.requests.planning import PlanTraining
 from rooftop.requests.problems import training_problem
+from rooftop.requests.request import NotInWords
 from rooftop.validation.names import readings
 from rooftop.validation.runs import PublishedRun
 
@@ -95,6 +97,14 @@ def request_of(run: PublishedRun, notes: list[str] | None = None) -> PlanTrainin
         chunks=chunks,
         matmul_dtype=run.dtype,
     )
+
+
+def command_of(request: PlanTraining) -> str:
+    """The command line of a request; one with ``--request FILE`` where a value is an object, not a text."""
+    try:
+        return shlex.join(request.command())
+    except NotInWords:
+        return f"rooftop {request.verb} --request FILE"
 
 
 def as_ours(request: PlanTraining) -> PlanTraining:

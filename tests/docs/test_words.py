@@ -18,7 +18,29 @@ BEGINNINGS = {"What", "Whether", "How"}
 EMPTY_NAMES = {"found", "given", "told", "held", "each", "made", "kept", "wanted"}
 #: ``given`` is a field of RooftopError: the value that is not accepted.
 ALLOWED = {("rooftop/core/errors.py", "given")}
+#: Words that are no nouns, or say nothing of what they hold; in the rooms that have none left.
+VAGUE_NAMES = {"own", "one", "how", "where"}
+VAGUE_MEMBERS = {
+    "_told",
+    "_said",
+    "_greeted",
+    "_taken",
+    "_held",
+    "_given",
+    "_made",
+    "_kept",
+    "_wanted",
+    "_fits",
+    "_how",
+}
+PLAIN_ROOMS = ("cli", "core", "embed", "library", "profile", "requests", "serve", "ui")
+#: ``shutdown`` has the signature of a socket's.
+PLAIN_ALLOWED = {("rooftop/serve/hosts/encryption.py", "how")}
 MOST_MODULES = 15
+#: Parameters and lines of a function outside of ``plan``; what takes more takes a record, or is two functions.
+MOST_PARAMETERS, MOST_LINES = 12, 80
+#: A kernel is one body over its references, and a table of replacements one list.
+LONG = {("rooftop/programs/serving/row_kernel.py", "_kernel"), ("rooftop/target/session.py", "_replacements")}
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -83,6 +105,37 @@ def test_local_names_say_what_they_hold(folder: str) -> None:
         if name in EMPTY_NAMES and (where.partition(":")[0], name) not in ALLOWED
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("room", PLAIN_ROOMS)
+def test_names_of_a_plain_room_are_nouns(room: str) -> None:
+    """Locals, parameters, private members and aliases of imports."""
+    wrong = []
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        names = [(place(path, node), name) for node, name in local_names(path) if name in VAGUE_NAMES]
+        for node in ast.walk(tree(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in VAGUE_MEMBERS:
+                names.append((place(path, node), node.name))
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in VAGUE_MEMBERS:
+                names.append((place(path, node), node.attr))
+            elif isinstance(node, ast.alias) and (node.asname or "").lower() in EMPTY_NAMES:
+                names.append((place(path, node), str(node.asname)))
+        wrong += [f"{at}: {name}" for at, name in names if (at.partition(":")[0], name) not in PLAIN_ALLOWED]
+    assert wrong == []
+
+
+def test_functions_take_few_parameters_and_are_short() -> None:
+    long = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).parts[0] == "plan":
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                taken = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                count = sum(argument.arg not in ("self", "cls") for argument in taken)
+                if count > MOST_PARAMETERS or (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES:
+                    long.add((str(path.relative_to(ROOT)), node.name))
+    assert long == LONG
 
 
 @pytest.mark.parametrize("folder", packages())

@@ -37,7 +37,7 @@ FIGURES: dict[str, Shown] = {
     "training": Shown("batch_seqs", "expected_s"),
     "pipeline": Shown("microbatches", "bubble"),
     "serving": Shown("context", "step_s"),
-    "embedding": Shown("batch", "pipelined_s"),
+    "embedding": Shown("batch_samples", "pipelined_s"),
 }
 
 
@@ -238,13 +238,13 @@ def _serving(chart: Chart, _: Document, __: Mapping[str, str]) -> Iterator[tuple
         yield "memory_bytes", "bar", sum(part for _, part in chart.bars[0].parts)
 
 
-def _embedding(chart: Chart, document: Document, _: Mapping[str, str]) -> Iterator[tuple[str, str, float]]:
+def _embedding(chart: Chart, _: Document, state: Mapping[str, str]) -> Iterator[tuple[str, str, float]]:
     if isinstance(chart, Bars) and chart.title == "What each unit does in a step" and chart.limit is not None:
         yield "pipelined_s", "line", chart.limit[0]
     if isinstance(chart, Bars) and chart.title == "A tile's memory, by stack":
         yield "tile_bytes", "longest bar", max(part for bar in chart.bars for _, part in bar.parts)
     if isinstance(chart, Lines):
-        batch = float(document.command[document.command.index("--batch-samples") + 1])
+        batch = float(state.get("batch_samples", "16384"))
         for series in chart.series:
             yield f"{series.name}_s", series.name, dict(series.points)[batch]
 

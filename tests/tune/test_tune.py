@@ -21,9 +21,10 @@ from rooftop.compiler.memory import OutOfMemory
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import read_record
 from rooftop.hardware import Slice
-from rooftop.library.programs.tuning import TuneResult, settings_of
+from rooftop.library.programs.tuning import TuneResult
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.requests.inputs import training_plan_of
+from rooftop.requests.programs import settings_of
 from rooftop.tune import factors as factors_module
 from rooftop.tune.factors import (
     SEARCHED,
@@ -473,7 +474,7 @@ def test_a_function_is_tuned_with_real_compilations(tmp_path: Path, monkeypatch:
         "minutes": 30,
     }
     arrays = ("bf16[4096_X, 4096]", "bf16[4096_X, 4096]")
-    result = rooftop.tune("tuned_step:step", *arrays, **arguments)
+    result = rooftop.tune("tuned_step:step", args=arrays, **arguments)
     data = result.to_json()
     baseline = read_record(Trial, json.loads(json.dumps(data["baseline"])), "trial")
     fewer = trial_of(json.loads(json.dumps(data)), "parts=1")
@@ -485,7 +486,7 @@ def test_a_function_is_tuned_with_real_compilations(tmp_path: Path, monkeypatch:
     # A change of VMEM is another schedule; an option that the program has no use for is the same one.
     assert trial_of(json.loads(json.dumps(data)), "scoped VMEM 98304 KiB").schedule != baseline.schedule
     assert trial_of(json.loads(json.dumps(data)), "layouts for reduce-scatters").end == "same_schedule"
-    again = rooftop.tune("tuned_step:step", *arrays, **arguments)
+    again = rooftop.tune("tuned_step:step", args=arrays, **arguments)
     assert again.report.searched.compiled == 1
     assert [entry.trial for entry in again.report.trials] == [entry.trial for entry in result.report.trials]
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,12 +35,16 @@ from rooftop.plan.training.workload import Workload
 from rooftop.present.browser import to_data
 from rooftop.present.document import Level
 from rooftop.present.glossary import FILE, entries, entry
+from rooftop.requests.measuring import Matmul
+from rooftop.requests.planning import PlanEmbedding, PlanServing, PlanTraining
+from rooftop.requests.request import Request
+from rooftop.requests.words import LEVELS
 from rooftop.roofline.matmul import attainable
-from rooftop.simulate.network.rounds import KINDS, rounds, torus_rounds
 from rooftop.simulate.systolic import SystolicArray
-from rooftop.ui.controls import Control, read_state, slider
+from rooftop.ui.controls import Control, FieldControls, read_state, slider
 from rooftop.ui.explorers import EXPLORERS, explorer
 from rooftop.ui.opened import opened_json
+from rooftop.ui.rounds import KINDS, rounds, torus_rounds
 from rooftop.ui.server import LARGEST, application
 from tests.conftest import Answer
 from tests.support import faces
@@ -62,14 +67,14 @@ def _figures(answer: Any) -> dict[str, Any]:
 #: States beside the default one.
 STATES: list[tuple[str, dict[str, str]]] = [
     *((name, {}) for name in EXPLORERS),
-    ("roofline", {"B": "64", "weights": "int8", "chip": "v5p", "price": "expected"}),
+    ("roofline", {"B": "64", "weights": "int8", "chip": "v5p", "level": "expected"}),
     ("roofline", {"chip": "tpu7x", "B": "512"}),
     ("sharding", {"expression": "A[I_X, J] @ B[J, K_X] -> C[I_X, K]", "way": "3"}),
-    ("sharding", {"expression": "A[I_X, J_Y] -> A[I, J_XY]", "price": "book"}),
-    ("sharding", {"expression": "AllGather_Y(A[I_X, J_Y])", "price": "expected"}),
+    ("sharding", {"expression": "A[I_X, J_Y] -> A[I, J_XY]", "level": "book"}),
+    ("sharding", {"expression": "AllGather_Y(A[I_X, J_Y])", "level": "expected"}),
     ("collectives", {"kind": "all_to_all", "on": "v5e:4x4", "mesh": "X=4,Y=4", "axis": "X", "bytes": "1Mi"}),
     ("collectives", {"kind": "reduce_scatter", "on": "h100:8x4", "mesh": "X=8,Y=4", "axis": "Y"}),
-    ("collectives", {"kind": "all_reduce", "price": "expected", "on": "v5p:4x4x4", "mesh": "X=4,Y=16", "axis": "Y"}),
+    ("collectives", {"kind": "all_reduce", "level": "expected", "on": "v5p:4x4x4", "mesh": "X=4,Y=16", "axis": "Y"}),
     ("collectives", {"kind": "all_gather", "on": "v5e:4x4", "mesh": "X=4,Y=4", "axis": "X,Y"}),
     ("collectives", {"kind": "all_to_all", "on": "v5p:4x4x4", "mesh": "X=4,Y=4,Z=4", "axis": "Z,X"}),
     ("collectives", {"kind": "reduce_scatter", "on": "v5p:4x4x4", "mesh": "data=16,tensor=4", "axis": "data"}),
@@ -82,9 +87,9 @@ STATES: list[tuple[str, dict[str, str]]] = [
     ("training", {"on": "v5e:16x16@2", "model": "llama3-8b", "batch_seqs": "512"}),
     ("pipeline", {"schedule": "zero_bubble", "stages": "8", "model": "llama3-8b"}),
     ("pipeline", {"schedule": "interleaved", "stages": "4", "chunks": "4", "microbatches": "12"}),
-    ("serving", {"bounds": "usable", "batch": "64", "context": "2048"}),
-    ("serving", {"bounds": "usable", "on": "h100:8", "mesh": "tensor=8", "weights": "bf16", "kv": "bf16"}),
-    ("embedding", {"on": "v6e:2x2", "batch": "4096"}),
+    ("serving", {"bounds": "usable", "batch_seqs": "64", "context": "2048"}),
+    ("serving", {"bounds": "usable", "on": "h100:8", "mesh": "tensor=8", "weights_dtype": "bf16", "kv_dtype": "bf16"}),
+    ("embedding", {"on": "v6e:2x2", "batch_samples": "4096"}),
 ]
 
 
@@ -133,6 +138,49 @@ def _check_figures(
     }
     for figure, where, value in repeated(name, answer, state):
         assert value == pytest.approx(shown[figure], rel=1e-9), f"{figure} in {where}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked(Request):
+    """A request with another default than that of any verb."""
+
+    batch_seqs: int = 64
+    """Sequences."""
+    level: str = "expected"
+    """Peak or achievable rates."""
+
+
+def test_controls_are_those_of_the_fields_of_a_request() -> None:
+    fields = FieldControls(_Asked)
+    batch, level = fields.slider("batch_seqs", 1, 128), fields.select("level", described=True)
+    assert (batch.default, batch.label, batch.unit) == ("64", "Batch, sequences", "sequences")
+    assert (level.default, level.options, level.help) == ("expected", LEVELS, "Peak or achievable rates.")
+    with pytest.raises(RooftopError, match="field: got 'batch'; accepted: did you mean batch_seqs"):
+        fields.slider("batch", 1, 128)
+    with pytest.raises(RooftopError, match="level: got 'best'"):
+        fields.select("level", options=["best"])
+
+
+@pytest.mark.parametrize("name", EXPLORERS)
+def test_a_control_named_as_a_field_of_the_verb_is_that_field(name: str) -> None:
+    """Explorers that show one name of the field's must not say something else by it."""
+    form, settings_ = explorer(name).form, {setting.name: setting for setting in _REQUESTS[name].settings()}
+    shown = [control for control in form.controls if control.name in settings_]
+    assert len(shown) >= _LEAST.get(name, 3)
+    for control in shown:
+        # The roofline and the collectives write the expression: their dtypes are of its arrays, their bytes of a dim.
+        if (name, control.name) != ("roofline", "dtype"):
+            assert (control.label, control.unit) == (settings_[control.name].label, settings_[control.name].word.unit)
+            for option in control.options:
+                settings_[control.name].kind.read(option, control.name)
+
+
+_REQUESTS: dict[str, type[Request]] = {
+    "training": PlanTraining, "pipeline": PlanTraining, "serving": PlanServing, "embedding": PlanEmbedding,
+    "sharding": Matmul, "collectives": Matmul, "roofline": Matmul, "systolic": Matmul,
+}  # fmt: skip
+#: A systolic array has sizes alone.
+_LEAST = {"systolic": 0, "roofline": 1}
 
 
 @pytest.mark.parametrize("name", EXPLORERS)
@@ -224,9 +272,9 @@ def test_what_does_not_fit_is_an_answer_that_says_so(client: TestClient) -> None
     data = client.get("/api/training?batch_seqs=16384").json()
     assert data["verdict"].startswith("Does not fit")
     assert data["no"]
-    data = client.get("/api/serving?batch=4096").json()
+    data = client.get("/api/serving?batch_seqs=4096").json()
     assert "at most 138" in data["verdict"]
-    assert client.get("/api/embedding?on=v6e:2x2&batch=262144").json()["no"]
+    assert client.get("/api/embedding?on=v6e:2x2&batch_samples=262144").json()["no"]
 
 
 def test_only_the_name_that_it_was_bound_to_gets_an_answer() -> None:

@@ -27,7 +27,7 @@ from rooftop.requests.problems import training_problem
 from rooftop.roofline.achievable import fractions
 from rooftop.validation import AccuracyReport, PublishedRun, accuracy, load_published, load_reasons, summarise
 from rooftop.validation.memory import compare_memory, planned_memory
-from rooftop.validation.predict import predict, request_of
+from rooftop.validation.predict import command_of, predict, request_of
 from rooftop.validation.predict import predict as real_predict
 from rooftop.validation.readings import _matches, source_facts
 from rooftop.validation.runs import CONVENTIONS, full_attention_and_remat, step_seconds
@@ -730,7 +730,7 @@ def predictor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     module = ModuleType("rooftop.validation.predict")
     module.predict = predict  # type: ignore[attr-defined]
-    module.request_of = request_of  # type: ignore[attr-defined]
+    module.request_of, module.command_of = request_of, command_of  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rooftop.validation.predict", module)
     yield
 

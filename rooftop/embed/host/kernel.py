@@ -128,7 +128,7 @@ class NumbaKernel:
             weights = np.add.reduceat(merged.weights, begins) if total else merged.weights
         ids, begin, table = list[SortedIds](), 0, 0
         for stack, end in zip(stacks, stack_ends, strict=True):
-            own = slice(table, table + len(stack.tables))
+            table_columns = slice(table, table + len(stack.tables))
             ids.append(
                 SortedIds(
                     layouts=stack.layouts,
@@ -137,20 +137,20 @@ class NumbaKernel:
                     counts=merged.counts[begin:end],
                     weights=None if weights is None else weights[begin:end],
                     combiner=None if stack.gains is None else stack.gains[first:last],
-                    sizes=merged.sizes[0, own],
-                    uniques=merged.sizes[1, own],
+                    sizes=merged.sizes[0, table_columns],
+                    uniques=merged.sizes[1, table_columns],
                 )
             )
-            begin, table = end, own.stop
+            begin, table = end, table_columns.stop
         return SortedPart(stacks=ids, sizes=merged.sizes[0], uniques=merged.sizes[1])
 
     def write(self, ids: SortedIds, buffers: Buffers, first: int, per_row: int) -> None:
         """Write ids, whose first source is ``first``, where ``per_row`` sources share a row of the buffers."""
-        own = buffers.rows(first // per_row, (first + ids.sizes.shape[1]) // per_row)
+        rows = buffers.rows(first // per_row, (first + ids.sizes.shape[1]) // per_row)
         tables = np.array([(layout.place.offset, layout.first_sample) for layout in ids.layouts], _TABLE)
         combiner = np.empty((0, 0), np.float32) if ids.combiner is None else ids.combiner
         gains = ids.counts if ids.weights is None else ids.weights
-        write_rows(ids.keys, gains, combiner, ids.sizes, tables, ids.fields, per_row, own)
+        write_rows(ids.keys, gains, combiner, ids.sizes, tables, ids.fields, per_row, rows)
 
 
 def _records(stacks: Sequence[StackIds], fields: KeyFields) -> tuple[NDArray[np.void], NDArray[np.void]]:
@@ -277,11 +277,11 @@ def _fill(feature: np.void, source: int, head: int, fields: KeyFields, keys: Key
             local &= row_mask
             keys[to + np.uint64(step)] = (core << core_shift) | (local << row_shift) | of_row
     if len(weights):
-        own = weights[: end - begin]
+        part_weights = weights[: end - begin]
         if feature["weights"] == 0:
-            own[:] = 1
+            part_weights[:] = 1
         else:
-            own[:] = carray(_pointer(feature["weights"]), (int(end),), np.float32)[begin:]
+            part_weights[:] = carray(_pointer(feature["weights"]), (int(end),), np.float32)[begin:]
     return int(end - begin)
 
 

@@ -38,10 +38,10 @@ def observe(preprocessor: Preprocessor, batches: Iterable[Mapping[str, Any]]) ->
     observe: Statistics | None = None
     for number, batch in enumerate(batches, start=1):
         try:
-            one = preprocessor.observe(batch)
+            statistics = preprocessor.observe(batch)
         except RooftopError as error:
             raise RooftopError(f"batch {number}: {error.field}", error.given, error.accepted) from None
-        observe = one if observe is None else observe.merged(one)
+        observe = statistics if observe is None else observe.merged(statistics)
     if observe is None:
         raise RooftopError("batches", "none", "at least one batch to observe")
     return observe
@@ -52,7 +52,7 @@ def estimate(statistics: Statistics, stacking: Stacking, *, headroom: float = HE
     _check_headroom(headroom)
     # Every pass has partitions of its own.
     partitions = stacking.cores * statistics.minibatches
-    return {name: _wanted(one, partitions, headroom) for name, one in statistics.stacks.items()}
+    return {name: _with_headroom(stack, partitions, headroom) for name, stack in statistics.stacks.items()}
 
 
 def expected(
@@ -105,8 +105,8 @@ def grown(limits: Limits, statistics: Statistics, stacking: Stacking, *, headroo
     """Limits raised to hold the observed sizes with ``headroom``; none becomes smaller."""
     needed = estimate(statistics, stacking, headroom=headroom)
     return {
-        name: StackLimits(**{limit: max(value, getattr(needed[name], limit)) for limit, value in vars(own).items()})
-        for name, own in limits.items()
+        name: StackLimits(**{limit: max(value, getattr(needed[name], limit)) for limit, value in vars(current).items()})
+        for name, current in limits.items()
     }
 
 
@@ -129,8 +129,8 @@ def compare(limits: Limits, statistics: Statistics) -> list[LimitUse]:
     """Compiled and observed sizes of each stack and limit."""
     return [
         LimitUse(stack=name, limit=limit, compiled=getattr(limits[name], limit), observed=observed)
-        for name, one in statistics.stacks.items()
-        for limit, observed in _most(one).items()
+        for name, stack in statistics.stacks.items()
+        for limit, observed in _most(stack).items()
     ]
 
 
@@ -196,24 +196,24 @@ def read_limits(path: Path, stacking: Stacking, *, batch: int, sample_passes: in
     return result
 
 
-def _most(one: StackStatistics) -> dict[str, int]:
+def _most(stack: StackStatistics) -> dict[str, int]:
     """Largest observed sizes by the name of their limit."""
     return {
-        "max_ids": int(one.max_ids.max(initial=0)),
-        "max_unique_ids": int(one.max_unique_ids.max(initial=0)),
-        "buffer": int(one.buffer.max(initial=0)),
+        "max_ids": int(stack.max_ids.max(initial=0)),
+        "max_unique_ids": int(stack.max_unique_ids.max(initial=0)),
+        "buffer": int(stack.buffer.max(initial=0)),
     }
 
 
-def _wanted(one: StackStatistics, partitions: int, headroom: float) -> StackLimits:
-    result = {limit: rung(observed * (1 + headroom)) for limit, observed in _most(one).items()}
+def _with_headroom(stack: StackStatistics, partitions: int, headroom: float) -> StackLimits:
+    result = {limit: rung(observed * (1 + headroom)) for limit, observed in _most(stack).items()}
     result["buffer"] = min(result["buffer"], full_buffer(result["max_ids"], partitions))
     result["max_unique_ids"] = min(result["max_unique_ids"], result["max_ids"])
     return StackLimits(**result)
 
 
-def _exceeds(one: StackStatistics, limits: StackLimits) -> bool:
-    return any(observed > getattr(limits, limit) for limit, observed in _most(one).items())
+def _exceeds(stack: StackStatistics, limits: StackLimits) -> bool:
+    return any(observed > getattr(limits, limit) for limit, observed in _most(stack).items())
 
 
 def _covers(limits: StackLimits, needed: StackLimits) -> bool:

@@ -172,7 +172,7 @@ def look_up(
         features.append(FeatureIds(ids=ids, offset=offset, rows=rows))
     gains = None
     if table.combiner != "sum":
-        parts = [sample_gains(one.ids, table.combiner).reshape(sources, one.rows) for one in features]
+        parts = [sample_gains(member.ids, table.combiner).reshape(sources, member.rows) for member in features]
         gains = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
     return TableIds(layout=layout, features=tuple(features), gains=gains), invalid
 

@@ -324,12 +324,12 @@ class Preprocessor:
         self, part: Part, stacks: list[StackIds], counts: BatchCounts, buffers: Mapping[str, Buffers] | None
     ) -> None:
         """Sort and count the ids of a part, and write the stacks that keep within their limits in one pass."""
-        own = self._sorter.sort(stacks[part.stacks.start : part.stacks.stop], part.first, part.last)
-        counts.record(part.stacks, part.sources, own.sizes, own.uniques)
+        sorted_part = self._sorter.sort(stacks[part.stacks.start : part.stacks.stop], part.first, part.last)
+        counts.record(part.stacks, part.sources, sorted_part.sizes, sorted_part.uniques)
         part.written = [False] * len(part.stacks)
         if self.sample_passes > 1:
             groups, cores = (part.last - part.first) * self.sample_passes, self.stacking.cores
-            for index, ids in zip(part.stacks, own.stacks, strict=True):
+            for index, ids in zip(part.stacks, sorted_part.stacks, strict=True):
                 passes = pass_of_rows(self._layouts[index], self.sample_passes)
                 entries = by_samples(entries_of(ids), passes, self.sample_passes, cores)
                 part.entries.append(entries)
@@ -337,21 +337,21 @@ class Preprocessor:
                 ids_of, rows_of = entries.sizes(groups, cores), entries.uniques(groups, cores)
                 counts.record_passes(index, part.sources, ids_of.reshape(shape), rows_of.reshape(shape))
         elif buffers is not None:
-            part.written = self._fits(part, counts)
-            for index, ids, fits in zip(part.stacks, own.stacks, part.written, strict=True):
+            part.written = self._keeps_limits(part, counts)
+            for index, ids, fits in zip(part.stacks, sorted_part.stacks, part.written, strict=True):
                 if fits:
                     self._sorter.write(ids, buffers[self.stacking.stacks[index].name], part.first, self._per_row)
 
-    def _fits(self, part: Part, counts: BatchCounts) -> list[bool]:
+    def _keeps_limits(self, part: Part, counts: BatchCounts) -> list[bool]:
         """For each stack of a part, True if it keeps within its limits in one pass."""
-        config, own = self.stacking.tables.config, slice(part.stacks.start, part.stacks.stop)
+        config, stacks = self.stacking.tables.config, slice(part.stacks.start, part.stacks.stop)
         count = len(part.stacks)
-        sizes = counts.partition_sizes[own, part.sources].reshape(count, -1, self._per_row * self.stacking.cores)
+        sizes = counts.partition_sizes[stacks, part.sources].reshape(count, -1, self._per_row * self.stacking.cores)
         most_ids, most_uniques, most_filled = (
             values.reshape(count, -1).max(axis=1).tolist()
             for values in (
-                counts.partition_ids[own, part.sources],
-                counts.partition_uniques[own, part.sources],
+                counts.partition_ids[stacks, part.sources],
+                counts.partition_uniques[stacks, part.sources],
                 sizes.sum(axis=2),
             )
         )
@@ -400,7 +400,7 @@ class Preprocessor:
         cores = self.stacking.cores
         mask = self._mask(parts, stacks, counts) if self._splits_ids else 0
         passes = max(self.sample_passes, mask.bit_count() + 1)
-        for part, position, index in [(one, *at) for one in parts for at in enumerate(one.stacks)]:
+        for part, position, index in [(some, *stack) for some in parts for stack in enumerate(some.stacks)]:
             stack, own_room = self.stacking.stacks[index], None if room is None else room[part.sources]
             ids_of_sources = counts.table_ids[counts.tables(index), part.sources].sum(axis=0)
             if part.written[position] and not mask and (own_room is None or (ids_of_sources <= own_room).all()):

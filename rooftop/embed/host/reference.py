@@ -129,9 +129,9 @@ class Entries:
             fresh[1:] |= field[1:] != field[:-1]
         return fresh
 
-    def taken(self, where: Bool[np.ndarray, " N"] | Int64[np.ndarray, " taken"]) -> Entries:
+    def taken(self, chosen: Bool[np.ndarray, " N"] | Int64[np.ndarray, " taken"]) -> Entries:
         """Entries picked by a mask or by indices. They must still be in the order of the buffers."""
-        return Entries(**{field.name: getattr(self, field.name)[where] for field in dataclasses.fields(self)})
+        return Entries(**{field.name: getattr(self, field.name)[chosen] for field in dataclasses.fields(self)})
 
     def partitions(self, cores: int) -> Int64[np.ndarray, " N"]:
         """Index of each id's partition in [groups, C], flat; it never falls."""
@@ -157,7 +157,7 @@ class Reference:
     def sort(self, stacks: Sequence[StackIds], first: int, last: int) -> SortedPart:
         """Sort and merge the ids that sources ``first`` to ``last`` (exclusive) look up in each stack."""
         ids = [_sort_stack(stack, first, last) for stack in stacks]
-        sizes, uniques = (np.concatenate(of) for of in ([one.sizes for one in ids], [one.uniques for one in ids]))
+        sizes, uniques = (np.concatenate(of) for of in ([part.sizes for part in ids], [part.uniques for part in ids]))
         return SortedPart(stacks=ids, sizes=sizes, uniques=uniques)
 
     def write(self, ids: SortedIds, buffers: Buffers, first: int, per_row: int) -> None:
@@ -240,10 +240,10 @@ def _keys(stack: StackIds, fields: KeyFields, first: int, last: int) -> tuple[Ke
         sources = np.arange(last - first, dtype=key) << key(fields.source)
         samples = np.arange(feature.offset, feature.offset + feature.rows, dtype=key)
         heads = (sources[:, None] + (samples + key(table << fields.table))).reshape(-1)
-        own = heads.repeat(np.diff(splits))
-        own += cores.astype(key) << key(fields.core)
-        own += rows.astype(key) << key(fields.row)
-        keys.append(own)
+        feature_keys = heads.repeat(np.diff(splits))
+        feature_keys += cores.astype(key) << key(fields.core)
+        feature_keys += rows.astype(key) << key(fields.row)
+        keys.append(feature_keys)
         if stack.weighted:
             own_weights = feature.ids.weights
             weights.append(np.ones(len(ids), np.float32) if own_weights is None else own_weights[span])
@@ -280,27 +280,27 @@ def write_entries(entries: Entries, buffers: Buffers, first_group: int, groups: 
 
     ``per_row`` groups share a row of the buffers. Every row must have room.
     """
-    own = buffers.rows(first_group // per_row, (first_group + groups) // per_row)
+    rows = buffers.rows(first_group // per_row, (first_group + groups) // per_row)
     sizes = entries.sizes(groups, cores)
     whole = padded(sizes)
-    ends = np.cumsum(whole.reshape(len(own.filled), -1), axis=1)
+    ends = np.cumsum(whole.reshape(len(rows.filled), -1), axis=1)
     starts = ends.reshape(groups, cores) - whole
     partitions = entries.partitions(cores)
     columns = starts.reshape(-1)[partitions] + rank(partitions)
-    width = max(int(own.filled.max(initial=0)), int(ends[:, -1].max(initial=0)))
+    width = max(int(rows.filled.max(initial=0)), int(ends[:, -1].max(initial=0)))
     for array, values, padding in (
-        (own.embedding_ids, entries.rows, NO_ID),
-        (own.sample_ids, entries.samples, NO_ID),
-        (own.gains, entries.gains, NO_GAIN),
+        (rows.embedding_ids, entries.rows, NO_ID),
+        (rows.sample_ids, entries.samples, NO_ID),
+        (rows.gains, entries.gains, NO_GAIN),
     ):
         array[:, :width] = padding
         array[entries.groups // per_row, columns] = values
-    own.filled[:] = ends[:, -1]
+    rows.filled[:] = ends[:, -1]
 
     # A group has at least ALIGNMENT pointers; those that belong to no partition point to where the padding ends.
     pointers = np.empty((groups, max(cores, ALIGNMENT)), np.int32)
     pointers[:, :cores] = starts + sizes
     pointers[:, cores:] = ends.reshape(groups, cores)[:, -1:]
     used = per_row * pointers.shape[1]
-    own.row_pointers[:, :used] = pointers.reshape(len(own.filled), used)
-    own.row_pointers[:, used:] = ends[:, -1:]
+    rows.row_pointers[:, :used] = pointers.reshape(len(rows.filled), used)
+    rows.row_pointers[:, used:] = ends[:, -1:]

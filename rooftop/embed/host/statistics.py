@@ -57,12 +57,12 @@ class Statistics:
     @property
     def dropped(self) -> int:
         """Dropped ids of all stacks."""
-        return sum(one.dropped for one in self.stacks.values())
+        return sum(stack.dropped for stack in self.stacks.values())
 
     def merged(self, other: Statistics) -> Statistics:
         """Combine two: see ``StackStatistics.merged``."""
         return Statistics(
-            stacks={name: one.merged(other.stacks[name]) for name, one in self.stacks.items()},
+            stacks={name: stack.merged(other.stacks[name]) for name, stack in self.stacks.items()},
             out_of_range={name: count + other.out_of_range[name] for name, count in self.out_of_range.items()},
             minibatches=max(self.minibatches, other.minibatches),
             batches=self.batches + other.batches,
@@ -110,7 +110,7 @@ class BatchCounts:
     ) -> None:
         """Record merged ids and different rows [tables of the stacks, sources, C] of one pass."""
         first = self.first_tables[stacks.start]
-        tables, own = slice(first, self.first_tables[stacks.stop]), slice(stacks.start, stacks.stop)
+        tables, stack_rows = slice(first, self.first_tables[stacks.stop]), slice(stacks.start, stacks.stop)
         self.table_ids[tables, sources] = ids.sum(axis=2)
         self.table_uniques[tables, sources] = uniques.sum(axis=2)
         for stack in stacks:
@@ -118,7 +118,7 @@ class BatchCounts:
             of_stack = slice(self.first_tables[stack] - first, self.first_tables[stack + 1] - first)
             np.add.reduce(ids[of_stack], axis=0, out=self.partition_ids[stack, sources])
             np.add.reduce(uniques[of_stack], axis=0, out=self.partition_uniques[stack, sources])
-        self.partition_sizes[own, sources] = padded(self.partition_ids[own, sources])
+        self.partition_sizes[stack_rows, sources] = padded(self.partition_ids[stack_rows, sources])
 
     def record_passes(
         self, stack: int, sources: slice, ids: Int64[np.ndarray, "G passes C"], uniques: Int64[np.ndarray, "G passes C"]

@@ -123,8 +123,8 @@ def _ahead(batches: Iterable[_B], task: _Task[_B, _R], count: int) -> Generator[
     reading = readable()
     with ExitStack() as ends:
         workers = [ends.enter_context(_Worker(count)) for _ in range(count)]
-        for one in workers:
-            one.send(_TASK, task)
+        for worker in workers:
+            worker.send(_TASK, task)
         while True:
             for batch in islice(reading, count * _AHEAD - (sent - taken)):
                 workers[sent % count].send(sent // count % _AHEAD, batch)
@@ -196,8 +196,8 @@ class _Worker:
     def _ended(self) -> RooftopError:
         """Error for a process that ended by itself, most likely for lack of memory."""
         status = self._process.wait()
-        how = f"signal {-status}" if status < 0 else f"status {status}"
-        return RooftopError("workers", f"one of {self._count} that ended with {how}", "fewer, or more memory for each")
+        end = f"signal {-status}" if status < 0 else f"status {status}"
+        return RooftopError("workers", f"one of {self._count} that ended with {end}", "fewer, or more memory for each")
 
 
 def work(file: int) -> NoReturn:
@@ -217,7 +217,7 @@ def work(file: int) -> NoReturn:
                     answer = _Answer(error=error)
                     if not isinstance(error, RooftopError):
                         error.add_note("".join(traceback.format_exception(error)))
-            answer = replace(answer, said=tuple(str(one.message) for one in said))
+            answer = replace(answer, said=tuple(str(warning.message) for warning in said))
             # Within the bytes: the caller may keep what it gets.
             line.send(place, pickle.dumps(answer, 5))
     # The caller waits for the end, which takes Python a while and has nothing left to do.

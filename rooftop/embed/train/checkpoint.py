@@ -94,13 +94,13 @@ def stacked(
         packed = []
         for index, value in enumerate(initial[stack.name]):
             narrow = stack.optimizer.slots(stack.width)[index] == 1 != stack.width
-            own = {
+            members_values = {
                 table.name: _slot(saved, table.name, index, table.width if narrow else 1)
                 for table in stacking.tables.tables
                 if table in members
             }
             # Packing needs all tables: those of other stacks lend their values.
-            arrays = {name: own.get(name, array) for name, array in saved.tables.items()}
+            arrays = {name: members_values.get(name, array) for name, array in saved.tables.items()}
             array = pack(stacking, arrays, value)[stack.name]
             packed.append(array[:, :, :1].copy() if narrow else array)
         slots[stack.name] = tuple(packed)

@@ -69,11 +69,11 @@ class StepTarget:
         chip = chip_of_kind(device.device_kind) if device.platform == "tpu" else None
         if chip is None or not chip.sparse_programs:
             return cls(kernel="reference", cores_per_device=cores_per_device or EMULATED_CORES)
-        own = chip.sparse_cores // chip.devices
-        if cores_per_device not in (None, own):
-            raise RooftopError("cores_per_device", cores_per_device, f"{own}, what a device of {chip.name} has")
+        cores = chip.sparse_cores // chip.devices
+        if cores_per_device not in (None, cores):
+            raise RooftopError("cores_per_device", cores_per_device, f"{cores}, what a device of {chip.name} has")
         elementwise = all(table.optimizer.elementwise for table in tables.tables)
-        return cls(kernel="sparsecore" if elementwise else "reference", cores_per_device=own)
+        return cls(kernel="sparsecore" if elementwise else "reference", cores_per_device=cores)
 
 
 def compiler_options(target: StepTarget, device: Any, checks: tuple[str, ...], *, pipelined: bool) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def lower_step(mesh: jax.sharding.Mesh, arguments: Mapping[str, Any]) -> Any:
     )
     step = TrainStep(
         stacking=stacking,
-        limits={name: StackLimits(**one) for name, one in arguments["limits"].items()},
+        limits={name: StackLimits(**limit) for name, limit in arguments["limits"].items()},
         batch=arguments["batch"],
         mesh=mesh,
         kernel=target.kernel,

@@ -70,9 +70,9 @@ class Trainer:
         if devices > len(available):
             raise RooftopError("devices", devices, f"at most the {len(available)} here")
         self.target = StepTarget.of(available[0], self._tables, request.cores_per_device)
-        own = self.target.cores_per_device
+        cores = self.target.cores_per_device
         self.stacking: Stacking = stack_tables(
-            self._tables, cores=devices * own, cores_per_device=own, batch=request.batch_samples
+            self._tables, cores=devices * cores, cores_per_device=cores, batch=request.batch_samples
         )
         require_memory(self.stacking, batch=request.batch_samples, on_host=available[0].platform == "cpu")
         self.mesh = jax.make_mesh((devices,), ("data",), devices=available[:devices])
@@ -238,14 +238,14 @@ class Trainer:
     def _first_limits(self) -> Limits:
         """The requested limits or the run's own; estimated from its first batches if it is new or on other devices."""
         request, path = self.request, Path(self.request.limits or self.limits_file)
-        how = {"batch": request.batch_samples, "sample_passes": request.sample_passes}
+        sizes = {"batch": request.batch_samples, "sample_passes": request.sample_passes}
         limits: Limits | None = None
         if request.limits is not None:
-            limits = read_limits(path, self.stacking, **how)
+            limits = read_limits(path, self.stacking, **sizes)
         elif path.exists():
             # A new learning rate changes how tables are stacked: saved limits may be of stacks that no longer exist.
             with suppress(RooftopError):
-                limits = read_limits(path, self.stacking, **how)
+                limits = read_limits(path, self.stacking, **sizes)
         batches = 0
         if limits is None:
             first = islice(read_batches(self._data, self._tables, request.batch_samples), _OBSERVED)
@@ -253,7 +253,7 @@ class Trainer:
             batches = _OBSERVED
         if path != self.limits_file or batches:
             self.folder.create()
-            write_limits(self.limits_file, limits, self.stacking, batches=batches, **how)
+            write_limits(self.limits_file, limits, self.stacking, batches=batches, **sizes)
         return limits
 
     def _observed(self, batches: Iterable[CriteoBatch]) -> Statistics:
@@ -367,7 +367,7 @@ def require_memory(stacking: Stacking, *, batch: int, on_host: bool) -> None:
     if not (from_host or on_host):
         return
     copies = 2 if from_host else 1
-    needed = sum(copies * one.table_bytes + one.slot_bytes for one in report(stacking, batch=batch))
+    needed = sum(copies * stack.table_bytes + stack.slot_bytes for stack in report(stacking, batch=batch))
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > room:
         what = f"tables and slots take at least {format_bytes(needed)} of this machine's memory"

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from xml.etree import ElementTree
 
-from rooftop.core.errors import Infeasible, RooftopError, refuse
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.files import read_json_object, write_json, write_text
-from rooftop.core.quantities import parse_growth, parse_quantity, parse_seconds
-from rooftop.library.programs.compiling import CompileResult
-from rooftop.library.programs.scripts import ScriptResult
-from rooftop.library.results import Result, flat
+from rooftop.core.quantities import parse_growth, parse_quantity
+from rooftop.library.programs.compiling import CompileResult, explain_module, function_result
+from rooftop.library.programs.scripts import ScriptResult, script_result
+from rooftop.library.results import Result, flat, in_answer
+from rooftop.requests.function import of_request
+from rooftop.requests.inputs import seconds_of
+from rooftop.requests.programs import CheckProgram
 
 if TYPE_CHECKING:
     from rooftop.check.report import ProgramCheck
@@ -31,10 +34,11 @@ class CheckResult(Result):
 
     report: ProgramCheck
     failure: Exception | None = None
+    request: CheckProgram | None = None
 
     def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Findings, limits, the difference from an earlier ledger, and the compilation."""
-        return self.report.to_json(top=top)
+        return self.report.to_json(top=top) | in_answer(self.request)
 
     @property
     def findings(self) -> tuple[ProgramFinding, ...]:
@@ -77,63 +81,59 @@ class CheckResult(Result):
         write_text(Path(path), junit(self.report))
 
 
-def check(
-    program: CompileResult | ScriptResult | Path | str,
-    *,
-    on: str | None = None,
-    mesh: Mapping[str, int] | str | None = None,
-    tokens: float | str | None = None,
-    against: Path | str | None = None,
-    max_time: float | str | None = None,
-    max_memory: float | str | None = None,
-    fail_on: float | str | None = None,
-    name: str | None = None,
-) -> CheckResult:
+@of_request(CheckProgram)
+def check(request: CheckProgram, on_progress: Callable[[str, float], None] | None = None) -> CheckResult:
     """Check a compiled program: what it wastes, at which line, and what each is worth.
 
-    Args:
-        program: What ``compile``, ``inspect`` or ``compile_script`` returned (of a script the costliest program that
-            fits), or a module of HLO (see ``explain_module``), or a saved report: JSON of ``check``, ``compile`` or a
-            script.
-        on: The slice or chip that a module is compiled for.
-        mesh: Mesh axes of a module.
-        tokens: Tokens of a step on all devices, for tokens a second.
-        against: An earlier ledger: what ``save`` or ``rooftop compile -o`` wrote.
-        max_time: Share by which a step may take longer than before, 0.02 or '+2%'.
-        max_memory: Share by which the peak may grow.
-        fail_on: Seconds that one finding may be worth, or '5ms'.
-        name: Name of the program in the answer.
+    A function or a script is compiled first. Limits are those of ``holds``. A script that failed, or of which another
+    program does not fit in HBM, is in the result: ``raise_if_infeasible`` raises for it. ``on_progress`` is called with
+    the phase, and seconds.
 
-    Limits are those of ``holds``. A script that failed, or of which another program does not fit in HBM, is in the
-    result: ``raise_if_infeasible`` raises for it. Raises Infeasible if no program fits, and RooftopError for a program
-    that did not compile, for limits without an earlier ledger, and for files that are none.
+    Raises Infeasible if no program fits, and RooftopError for a program that did not compile, for limits without an
+    earlier ledger, and for files that are none.
     """
-    from rooftop.check.gates import GateLimits
+    return checked(request, program_to_check(request, on_progress))
+
+
+def program_to_check(
+    request: CheckProgram, on_progress: Callable[[str, float], None] | None = None
+) -> CompileResult | ScriptResult | None:
+    """Compile or read the program of a request; None for a saved report. Raises RooftopError."""
+    request.refuse_unused()
+    _earlier(request)
+    program = request.program
+    if isinstance(program, (CompileResult, ScriptResult)):
+        return program
+    if request.is_saved:
+        return None
+    if request.form == "script":
+        return script_result(request, on_progress)
+    if request.form == "function":
+        return function_result(request, on_progress=on_progress)
+    if request.form == "object":
+        accepted = "module:function, a script's words, a path, or what compile, inspect or compile_script returned"
+        raise RooftopError("program", type(program).__name__, accepted)
+    return explain_module(str(program), on=request.required_slice(), mesh=request.mesh)  # type: ignore[arg-type]
+
+
+def checked(request: CheckProgram, program: CompileResult | ScriptResult | None) -> CheckResult:
+    """Check a program by the limits of a request; None is the saved report of the request. Raises as ``check`` does."""
     from rooftop.check.report import CheckReport, SavedCheck
     from rooftop.explain.compiled.module import reading
     from rooftop.explain.compiled.report import CompiledReport
 
-    for field, value in (("max-time", max_time), ("max-memory", max_memory)):
-        if value is not None and against is None:
-            raise RooftopError(field, value, "a ledger to compare with: --against FILE")
-    before = None
-    if against is not None:
-        before = read_json_object(Path(against), field="against", accepted=_SAVED)
-    common: dict[str, Any] = {
-        "before": before,
-        "limits": GateLimits(
-            time=None if max_time is None else parse_growth(max_time, "max-time"),
-            memory=None if max_memory is None else parse_growth(max_memory, "max-memory"),
-            finding_s=None if fail_on is None else _seconds(fail_on),
-        ),
-    }
-    if tokens is not None:
-        common["tokens"] = parse_quantity(tokens, "tokens") if isinstance(tokens, str) else tokens
-    result: CompileResult | ScriptResult | Path | str = program
+    common = _earlier(request)
+    name = request.name
     failure: Exception | None = None
-    if isinstance(result, ScriptResult):
-        script = result.report
-        failure, name = next(script.problems, None), name or script.command
+    if program is None:
+        path = Path(cast("Path | str", request.program))
+        data = read_json_object(path, field="report", accepted=_SAVED)
+        saved = SavedCheck.read(data, program=name, **common)
+        failure = None if saved.refused is None else Infeasible("program", saved.refused)
+        return CheckResult(report=saved, failure=failure, request=request)
+    if isinstance(program, ScriptResult):
+        script = program.report
+        failure, name = next(script.problems, None), script.command
         if not script.fits:
             common["refused"] = script.verdict
         elif script.run.error is not None:
@@ -141,34 +141,38 @@ def check(
         # Without a program that fits, the costliest raises the reason.
         fitting = (compiled for compiled in script.programs if compiled.report is not None)
         shown = max(fitting, key=lambda compiled: compiled.expected_s, default=None)
-        result = result.costliest if shown is None or shown.report is None else CompileResult(report=shown.report)
-    report: ProgramCheck
-    if not isinstance(result, CompileResult) and Path(result).suffix == ".json":
-        refuse({"on": on, "mesh": mesh}, "nothing with a saved report, which says it")
-        data = read_json_object(Path(result), field="report", accepted=_SAVED)
-        report = SavedCheck.read(data, program=name or Path(result).name, **common)
-        failure = None if report.refused is None else Infeasible("program", report.refused)
-    else:
-        if not isinstance(result, CompileResult):
-            if on is None:
-                raise RooftopError("on", None, "the chip or slice that the module is compiled for, such as v5e:4x4")
-            from rooftop.library.programs.compiling import explain_module
+        program = program.costliest if shown is None or shown.report is None else CompileResult(report=shown.report)
+    program.raise_if_infeasible()
+    assert isinstance(program.report, CompiledReport)
+    report = CheckReport(program=name, report=program.report, **common)
+    if request.form == "file":
+        with reading(Path(cast("Path | str", request.program))):
+            report.to_json()
+    return CheckResult(report=report, failure=failure, request=request)
 
-            name, result = name or Path(result).name, explain_module(result, on=on, mesh=mesh)
-        result.raise_if_infeasible()
-        assert isinstance(result.report, CompiledReport)
-        report = CheckReport(program=name or "program", report=result.report, **common)
-        if isinstance(program, (str, Path)):
-            with reading(Path(program)):
-                report.to_json()
-    return CheckResult(report=report, failure=failure)
+
+def _earlier(request: CheckProgram) -> dict[str, Any]:
+    """The earlier ledger, the limits and the tokens, as reports take them. Raises RooftopError."""
+    from rooftop.check.gates import GateLimits
+
+    before = None
+    if request.against is not None:
+        before = read_json_object(Path(request.against), field="against", accepted=_SAVED)
+    tokens, max_time, max_memory = request.tokens, request.max_time, request.max_memory
+    common: dict[str, Any] = {
+        "before": before,
+        "limits": GateLimits(
+            time=None if max_time is None else parse_growth(max_time, "max-time"),
+            memory=None if max_memory is None else parse_growth(max_memory, "max-memory"),
+            finding_s=None if request.fail_on is None else seconds_of(request.fail_on, "fail-on"),
+        ),
+    }
+    if tokens is not None:
+        common["tokens"] = parse_quantity(tokens, "tokens") if isinstance(tokens, str) else tokens
+    return common
 
 
 _SAVED = "what rooftop check --save or rooftop compile -o wrote"
-
-
-def _seconds(value: float | str) -> float:
-    return parse_seconds(value, "fail-on") if isinstance(value, str) else float(value)
 
 
 def junit(report: ProgramCheck) -> str:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rooftop.compiler.compiling import require_compiler
 from rooftop.compiler.machine.lanes import compiled_lanes
@@ -21,11 +21,13 @@ from rooftop.explain.embedding.compiled import EmbedRefusal, EmbedReport, compil
 from rooftop.explain.embedding.programs import Compilation
 from rooftop.explain.measured.modules import hlo_proto
 from rooftop.hardware import Slice
-from rooftop.library.results import Result, flat, ledger_rows
+from rooftop.library.results import Result, flat, in_answer, ledger_rows
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.present.documents import document
 from rooftop.requests.inputs import axes_of, chip_of, mesh_on, plan_of, recalibrated, seconds_of, slice_of
-from rooftop.requests.likes import AxesLike, CalibrationLike, ChipLike, PlanLike, SliceLike, TimeLike
+from rooftop.requests.likes import AxesLike, ChipLike, OptionsLike, PlanLike, SliceLike, TimeLike
+from rooftop.requests.programs import ONLY_EMBEDDINGS, CheckProgram, Compile, Explain
+from rooftop.requests.request import Request
 from rooftop.roofline.rates import device_stats
 from rooftop.runs.environment import uninterrupted
 from rooftop.simulate.expressions import parse_sizes
@@ -45,10 +47,11 @@ class CompileResult(Result):
     """A program compiled ahead of time, next to its plan if it has one, or the refusal of one that does not fit."""
 
     report: CompiledReport | Refusal
+    request: Request | None = None
 
     def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Memory, FLOPs, collectives and times, planned and compiled; ``top`` operations and buffers."""
-        return self.report.to_json(top=top)
+        return self.report.to_json(top=top) | in_answer(self.request)
 
     @property
     def ledger(self) -> Ledger:
@@ -132,10 +135,11 @@ class EmbedCompileResult(Result):
     """The programs of a plan of embeddings, compiled, or the refusal of a part that does not fit."""
 
     report: EmbedReport | EmbedRefusal
+    request: Compile | None = None
 
     def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Memory of each stack's programs and of whole steps, planned and compiled; ``top`` arrays of a heap."""
-        return self.report.to_json(top=top)
+        return self.report.to_json(top=top) | in_answer(self.request)
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -159,44 +163,25 @@ class EmbedCompileResult(Result):
             raise self.report.infeasible
 
 
-def compile(
-    plan: PlanLike,
-    *,
-    calibration: CalibrationLike | None = None,
-    check: str | None = None,
-    timeout: TimeLike | None = None,
-    cache: bool = True,
-    save: bool = False,
-    on_progress: _Progress | None = None,
-) -> CompileResult | EmbedCompileResult:
-    """Compile the program of a plan ahead of time with XLA:TPU or XLA:GPU, and set it next to the plan.
-
-    Args:
-        plan: A plan, the result that has it, the content of a plan.json, or its path.
-        calibration: A calibration file of `rooftop calibrate`, or its fractions: they replace the catalogue's.
-        check: Checks to build into a plan of embeddings: 'nan,bounds,buffers'.
-        timeout: Seconds, or '10m', after which a compilation is given up.
-        cache: Take the answer of an equal compilation from the cache.
-        save: Keep the executable of a training plan.
-        on_progress: Callback (phase, seconds).
-
-    A program that does not fit is returned: ``raise_if_infeasible`` raises Infeasible for it. Raises RooftopError for a
-    plan that no program can run, and for what the compiler refuses.
-    """
-    to_compile = recalibrated(plan_of(plan), calibration)
-    timeout_s = None if timeout is None else seconds_of(timeout, "timeout")
-    if isinstance(to_compile, EmbedPlan):
-        if save:
+def plan_result(request: Compile, on_progress: _Progress | None = None) -> CompileResult | EmbedCompileResult:
+    """Compile the program of a request's plan. Raises RooftopError for a plan that no program can run."""
+    plan = recalibrated(plan_of(cast("PlanLike", request.program)), request.calibration)
+    timeout_s = None if request.timeout is None else seconds_of(request.timeout, "timeout")
+    if isinstance(plan, EmbedPlan):
+        if request.save:
             raise RooftopError("save", True, "nothing with a plan of embeddings: it has many programs")
-        return _compile_embeddings(to_compile, check, timeout_s, cache, on_progress)
-    if check is not None:
-        raise RooftopError("check", check, "nothing but with a plan of embeddings: its programs run on SparseCores")
-    require_compiler(to_compile.problem.slice.chip.kind)
+        require_compiler()
+        checks = parse_checks(request.check)
+        settings = Compilation(checks=checks, timeout_s=timeout_s, cache=request.cache, on_progress=on_progress)
+        return EmbedCompileResult(report=compile_embed_plan(plan, settings), request=request)
+    if request.check is not None:
+        raise RooftopError("check", request.check, ONLY_EMBEDDINGS)
+    require_compiler(plan.problem.slice.chip.kind)
     with uninterrupted():
         from rooftop.explain.compiled.training import compile_plan
 
-    report = compile_plan(to_compile, timeout_s=timeout_s, cache=cache, save=save, on_progress=on_progress)
-    return CompileResult(report=report)
+    report = compile_plan(plan, timeout_s=timeout_s, cache=request.cache, save=request.save, on_progress=on_progress)
+    return CompileResult(report=report, request=request)
 
 
 def inspect(
@@ -207,7 +192,7 @@ def inspect(
     layout: str | None = None,
     dims: Mapping[str, int] | str | None = None,
     auto: bool = False,
-    compiler_options: Mapping[str, bool | int | str] | None = None,
+    compiler_options: OptionsLike | None = None,
     timeout: TimeLike | None = None,
     cache: bool = True,
     save: bool = False,
@@ -237,26 +222,39 @@ def inspect(
     Raises OutOfMemory, an Infeasible, for a program that does not fit in HBM, and RooftopError for a wrong argument and
     for a function that raises: the line names the user's own.
     """
-    where = _target_slice() if on is None else slice_of(on)
-    require_compiler(where.chip.kind)
+    request = Compile(
+        cast("str", function), on=_target_slice() if on is None else on, mesh=mesh, layout=layout, dims=dims, auto=auto,
+        args=cast("tuple[str, ...]", arguments), compiler_options=compiler_options, timeout=timeout, cache=cache,
+        save=save,
+    )  # fmt: skip
+    return function_result(request, keywords, on_progress)
+
+
+def function_result(
+    request: Compile | CheckProgram, keywords: Mapping[str, object] | None = None, on_progress: _Progress | None = None
+) -> CompileResult:
+    """Compile the function of a request, with ``keywords`` of its own."""
+    slice_, mesh, dims = slice_of(request.required_slice()), request.mesh, request.dims
+    require_compiler(slice_.chip.kind)
     with uninterrupted():
         from rooftop.explain.compiled import function as functions
 
     report = functions.inspect(
-        function,
-        *arguments,
-        on=where,
-        keywords=keywords,
-        mesh=None if mesh is None and layout is None else mesh_on(where, mesh, layout),
+        request.program,
+        *request.args,
+        on=slice_,
+        keywords=keywords or {},
+        mesh=None if mesh is None and request.layout is None else mesh_on(slice_, mesh, request.layout),
         dims=parse_sizes(dims) if dims is None or isinstance(dims, str) else dims,
-        auto=auto,
-        options=compiler_options,
-        timeout_s=None if timeout is None else seconds_of(timeout, "timeout"),
-        cache=cache,
-        save=save,
+        auto=request.auto,
+        options=request.compiler_options,
+        timeout_s=None if request.timeout is None else seconds_of(request.timeout, "timeout"),
+        cache=request.cache,
+        save=isinstance(request, Compile) and request.save,
         on_progress=on_progress,
     )
-    return CompileResult(report=report)
+    is_asked = isinstance(request, Compile) and not keywords
+    return CompileResult(report=report, request=request if is_asked else None)
 
 
 def _target_slice() -> Slice:
@@ -265,16 +263,8 @@ def _target_slice() -> Slice:
     running = None if session is None else session.active()
     if running is None:
         raise RooftopError("on", None, "a slice, such as v5e:4x4")
-    where: Slice = running.slice
-    return where
-
-
-def _compile_embeddings(
-    plan: EmbedPlan, check: str | None, timeout_s: float | None, cache: bool, on_progress: _Progress | None
-) -> EmbedCompileResult:
-    require_compiler()
-    how = Compilation(checks=parse_checks(check), timeout_s=timeout_s, cache=cache, on_progress=on_progress)
-    return EmbedCompileResult(report=compile_embed_plan(plan, how))
+    target: Slice = running.slice
+    return target
 
 
 def explain_module(path: Path | str, *, on: Slice | ChipLike, mesh: AxesLike | None = None) -> CompileResult:
@@ -290,6 +280,7 @@ def explain_module(path: Path | str, *, on: Slice | ChipLike, mesh: AxesLike | N
     from rooftop.explain.compiled import module
 
     named = isinstance(on, str) and ":" in on
-    where = on if isinstance(on, Slice) else Slice.parse(str(on)) if named else chip_of(on)
+    hardware = on if isinstance(on, Slice) else Slice.parse(str(on)) if named else chip_of(on)
     sizes = None if mesh is None else axes_of(mesh)
-    return CompileResult(report=module.explain_module(Path(path), on=where, mesh=sizes))
+    report = module.explain_module(Path(path), on=hardware, mesh=sizes)
+    return CompileResult(report=report, request=Explain(path, on=on, mesh=mesh))

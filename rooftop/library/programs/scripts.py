@@ -9,19 +9,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rooftop.compiler.compiling import ENVIRONMENT, require_compiler
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json, write_text
-from rooftop.core.quantities import LARGEST_QUANTITY, parse_count, parse_quantity
+from rooftop.core.quantities import LARGEST_QUANTITY, parse_quantity
 from rooftop.explain.compiled.report import CompiledReport
 from rooftop.explain.scripts import ScriptReport
 from rooftop.hardware import Slice
 from rooftop.library.programs.compiling import CompileResult
-from rooftop.library.results import Result
+from rooftop.library.results import Result, in_answer
 from rooftop.requests.inputs import mesh_on, seconds_of, slice_of
+from rooftop.requests.kinds import COUNT_OR_ZERO
 from rooftop.requests.likes import AxesLike, CountLike, SliceLike, TimeLike
+from rooftop.requests.programs import CheckProgram, Compile
 from rooftop.runs.environment import uninterrupted
 from rooftop.target.private import require_known_jax
 from rooftop.target.records import Ending, ScriptError, ScriptRun
@@ -41,10 +43,11 @@ class ScriptResult(Result):
     document_kind = "script"
 
     report: ScriptReport
+    request: Compile | None = None
 
     def to_json(self, *, top: int = 20) -> dict[str, object]:
         """Every program with its compilation, and what was not computed; ``top`` operations and buffers of each."""
-        return self.report.to_json(top=top)
+        return self.report.to_json(top=top) | in_answer(self.request)
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -85,8 +88,8 @@ class ScriptResult(Result):
         A script that failed has those that were compiled before. Raises Infeasible if a program does not fit in HBM,
         RooftopError without a program.
         """
-        at = self.report.costliest
-        compiled = None if at is None else self.report.programs[at].report
+        index = self.report.costliest
+        compiled = None if index is None else self.report.programs[index].report
         if compiled is None:
             self.raise_if_infeasible()
             raise RooftopError("script", self.report.command, f"one that compiles a program ({self.report.verdict})")
@@ -114,7 +117,7 @@ def compile_script(
     command: Sequence[str] | str,
     *,
     on: SliceLike,
-    steps: CountLike | None = STEPS,
+    steps: CountLike = STEPS,
     min_flops: float | str | None = None,
     timeout: TimeLike | None = None,
     cache: bool = True,
@@ -125,7 +128,7 @@ def compile_script(
     Args:
         command: Words of a command line, 'python train.py --layers 2' or a list of them.
         on: The slice.
-        steps: Stop after so many calls of one program; None runs the script to its end.
+        steps: Stop after so many calls of one program; 0 runs the script to its end.
         min_flops: Matmul FLOPs, over all devices, from which a jit is compiled; 0 compiles every program. By default
             1e8, and your own jits whose arguments are split or large.
         timeout: Seconds, or '10m', after which the script is ended.
@@ -135,18 +138,32 @@ def compile_script(
     The script runs in a process of its own; what it prints goes to stderr. Raises RooftopError for a wrong command. A
     script that fails, or a program that does not fit, is in the result: ``raise_if_infeasible`` raises for it.
     """
-    where = slice_of(on)
     words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+    request = Compile(words, on=on, steps=steps, min_flops=min_flops, timeout=timeout, cache=cache)
+    return script_result(request, on_progress)
+
+
+def script_result(
+    request: Compile | CheckProgram, on_progress: Callable[[str, float], None] | None = None
+) -> ScriptResult:
+    """Run the script of a request on its slice, and compile its programs."""
+    slice_, words = slice_of(request.required_slice()), cast("Sequence[str]", request.program)
     run = run_script(
         words,
-        where,
-        steps=None if steps is None else parse_count(steps, "steps"),
-        min_flops=flops_of(min_flops),
-        timeout_s=None if timeout is None else seconds_of(timeout, "timeout"),
-        cache=cache,
+        slice_,
+        steps=steps_of(request.steps),
+        min_flops=flops_of(request.min_flops),
+        timeout_s=None if request.timeout is None else seconds_of(request.timeout, "timeout"),
+        cache=request.cache,
         on_progress=on_progress,
     )
-    return ScriptResult(report=ScriptReport(slice=where, command=shlex.join(words), run=run))
+    report = ScriptReport(slice=slice_, command=shlex.join(words), run=run)
+    return ScriptResult(report=report, request=request if isinstance(request, Compile) else None)
+
+
+def steps_of(steps: CountLike | None) -> int | None:
+    """Calls of one program after which a script is stopped; None runs it to its end. Raises RooftopError."""
+    return STEPS if steps is None else COUNT_OR_ZERO.read(steps, "steps") or None
 
 
 def flops_of(text: float | str | None) -> float | None:
@@ -157,8 +174,8 @@ def flops_of(text: float | str | None) -> float | None:
 class Target:
     """A slice that JAX takes for its own devices, in a ``with`` statement: see ``rooftop.target``."""
 
-    def __init__(self, where: Slice, *, min_flops: float | None, cache: bool) -> None:
-        self.slice = where
+    def __init__(self, slice_: Slice, *, min_flops: float | None, cache: bool) -> None:
+        self.slice = slice_
         self._min_flops, self._cache = min_flops, cache
         self._session: Session | None = None
         self._start, self._seconds = 0.0, 0.0
@@ -228,17 +245,17 @@ def mesh(
 
     All meshes of a slice are over the same devices, so that one program may use several. Raises RooftopError.
     """
-    where = slice_of(on)
-    laid = mesh_on(where, axes, layout)
-    _prepare(where)
+    slice_ = slice_of(on)
+    laid = mesh_on(slice_, axes, layout)
+    _prepare(slice_)
     from rooftop.explain.compiled.function import device_mesh
 
     return device_mesh(laid, auto=auto)
 
 
-def _prepare(where: Slice) -> None:
+def _prepare(slice_: Slice) -> None:
     """Check what is installed, and set what libtpu reads when it is first used."""
-    require_compiler(where.chip.kind)
+    require_compiler(slice_.chip.kind)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with uninterrupted():

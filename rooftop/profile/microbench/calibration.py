@@ -96,12 +96,12 @@ class Bench:
     """The local devices as one axis, and the slice that they are (None: of no chip in the catalogue)."""
 
     devices: Sequence[jax.Device]
-    where: Slice | None
+    slice: Slice | None
 
     @property
     def chip(self) -> Chip | None:
         """The chip of the devices."""
-        return None if self.where is None else self.where.chip
+        return None if self.slice is None else self.slice.chip
 
     @property
     def kernel(self) -> str:
@@ -187,14 +187,14 @@ class Bench:
 
     def bound_s(self, case: CalibrationCase) -> float | None:
         """Seconds of a case at the peaks of the chip; None without one, and for calls."""
-        if self.where is None or case.what == "call":
+        if self.slice is None or case.what == "call":
             return None
-        chip = self.where.chip
+        chip = self.slice.chip
         if case.what == "hbm":
             return case.bytes * chip.devices / chip.hbm_bytes_per_s
         if case.what != "collective":
             return case.flops * chip.devices / chip.flops_per_s[case.dtype]
-        laid = Mesh.lay(self.where, self.axes(case.sizes["ranks"]))
+        laid = Mesh.lay(self.slice, self.axes(case.sizes["ranks"]))
         return Prices(mesh=laid, dims={}, kind="bound").collective_s(case.kind, ("X",), case.bytes)
 
     def axes(self, ranks: int) -> dict[str, int]:
@@ -232,8 +232,8 @@ def _hbm(case: CalibrationCase, bench: Bench) -> Timing:
     array = jax.ShapeDtypeStruct((int(case.sizes["bytes"] / dtype_bytes(case.dtype)),), DTYPES[case.dtype])
     if case.kind == "copy":
         return _time_passes(lambda x: x + 1, [array], case, bench, following=lambda x, result: result)
-    one = jax.ShapeDtypeStruct((1,), "float32")
-    return _time_passes(lambda c, x: jnp.sum(x + c.astype(x.dtype), dtype=jnp.float32), [one, array], case, bench)
+    element = jax.ShapeDtypeStruct((1,), "float32")
+    return _time_passes(lambda c, x: jnp.sum(x + c.astype(x.dtype), dtype=jnp.float32), [element, array], case, bench)
 
 
 def _matmul(case: CalibrationCase, bench: Bench) -> Timing:
@@ -303,10 +303,10 @@ def _time_passes(
         def local(*shards: jax.Array) -> jax.Array:
             first, *rest = (shard.reshape(shard.shape[len(leading) :]) for shard in shards)
 
-            def one(_: int, operand: jax.Array) -> jax.Array:
+            def single_s(_: int, operand: jax.Array) -> jax.Array:
                 return following(operand, lax.optimization_barrier(work(operand, *rest)))
 
-            last: jax.Array = lax.fori_loop(0, count, one, first)
+            last: jax.Array = lax.fori_loop(0, count, single_s, first)
             return last.reshape(*leading, *last.shape)
 
         # Kernels and gathered results have no types of replication.
@@ -323,5 +323,7 @@ def _time_passes(
     each_s = [(seconds - single.median_s) / (count - 1) for seconds in many.seconds]
     # On a busy machine single passes may take longer than many: the call is then in the time of each.
     return Timing(
-        seconds=tuple(max(one, seconds / count / 2) for one, seconds in zip(each_s, many.seconds, strict=True))
+        seconds=tuple(
+            max(single_s, seconds / count / 2) for single_s, seconds in zip(each_s, many.seconds, strict=True)
+        )
     )

@@ -95,12 +95,12 @@ def devices(count: int | None = None) -> list[jax.Device]:
     if count is None or count <= len(local):
         return local[:count]
     if local[0].platform == "cpu":
-        how = f"a CPU emulates up to {EMULATED_AT_MOST}, but JAX has started with these or XLA_FLAGS says so"
+        advice = f"a CPU emulates up to {EMULATED_AT_MOST}, but JAX has started with these or XLA_FLAGS says so"
         if len(local) == EMULATED_AT_MOST:
-            how = "a CPU emulates no more"
+            advice = "a CPU emulates no more"
     else:
-        how = f"JAX_PLATFORMS=cpu emulates up to {EMULATED_AT_MOST}"
-    raise RooftopError("devices", count, f"at most the {len(local)} x {local[0].device_kind} here; {how}")
+        advice = f"JAX_PLATFORMS=cpu emulates up to {EMULATED_AT_MOST}"
+    raise RooftopError("devices", count, f"at most the {len(local)} x {local[0].device_kind} here; {advice}")
 
 
 def device_mesh(axes: Mapping[str, int]) -> DeviceMesh:

@@ -103,25 +103,25 @@ class Detokeniser:
         #: Tokens whose text was returned, as context for the others, and tokens that wait.
         self._out: list[int] = []
         self._out_text = ""
-        self._held: list[int] = []
+        self._withheld: list[int] = []
 
     def push(self, token: int) -> str:
         """The text that ``token`` adds; empty while it is withheld. All pieces and ``flush`` joined are the text."""
         if not self._vocabulary.says(token):
             return ""
-        self._held.append(token)
+        self._withheld.append(token)
         return "" if self._vocabulary.is_byte(token) else self._take(last=False)
 
     def flush(self) -> str:
         """Return the withheld text at the end."""
-        return self._take(last=True) if self._held else ""
+        return self._take(last=True) if self._withheld else ""
 
     def _take(self, *, last: bool) -> str:
-        text = self._vocabulary.decode([*self._out, *self._held])
+        text = self._vocabulary.decode([*self._out, *self._withheld])
         if not last and (text.endswith(_REPLACEMENT) or not text.startswith(self._out_text)):
             return ""
         piece = text[len(self._out_text) :]
-        self._out, self._held = self._held, []
+        self._out, self._withheld = self._withheld, []
         self._out_text = self._vocabulary.decode(self._out)
         return piece
 
@@ -133,26 +133,26 @@ class StopStrings:
         if not all(strings):
             raise RooftopError("stop", "", "strings that are not empty")
         self._strings = tuple(strings)
-        self._held = ""
+        self._withheld = ""
         self.stopped = False
 
     def push(self, piece: str) -> str:
         """Add ``piece`` and return the text that can be shown; ``stopped`` then says if a stop string ended it."""
         if not self._strings:
             return piece
-        text = self._held + piece
+        text = self._withheld + piece
         # The first to be complete, as if the text had come character by character; of several, the longest.
         ends = [(at + len(string), at) for string in self._strings if (at := text.find(string)) >= 0]
         if ends:
-            self.stopped, self._held = True, ""
+            self.stopped, self._withheld = True, ""
             return text[: min(ends)[1]]
         withheld = max(_overlap(text, string) for string in self._strings)
-        self._held = text[len(text) - withheld :]
+        self._withheld = text[len(text) - withheld :]
         return text[: len(text) - withheld]
 
     def flush(self) -> str:
         """Return the withheld text at the end."""
-        withheld, self._held = self._held, ""
+        withheld, self._withheld = self._withheld, ""
         return withheld
 
 
@@ -241,7 +241,7 @@ class AnswerChoice:
         text = ""
         # The token that ends a text is not part of it.
         if token.finish != "stop":
-            words = self._said(token.token)
+            words = self._spelling(token.token)
             self._remember(token)
             self._decoded += len(words)
             text = self._stops.push(words)
@@ -253,7 +253,7 @@ class AnswerChoice:
             self.finish = "stop" if self.stopped or token.finish == "stop" else "length"
         return self._piece(text)
 
-    def _said(self, token: int) -> str:
+    def _spelling(self, token: int) -> str:
         """The text that ``token`` adds, including special tokens that mark calls."""
         if self._calls is not None and (marker := self._vocabulary.special(token)) in MARKERS:
             return self._words.flush() + str(marker)

@@ -127,9 +127,9 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) 
     Raises RooftopError if the model has no room for the request, or if its grammar is too long or too deep.
     """
     if isinstance(request, ChatRequest):
-        where, echoes = "messages", False
+        prompt_field, echoes = "messages", False
         with_tools = bool(request.tools) and request.tool_choice != "none"
-        how = calling(request, texts.template_text(with_tools=with_tools))
+        tool_calls = calling(request, texts.template_text(with_tools=with_tools))
         # The template gets all fields of the messages, whatever their names.
         sent = msgspec.json.Decoder(Conversation, float_hook=float).decode(body)
         tools = sent.tools if with_tools else None
@@ -137,16 +137,16 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) 
         variables |= sent.chat_template_kwargs or {}
         prompts = [texts.chat(sent.messages, tools, variables, longest=max_model_len - 1)]
     else:
-        where, echoes, how = "prompt", bool(request.echo), None
+        prompt_field, echoes, tool_calls = "prompt", bool(request.echo), None
         prompts = _prompts(request, texts, max_model_len - 1)
     for ids in prompts:
         if not ids:
-            raise RooftopError(where, "no tokens", f"1 to {max_model_len - 1} tokens")
+            raise RooftopError(prompt_field, "no tokens", f"1 to {max_model_len - 1} tokens")
         if len(ids) >= max_model_len:
-            raise TooLong(where, f"{len(ids)} tokens", f"1 to {max_model_len - 1} tokens")
+            raise TooLong(prompt_field, f"{len(ids)} tokens", f"1 to {max_model_len - 1} tokens")
         if max(ids) >= texts.vocab:
-            raise RooftopError(where, max(ids), f"token ids below {texts.vocab}")
-    grammar = texts.grammar(*_form(request), calls=None if how is None else how.schema)
+            raise RooftopError(prompt_field, max(ids), f"token ids below {texts.vocab}")
+    grammar = texts.grammar(*_form(request), calls=None if tool_calls is None else tool_calls.schema)
     base = Sampling(
         **{name: value for name in _SAMPLING if (value := getattr(request, name)) is not None},
         stop_tokens=frozenset(request.stop_token_ids or ()).union(() if request.ignore_eos else texts.ends),
@@ -166,7 +166,7 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) 
         room = max_model_len - len(ids)
         if limit is not None and limit > room:
             raise TooLong(
-                field, limit, f"at most {room}: {where} of {len(ids)} tokens leave so many of {max_model_len}"
+                field, limit, f"at most {room}: {prompt_field} of {len(ids)} tokens leave so many of {max_model_len}"
             )
         for choice in range(request.choices):
             samplings.append(
@@ -182,7 +182,7 @@ def prepare(request: AnyRequest, body: bytes, texts: Texts, max_model_len: int) 
         prompts=tuple(ids for ids in prompts for _ in range(request.choices)),
         samplings=tuple(samplings),
         echo=tuple(text for text in echo for _ in range(request.choices)),
-        calling=how,
+        calling=tool_calls,
         grammar=grammar,
         answer_bytes=size,
     )

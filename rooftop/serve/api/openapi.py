@@ -227,18 +227,18 @@ def _wrong(message: str, value: Any, kind: type) -> RooftopError:
     for step in _STEP.finditer(path):
         value = value[step["key"] or int(step["index"])]
         options = _inside(options, step["key"], value)
-    where, dot = path.removeprefix("."), "." if path else ""
+    named, dot = path.removeprefix("."), "." if path else ""
     field = _FIELD.fullmatch(match["text"])
     if field is None:
-        return RooftopError(where or "body", _clip(value), _accepted(options))
+        return RooftopError(named or "body", _clip(value), _accepted(options))
     name = field["name"]
     if field["missing"]:
-        return RooftopError(f"{where}{dot}{name}", None, _accepted(_inside(options, name, None)))
+        return RooftopError(f"{named}{dot}{name}", None, _accepted(_inside(options, name, None)))
     known = dict.fromkeys(name for option in options for name in option.get("properties", ()))
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     shown = _clip(name if name.isprintable() else repr(name))
-    return RooftopError(f"{where}{dot}{shown}", _clip(value[name]), f"{hint}one of {', '.join(known)}")
+    return RooftopError(f"{named}{dot}{shown}", _clip(value[name]), f"{hint}one of {', '.join(known)}")
 
 
 def _options(schema: Schema, value: object) -> Iterator[Schema]:

@@ -181,12 +181,12 @@ class CallReader:
     ``calls`` counts the calls. Text that only looks like a call is content.
     """
 
-    def __init__(self, how: Calling) -> None:
+    def __init__(self, calling: Calling) -> None:
         self.calls = 0
-        self._how, self._opens = how, _OPENS[how.form]
-        self._markers = [self._opens, _CLOSES.get(how.form, ""), *_BETWEEN.get(how.form, ())]
+        self._calling, self._opens = calling, _OPENS[calling.form]
+        self._markers = [self._opens, _CLOSES.get(calling.form, ""), *_BETWEEN.get(calling.form, ())]
         self._text = ""
-        self._read = self._answer if how.form in ("llama", "json") else self._outside
+        self._read = self._answer if calling.form in ("llama", "json") else self._outside
         #: Text that looked like the beginning of a call; it is content if there is no call.
         self._before = ""
         self._scan, self._scanned, self._first = _Scan(), 0, True
@@ -213,7 +213,9 @@ class CallReader:
         text = self._text.lstrip()
         if not text:
             return False
-        self._read = self._between if text[0] == "{" or (text[0] == "[" and self._how.form == "json") else self._outside
+        self._read = (
+            self._between if text[0] == "{" or (text[0] == "[" and self._calling.form == "json") else self._outside
+        )
         return True
 
     def _outside(self) -> bool:
@@ -237,7 +239,7 @@ class CallReader:
         for marker in filter(None, self._markers):
             if text.startswith(marker):
                 self._text = text.removeprefix(marker)
-                self._read = self._outside if marker == _CLOSES.get(self._how.form) else self._between
+                self._read = self._outside if marker == _CLOSES.get(self._calling.form) else self._between
                 return True
             if marker.startswith(text):
                 return False
@@ -247,7 +249,7 @@ class CallReader:
         if text[0] == "{":
             self._text, self._read, self._scan, self._scanned = text, self._object, _Scan(), 0
             return True
-        if self._how.form == "deepseek":
+        if self._calling.form == "deepseek":
             if (named := _FENCED.match(text)) is None:
                 # The brace of its arguments may be yet to come.
                 begun = text.startswith(_CALL) or _CALL.startswith(text)
@@ -255,18 +257,18 @@ class CallReader:
             self._begin(named[1] or named[2])
             self._text, self._read, self._scan = text[named.end() :], self._arguments_alone, _Scan()
             return True
-        if self._how.form == "dsml":
+        if self._calling.form == "dsml":
             if (named := CALL.match(text)) is None:
                 begun = text.startswith(BEGINS) or BEGINS.startswith(text)
                 return False if begun and ">" not in text else self._no_call()
             self._begin(named[1])
             self._text, self._read, self._first = text[named.end() :], self._tagged, True
             return True
-        if self._how.form == "mistral" and (named := _NAMED.match(text)):
+        if self._calling.form == "mistral" and (named := _NAMED.match(text)):
             self._begin(named[1])
             self._text, self._read, self._scan = text[named.end() :], self._arguments_alone, _Scan()
             return True
-        if self._how.form == "mistral" and _BEGINS_NAMED.fullmatch(text):
+        if self._calling.form == "mistral" and _BEGINS_NAMED.fullmatch(text):
             return False
         return self._no_call()
 
@@ -337,17 +339,17 @@ class CallReader:
         """Treat the text up to the next marker as content."""
         self._content += self._before
         self._before, self._read = "", self._outside
-        if not self._opens or self._how.form == "llama":
+        if not self._opens or self._calling.form == "llama":
             self._content, self._text = self._content + self._text, ""
             self._opens = ""
         return True
 
     def _known(self, name: str) -> bool:
         """Return True if this is a call; if only its form says so, it must name an available tool."""
-        return self._how.form != "llama" or name in self._how.names
+        return self._calling.form != "llama" or name in self._calling.names
 
     def _begin(self, name: str) -> None:
-        length, prefix = (9, "") if self._how.form == "mistral" else (24, "call_")
+        length, prefix = (9, "") if self._calling.form == "mistral" else (24, "call_")
         call_id = prefix + "".join(secrets.choice(_LETTERS) for _ in range(length))
         self._parts.append(CallPart(index=self.calls, id=call_id, name=name))
         self.calls += 1

@@ -25,18 +25,18 @@ class Admission:
 
     def check(self, request: GenerationRequest) -> None:
         """Raises RooftopError for what can never be served."""
-        how, vocab = request.sampling, self.vocab
+        sampling, vocab = request.sampling, self.vocab
         if not request.prompt:
             raise RooftopError("prompt", "no tokens", "one token at least")
         tokens = np.asarray(request.prompt)
         if tokens.min() < 0 or tokens.max() >= vocab:
             raise RooftopError("prompt", int(tokens.min() if tokens.min() < 0 else tokens.max()), f"0 to {vocab - 1}")
-        for token in how.logit_bias:
+        for token in sampling.logit_bias:
             if token >= vocab:
                 raise RooftopError("logit_bias", token, f"tokens from 0 to {vocab - 1}")
-        total = len(request.prompt) + how.max_tokens
+        total = len(request.prompt) + sampling.max_tokens
         if total > self.max_model_len:
-            sizes = f"{len(request.prompt)} tokens and {how.max_tokens} to generate"
+            sizes = f"{len(request.prompt)} tokens and {sampling.max_tokens} to generate"
             raise RooftopError("prompt", sizes, f"at most {self.max_model_len} together")
         # The KV of the last token is never needed. What was generated before a preemption is prefilled again.
         need = ceil_div(total - 1, self.page_tokens)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from rooftop.core.errors import RooftopError
-from rooftop.scheduling.serving.cache import CachedSequence as Held
+from rooftop.scheduling.serving.cache import CachedSequence
 from rooftop.scheduling.serving.scheduler import Policy, Routing
 from rooftop.serve.engine.admission import Admission
 from rooftop.serve.engine.configuration import Configuration
@@ -112,7 +112,7 @@ class PagedEngine:
 
     def submit(self, request: GenerationRequest, deliver: Deliver) -> None:
         """See ``requests.ServingEngine``."""
-        running = self._taken(request, deliver)
+        running = self._admitted(request, deliver)
         with self._wake:
             if self._state != "serving":
                 raise Overloaded(1.0)
@@ -252,16 +252,16 @@ class PagedEngine:
         self._landed_s = 0.0
         self._running.clear()
 
-    def _taken(self, request: GenerationRequest, deliver: Deliver) -> Running:
+    def _admitted(self, request: GenerationRequest, deliver: Deliver) -> Running:
         """Raises RooftopError for what can never be served."""
         self.admission.check(request)
-        how = request.sampling
+        sampling = request.sampling
         return Running(
             request=request,
             deliver=deliver,
-            sequence=Held(id=request.id, prompt_tokens=len(request.prompt), max_tokens=how.max_tokens),
-            stops=how.stop_tokens if how.ignore_eos else how.stop_tokens | self.stops,
-            seed=secrets.randbits(64) if how.seed is None else how.seed,
+            sequence=CachedSequence(id=request.id, prompt_tokens=len(request.prompt), max_tokens=sampling.max_tokens),
+            stops=sampling.stop_tokens if sampling.ignore_eos else sampling.stop_tokens | self.stops,
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             page_tokens=self.configuration.page_tokens,
             cached=self.configuration.prefix_cache,
         )
@@ -379,7 +379,11 @@ class PagedEngine:
         self._counters.stepped()
 
     def _moved(
-        self, front: EngineServer, back: EngineServer, preempted: Sequence[Held], prefilled: Sequence[Held]
+        self,
+        front: EngineServer,
+        back: EngineServer,
+        preempted: Sequence[CachedSequence],
+        prefilled: Sequence[CachedSequence],
     ) -> None:
         """Disaggregated: complete prompts move on to generation; sequences that lost their KV are prefilled again."""
         for sequence in prefilled:

@@ -146,9 +146,9 @@ def parts(
     # The decoders of each device.
     decoders = [[stage, *([] if drafter is None else [drafter])] for stage in stages]
     for meshes in copies:
-        for own, mesh in zip(decoders, meshes, strict=True):
+        for local, mesh in zip(decoders, meshes, strict=True):
             if mesh.local_devices:
-                require_room(own, mesh, configuration)
+                require_room(local, mesh, configuration)
     weights = [
         [
             _placed(stage, mesh, configuration, source.weights) if mesh.local_devices else None
@@ -158,7 +158,7 @@ def parts(
     ]
     last = copies[-1][-1]
     small = None if drafter is None or guesser is None else _placed(drafter, last, configuration, guesser.weights)
-    fitting = [cache_pages(own, mesh, configuration) for own, mesh in zip(decoders, copies[-1], strict=True)]
+    fitting = [cache_pages(local, mesh, configuration) for local, mesh in zip(decoders, copies[-1], strict=True)]
     pages, max_model_len = min(fitting)
     shapes = configuration.shapes or Shapes.of(
         max_batch=configuration.own_policy.max_batch,
@@ -186,13 +186,17 @@ def parts(
     def flights(meshes: Sequence[Mesh], weights: Sequence[Transformer[Any] | None]) -> list[Replica]:
         """A replica of one copy of the model for each of its flights."""
         after: Replica | None = None
-        for stage, mesh, own in reversed(list(zip(stages, meshes, weights, strict=True))[1:]):
-            after = Replica(stage, mesh, own, after=after, **sized)
+        for stage, mesh, placed_weights in reversed(list(zip(stages, meshes, weights, strict=True))[1:]):
+            after = Replica(stage, mesh, placed_weights, after=after, **sized)
         first = replica(stages[0], meshes[0], weights[0], after=after, **sized)
         return [first, *(first.beside() for _ in range(configuration.stages - 1))]
 
     return EngineParts(
-        replicas=[one for meshes, own in zip(copies, weights, strict=True) for one in flights(meshes, own)],
+        replicas=[
+            flight
+            for meshes, copy_weights in zip(copies, weights, strict=True)
+            for flight in flights(meshes, copy_weights)
+        ],
         draft=None if drafter is None or small is None else replica(drafter, last, small, drafts=True, **sized),
         max_model_len=max_model_len,
         stops=source.stops,
@@ -284,11 +288,12 @@ def _apart(here: Sequence[jax.Device], count: int, item: int) -> list[Sequence[j
     if count == 1 or len(of_process) == 1:
         return [here[at * item : (at + 1) * item] for at in range(count)]
     share, rest = divmod(item, len(of_process))
-    if rest or any(len(own) != count * share for own in of_process.values()):
+    if rest or any(len(devices) != count * share for devices in of_process.values()):
         accepted = f"as many devices of each of the {len(of_process)} processes in each of {count} meshes"
         raise RooftopError("mesh", f"{item} devices", accepted)
     return [
-        [device for own in of_process.values() for device in own[at * share : (at + 1) * share]] for at in range(count)
+        [device for devices in of_process.values() for device in devices[at * share : (at + 1) * share]]
+        for at in range(count)
     ]
 
 
@@ -419,9 +424,9 @@ def cache_pages(decoders: Sequence[Decoder], mesh: Mesh, configuration: Configur
         fit = room * mesh.size // sum(decoder.page_bytes for decoder in decoders)
         useful = configuration.own_policy.max_batch * ceil_div(max_model_len, page_tokens)
         pages = max(1, min(fit, useful * (2 if configuration.prefix_cache else 1)))
-    own = max(1, pages // groups)
-    if configuration.max_model_len is not None and configuration.max_model_len > own * page_tokens:
+    share = max(1, pages // groups)
+    if configuration.max_model_len is not None and configuration.max_model_len > share * page_tokens:
         cache = "the cache's" if groups == 1 else "one group's"
-        accepted = f"at most the {own * page_tokens} tokens of {cache} {own} pages"
+        accepted = f"at most the {share * page_tokens} tokens of {cache} {share} pages"
         raise RooftopError("max_model_len", configuration.max_model_len, accepted)
-    return groups * (own + 1) - 1, min(max_model_len, own * page_tokens)
+    return groups * (share + 1) - 1, min(max_model_len, share * page_tokens)

@@ -63,8 +63,10 @@ class Programs:
         self._decoder, self._mesh, self._shapes = decoder, mesh, shapes
         self._draft_length, self._drafts = draft_length, drafts
         platform = mesh.devices.flat[0].platform
-        own = _CPU_OPTIONS if platform == "cpu" and mesh.size == 1 else _GPU_OPTIONS if platform == "gpu" else {}
-        self._options = {**own, **(options or {})} or None
+        platform_options = (
+            _CPU_OPTIONS if platform == "cpu" and mesh.size == 1 else _GPU_OPTIONS if platform == "gpu" else {}
+        )
+        self._options = {**platform_options, **(options or {})} or None
         #: Rows that are split over devices stand in blocks of theirs, and guesses are checked by other programs.
         self._mixes = decoder.groups.ways == 1 and not draft_length
         # Row counts that have a program that chooses tokens.
@@ -151,12 +153,12 @@ class Programs:
 
     def _step_program(self, *shapes: Shape, every: bool = False) -> _Traced:
         def run(weights: Any, pools: Any, packed: list[jax.Array], *streams: jax.Array) -> Any:
-            own = jax.tree.unflatten(self._weight_tree, weights), jax.tree.unflatten(self._pool_tree, pools)
+            trees = jax.tree.unflatten(self._weight_tree, weights), jax.tree.unflatten(self._pool_tree, pools)
             widths, stream = [width for _, width, _ in shapes], streams[0] if streams else None
             if not self._decoder.is_last:
-                after, pools = through_stage(*own, packed, self._decoder, widths=widths, stream=stream)
+                after, pools = through_stage(*trees, packed, self._decoder, widths=widths, stream=stream)
                 return after, jax.tree.leaves(pools)
-            tokens, logits, pools = step(*own, packed, self._decoder, widths=widths, every=every, stream=stream)
+            tokens, logits, pools = step(*trees, packed, self._decoder, widths=widths, every=every, stream=stream)
             apart = np.cumsum([len(item) for item in packed])[:-1]
             return (
                 jnp.split(tokens, apart),
@@ -304,12 +306,12 @@ def require_mappings() -> None:
     try:
         most = int(MOST.read_text())
         with OWN.open("rb") as lines:
-            own = sum(1 for _ in lines)
+            mappings = sum(1 for _ in lines)
     except (OSError, ValueError):
         return
-    if own > _SHARE * most:
+    if mappings > _SHARE * most:
         raise Infeasible(
-            f"{own:,} mappings of memory for compiled programs",
+            f"{mappings:,} mappings of memory for compiled programs",
             f"nearly the {most:,} that Linux lets a process have; ask for fewer copies or shorter contexts, or raise "
             "vm.max_map_count (sysctl)",
         )

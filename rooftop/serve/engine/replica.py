@@ -117,7 +117,7 @@ class Replica:
         return compiled
 
     def _compile(self, on_progress: Callable[[int, int], None] | None, role: str) -> int:
-        keys = self._wanted(role)
+        keys = self._program_keys(role)
         compiled = self._programs.compile(keys, on_progress) if self._here else 0
         for kind, *shapes in keys:
             if self._onward is not None and self.after is not None and kind in ("step", "check"):
@@ -125,10 +125,10 @@ class Replica:
                 compiled += self._onward.compile(self.after._programs.stream(tokens))
         if self._back is not None:
             # What the last stage yields: see ``step``.
-            for kind, *shapes in self._last._wanted(role):
+            for kind, *shapes in self._last._program_keys(role):
                 several = 1 if kind == "step" else 1 + self.draft_length
                 rows = [rows * several for rows, _, _ in shapes] if kind in ("step", "check") else []
-                likes = [like for one in rows for like in self._choice(one)[:1]]
+                likes = [like for count in rows for like in self._choice(count)[:1]]
                 likes += self._choice(shapes[0]) if kind == "choose" else []
                 compiled += sum(map(self._back.compile, likes))
         return compiled if self.after is None else compiled + self.after._compile(on_progress, role)
@@ -144,7 +144,7 @@ class Replica:
         """The last stage."""
         return self if self.after is None else self.after._last
 
-    def _wanted(self, role: str) -> list[Key]:
+    def _program_keys(self, role: str) -> list[Key]:
         return self._programs.of_role(role)
 
     def step(self, *parts: tuple[Ints, int], every: bool = False, stream: jax.Array | None = None) -> list[Chosen]:
@@ -157,7 +157,7 @@ class Replica:
         self._begun = key
         outputs: Any = None
         if self._here:
-            packed = [self._given(part) for part, _ in parts]
+            packed = [self._argument(part) for part, _ in parts]
             streams = [] if stream is None else [stream]
             *outputs, self._pools = self._programs[key](self._weights, self._pools, packed, *streams)
             if self._one_at_a_time:
@@ -210,7 +210,7 @@ class Replica:
         heads[:, SLOT] = self.slots
         heads[: len(asked)] = asked
         program = self._programs["choose", len(heads)]
-        chosen, self._adjustments = program(logits, self._adjustments, self._given(heads))
+        chosen, self._adjustments = program(logits, self._adjustments, self._argument(heads))
         if self._one_at_a_time:
             jax.block_until_ready(chosen)
         return Chosen(tokens=chosen[0], logprobs=chosen[1], top=chosen[2], top_ids=chosen[3])
@@ -235,7 +235,7 @@ class Replica:
             for first in range(0, len(source), COPIED):
                 out, into = source[first : first + COPIED], target[first : first + COPIED]
                 if item.to_host:
-                    self._host.keep(into, self._taken(out))
+                    self._host.keep(into, self._read_pages(out))
                 else:
                     self._fill(into, self._host.contents(self._padded(out, 0)))
         if self.after is not None:
@@ -244,18 +244,18 @@ class Replica:
     def take(self, pages: Ints) -> Sequence[jax.Array]:
         """The contents of at most ``COPIED`` pages, of each of ``pool_leaves`` [COPIED, ...]."""
         absent: list[Any] = [None] * len(self._programs.pools)
-        taken = self._taken(pages) if self._here else absent
+        taken = self._read_pages(pages) if self._here else absent
         return taken if self.after is None else [*taken, *self.after.take(pages)]
 
     def put(self, pages: Ints, contents: Sequence[Content]) -> None:
         """Write pages from arrays of the host, or of another replica with the same pools."""
-        own = len(self._programs.pools)
+        pools = len(self._programs.pools)
         if self._here:
-            self._fill(pages, contents[:own])
+            self._fill(pages, contents[:pools])
         if self.after is not None:
-            self.after.put(pages, contents[own:])
+            self.after.put(pages, contents[pools:])
 
-    def _taken(self, pages: Ints) -> Sequence[jax.Array]:
+    def _read_pages(self, pages: Ints) -> Sequence[jax.Array]:
         result: Sequence[jax.Array] = self._programs["take",](self._pools, self._put(self._padded(pages, self.pages)))
         return jax.block_until_ready(result) if self._one_at_a_time else result
 
@@ -265,14 +265,17 @@ class Replica:
         if self._one_at_a_time:
             jax.block_until_ready(self._pools)
 
-    def adjust(self, slot: int, how: Adjusted) -> None:
+    def adjust(self, slot: int, adjusted: Adjusted) -> None:
         """Set the adjustments to the logits of the request in ``slot``."""
         if self.after is not None:
-            self.after.adjust(slot, how)
+            self.after.adjust(slot, adjusted)
             return
         if not self._here:
             return
-        arrays = [self._put(item) for item in (np.int32(slot), how.bias, how.seen, how.mask, how.penalties)]
+        arrays = [
+            self._put(item)
+            for item in (np.int32(slot), adjusted.bias, adjusted.seen, adjusted.mask, adjusted.penalties)
+        ]
         self._adjustments = self._programs["adjust",](self._adjustments, *arrays)
 
     def set_mask(self, slot: int, mask: npt.NDArray[np.uint32]) -> None:
@@ -284,7 +287,7 @@ class Replica:
             return
         self._adjustments = self._programs["mask",](self._adjustments, self._put(np.int32(slot)), self._put(mask))
 
-    def _given(self, array: Ints) -> Any:
+    def _argument(self, array: Ints) -> Any:
         """A program argument of this process alone: as a NumPy array, which is faster to pass."""
         return array if self._programs.whole.is_fully_addressable else self._put(array)
 
@@ -320,18 +323,18 @@ class HostPages:
     """The host's tier of a cache: ``pages`` pages of arrays such as ``contents`` [pages at a time, ...]."""
 
     def __init__(self, contents: Sequence[jax.ShapeDtypeStruct], pages: int) -> None:
-        self._kept = list[dict[_Place, npt.NDArray[Any]]]()
+        self._stores = list[dict[_Place, npt.NDArray[Any]]]()
         for content in contents:
             assert isinstance(content.sharding, NamedSharding)
-            own = content.sharding.shard_shape(content.shape)
+            local_shape = content.sharding.shard_shape(content.shape)
             whole = content.sharding.is_fully_addressable
-            shape = (pages, *(content.shape if whole else own)[1:])
+            shape = (pages, *(content.shape if whole else local_shape)[1:])
             places = {()} if whole else _places(content.sharding, content.shape).values()
-            self._kept.append({place: np.zeros(shape, content.dtype) for place in places})
+            self._stores.append({place: np.zeros(shape, content.dtype) for place in places})
 
     def keep(self, pages: Ints, contents: Sequence[jax.Array]) -> None:
         """Put the first of ``contents`` into ``pages``, as many as these are."""
-        for target, array in zip(self._kept, contents, strict=True):
+        for target, array in zip(self._stores, contents, strict=True):
             for place, shard in _shards(array).items():
                 target[place][pages] = np.asarray(shard)[: len(pages)]
 
@@ -339,7 +342,7 @@ class HostPages:
         """Contents of ``pages``."""
         return [
             store[()][pages] if () in store else {place: shard[pages] for place, shard in store.items()}
-            for store in self._kept
+            for store in self._stores
         ]
 
 

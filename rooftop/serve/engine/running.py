@@ -127,8 +127,8 @@ class Running:
     @property
     def adjusted(self) -> bool:
         """True if its logits are adjusted before sampling."""
-        how = self.request.sampling
-        return how.penalised or bool(how.logit_bias) or how.constraint is not None
+        sampling = self.request.sampling
+        return sampling.penalised or bool(sampling.logit_bias) or sampling.constraint is not None
 
     def extend_keys(self, pages: int) -> None:
         """Add keys of pages that its first tokens fill."""
@@ -142,24 +142,26 @@ class Running:
 
     def head(self, start: int) -> Ints:
         """The columns of a step [HEAD] before its tokens; the slot is the server's to fill in."""
-        how = self.request.sampling
+        sampling = self.request.sampling
         row = np.zeros(HEAD, np.int32)
         real = row.view(np.float32)
         row[START], row[COUNT], row[DRAWN] = start, 1, self.generated
-        real[TEMPERATURE], real[TOP_P], real[MIN_P] = how.temperature, how.top_p, how.min_p
-        row[TOP_K] = min(how.top_k or 0, 2**31 - 1)
+        real[TEMPERATURE], real[TOP_P], real[MIN_P] = sampling.temperature, sampling.top_p, sampling.min_p
+        row[TOP_K] = min(sampling.top_k or 0, 2**31 - 1)
         row[SEED : SEED + 2] = np.array([self.seed % 2**64], np.uint64).view(np.int32)
-        row[ADJUSTED], row[LOGPROBS] = self.adjusted, how.logprobs is not None
+        row[ADJUSTED], row[LOGPROBS] = self.adjusted, sampling.logprobs is not None
         return row
 
     def adjustments(self, vocab: int) -> Adjusted:
         """Adjustments to its logits, from all its tokens so far."""
-        how, prompt = self.request.sampling, len(self.request.prompt)
+        sampling, prompt = self.request.sampling, len(self.request.prompt)
         bias = np.zeros(vocab, np.float32)
-        for token, by in how.logit_bias.items():
+        for token, by in sampling.logit_bias.items():
             bias[token] = by
         seen = np.bincount(self.tokens[prompt:], minlength=vocab).astype(np.int32)
         seen[list(set(self.tokens[:prompt]))] += IN_PROMPT
         mask = np.full(ceil_div(vocab, 32), 2**32 - 1, np.uint32)
-        penalties = np.array([how.presence_penalty, how.frequency_penalty, how.repetition_penalty], np.float32)
+        penalties = np.array(
+            [sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty], np.float32
+        )
         return Adjusted(bias=bias, seen=seen, mask=mask, penalties=penalties)

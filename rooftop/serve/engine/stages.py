@@ -26,8 +26,8 @@ class HandOver:
         types = (AxisType.Explicit,) * devices.ndim
         self._source, self._target = source, target
         self._mesh = Mesh(devices, (_PAIR, *source.axis_names), axis_types=types)
-        own = jax.process_index()
-        self._local = [device for device in devices.flat if device.process_index == own]
+        process = jax.process_index()
+        self._local = [device for device in devices.flat if device.process_index == process]
         self._alone = len(self._local) == devices.size
         self._programs = dict[tuple[Any, ...], jax.stages.Compiled]()
         self._blanks = dict[tuple[Any, ...], jax.Array]()

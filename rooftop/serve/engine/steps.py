@@ -338,20 +338,20 @@ class EngineServer:
         asked = any(running.request.sampling.logprobs is not None for _, running in rows)
         likely = [np.asarray(item) for item in (chosen.logprobs, chosen.top, chosen.top_ids)] if asked else []
         for row, running in rows:
-            token, how, id_ = values[row], running.request.sampling, running.request.id
+            token, sampling, id_ = values[row], running.request.sampling, running.request.id
             running.tokens.append(token)
             finish: TokenFinish | None = None
             if token in running.stops:
                 finish = "stop"
-            elif running.generated >= how.max_tokens:
+            elif running.generated >= sampling.max_tokens:
                 finish = "length"
-            if how.constraint is not None and finish != "stop":
-                how.constraint.accept(token)
-            if how.logprobs is None:
+            if sampling.constraint is not None and finish != "stop":
+                sampling.constraint.accept(token)
+            if sampling.logprobs is None:
                 yield running, Token(id=id_, token=token, finish=finish)
                 continue
             logprobs, top, ids = likely
-            best = zip(ids[row, : how.logprobs].tolist(), top[row, : how.logprobs].tolist(), strict=True)
+            best = zip(ids[row, : sampling.logprobs].tolist(), top[row, : sampling.logprobs].tolist(), strict=True)
             yield running, Token(id=id_, token=token, logprob=float(logprobs[row]), top=tuple(best), finish=finish)
 
 
@@ -474,8 +474,8 @@ class BatchSlots:
         """The parts of one program, with tables of one size; None if there is no such program."""
         parts = (generating, 1), (prefill.packed, prefill.width)
         most = max(packed.shape[1] - width for packed, width in parts)
-        one, other = ((self._longer(packed, most + width), width) for packed, width in parts)
-        return (one, other) if self._replica.can_mix(one, other) else None
+        first, second = ((self._longer(packed, most + width), width) for packed, width in parts)
+        return (first, second) if self._replica.can_mix(first, second) else None
 
     def _longer(self, packed: Ints, columns: int) -> Ints:
         """Rows with tables padded to ``columns``."""

@@ -30,7 +30,7 @@ import rooftop
 from rooftop.core.files import open_file, read_bytes
 from rooftop.core.records import Record, field_values
 from rooftop.core.rounding import ceil_div
-from rooftop.scheduling.serving.cache import CachedSequence as Held
+from rooftop.scheduling.serving.cache import CachedSequence
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.programs import COPIED
 from rooftop.serve.engine.replica import Replica
@@ -45,13 +45,13 @@ _SAMPLED = 1 << 20
 
 def offered(running: Running) -> dict[str, Any]:
     """Fields of an ``offer``, without the ticket: all that another process needs to continue a request."""
-    how = running.request.sampling
+    sampling = running.request.sampling
     return {
         "prompt": running.request.prompt,
         "generated": running.tokens[len(running.request.prompt) :],
         "stops": sorted(running.stops),
         "seed": running.seed,
-        "sampling": sampling_fields(how),
+        "sampling": sampling_fields(sampling),
     }
 
 
@@ -63,7 +63,7 @@ def taken(ticket: int, offer: Mapping[str, Any], page_tokens: int, constraint: C
     taken = Running(
         request=request,
         deliver=lambda token: None,
-        sequence=Held(
+        sequence=CachedSequence(
             id=ticket,
             prompt_tokens=prompt,
             max_tokens=request.sampling.max_tokens,
@@ -82,7 +82,7 @@ def taken(ticket: int, offer: Mapping[str, Any], page_tokens: int, constraint: C
 def begin_anew(running: Running) -> None:
     """Reset a request that lost its KV: it waits to be prefilled, with the tokens that it has."""
     running.ticket = None
-    running.sequence = Held(
+    running.sequence = CachedSequence(
         id=running.request.id,
         prompt_tokens=len(running.request.prompt),
         max_tokens=running.request.sampling.max_tokens,

@@ -70,7 +70,7 @@ class Keeper:
         losses = 0
         try:
             while True:
-                reason = self._kept()
+                reason = self._run_once()
                 if reason is None or self._stopping:
                     return
                 error, self._error = self._error, None
@@ -96,7 +96,7 @@ class Keeper:
             # Ctrl-C does not reach it otherwise, and SIGTERM is what it knows.
             process.terminate()
 
-    def _kept(self) -> str | None:
+    def _run_once(self) -> str | None:
         """Start the process and wait for its end. Return why it was lost; None if the engine has ended."""
         self._ready, self._heard_s = False, time.monotonic()
         process, beats = start_beating(self._command, stdin=subprocess.PIPE)

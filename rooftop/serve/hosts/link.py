@@ -87,7 +87,7 @@ class Link:
         payload: bytearray | None = bytearray()
         if payload_bytes:
             payload = self._take(payload_bytes)
-            if not self._fits(payload, number, b"payload"):
+            if not self._has_digest(payload, number, b"payload"):
                 payload = None
         kind, fields = json.loads(bytes(head))
         return Message(kind=kind, fields=fields, payload=payload)
@@ -145,11 +145,11 @@ class Link:
             raise LinkLost(self._reason or str(error)) from None
 
     def _verify(self, data: bytearray, number: int, what: bytes) -> None:
-        if not self._fits(data, number, what):
+        if not self._has_digest(data, number, what):
             self.close(f"the {what.decode()} of message {number} came damaged")
             raise LinkLost(str(self._reason))
 
-    def _fits(self, data: bytearray, number: int, what: bytes) -> bool:
+    def _has_digest(self, data: bytearray, number: int, what: bytes) -> bool:
         came = self._take(_DIGEST)
         return hmac.compare_digest(came, self._digest(self._receive_key, number, what, data).digest())
 
@@ -169,7 +169,7 @@ def connect(host: str, port: int, key: str, *, encrypted: bool = True) -> Link:
         connection = socket.create_connection((host, port), timeout=_HANDSHAKE_S)
     except OSError as error:
         raise LinkLost(f"{host}:{port} cannot be reached ({error.strerror or error})") from None
-    return _greeted(connection, key, asks=True, encrypted=encrypted)
+    return _shake_hands(connection, key, asks=True, encrypted=encrypted)
 
 
 class LinkListener:
@@ -221,7 +221,7 @@ class LinkListener:
 
     def _greet(self, connection: socket.socket) -> None:
         try:
-            come: Link | Exception = _greeted(connection, self._key, asks=False, encrypted=self._encrypted)
+            come: Link | Exception = _shake_hands(connection, self._key, asks=False, encrypted=self._encrypted)
         except LinkLost as error:
             come = error
         with self._lock:
@@ -229,7 +229,7 @@ class LinkListener:
         self._come.put(come)
 
 
-def _greeted(accepted: socket.socket, key: str, *, asks: bool, encrypted: bool) -> Link:
+def _shake_hands(accepted: socket.socket, key: str, *, asks: bool, encrypted: bool) -> Link:
     """Handshake: each side proves that it knows the key, over random numbers of both, and over the certificate."""
     connection: socket.socket | EncryptedConnection = accepted
     try:

@@ -9,11 +9,11 @@ from rooftop.core.records import field_values
 from rooftop.serve.engine.requests import Constraint, Sampling, Token
 
 
-def sampling_fields(how: Sampling) -> dict[str, Any]:
+def sampling_fields(settings: Sampling) -> dict[str, Any]:
     """``how`` as JSON, without its constraint."""
-    sampling = field_values(how)
+    sampling = field_values(settings)
     del sampling["constraint"]
-    return sampling | {"stop_tokens": sorted(how.stop_tokens), "logit_bias": list(how.logit_bias.items())}
+    return sampling | {"stop_tokens": sorted(settings.stop_tokens), "logit_bias": list(settings.logit_bias.items())}
 
 
 def sampling_of(fields: Mapping[str, Any], constraint: Constraint | None) -> Sampling:

@@ -51,7 +51,7 @@ class EnginePart:
     """
 
     role: str = "both"
-    at: tuple[str, int] | None = None
+    address: tuple[str, int] | None = None
     key: str = field(default="", repr=False)
     environment: Mapping[str, str] = field(default_factory=dict)
     step_s: float = math.inf
@@ -86,11 +86,11 @@ class EnginePart:
             return load(checkpoint, configuration, draft=draft, replica=replica, on_progress=on_progress)
         child: Child | None = None
         other: Other
-        if self.at is None:
+        if self.address is None:
             environment = {**_compilations(), **self.environment}
             other = child = Child(checkpoint, replace(configuration, role="generate"), environment=environment)
         else:
-            other = Remote(*self.at, self.key)
+            other = Remote(*self.address, self.key)
 
         def on_link(event: str) -> None:
             fields = {} if child is None else {"generate_pid": child.pid}
@@ -108,10 +108,10 @@ def choose_part(request: ServeRequest) -> EnginePart:
 
     Raises RooftopError naming the option that is wrong.
     """
-    role, at = request.role, request.generate_at
+    role, peer = request.role, request.generate_at
     if role not in (None, "generate"):
         raise unknown("role", role, ("generate",))
-    if role is None and at is None:
+    if role is None and peer is None:
         return EnginePart()
     for name, value in (("draft", request.draft), ("prefill-devices", request.prefill_devices or None)):
         if value is not None:
@@ -119,17 +119,17 @@ def choose_part(request: ServeRequest) -> EnginePart:
             raise RooftopError(name, str(value), accepted)
     if request.batching not in (None, "disaggregated"):
         raise RooftopError("batching", request.batching, "disaggregated where two processes serve")
-    if role is not None and at is not None:
-        raise RooftopError("generate-at", at, "none with --role generate: the other process has this option")
-    if at == _LOCAL:
+    if role is not None and peer is not None:
+        raise RooftopError("generate-at", peer, "none with --role generate: the other process has this option")
+    if peer == _LOCAL:
         return EnginePart(role="prefill", environment=_share_devices(), step_s=request.step_timeout_s)
     check_link_key(request.link_key)
     assert request.link_key is not None
     if role is not None:
         return EnginePart(role="generate", key=request.link_key)
-    assert at is not None
-    where = parse_address(at, "generate-at")
-    return EnginePart(role="prefill", at=where, key=request.link_key, step_s=request.step_timeout_s)
+    assert peer is not None
+    address = parse_address(peer, "generate-at")
+    return EnginePart(role="prefill", address=address, key=request.link_key, step_s=request.step_timeout_s)
 
 
 def check_link_key(key: str | None) -> None:

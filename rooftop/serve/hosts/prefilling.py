@@ -20,7 +20,7 @@ from typing import Any
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import read_record
-from rooftop.scheduling.serving.cache import CachedSequence as Held
+from rooftop.scheduling.serving.cache import CachedSequence
 from rooftop.serve.engine.configuration import Configuration
 from rooftop.serve.engine.counters import Handovers
 from rooftop.serve.engine.engine import PagedEngine
@@ -125,11 +125,11 @@ class PrefillEngine(PagedEngine):
 
     def stats(self) -> EngineStats:
         """Statistics of both processes together."""
-        own = super().stats()
+        figures = super().stats()
         with self._lock:
             others = [*self._past, *([] if self._report is None else [self._report.stats])]
             away = self._away_tokens
-        result = summed([own, *others])
+        result = summed([figures, *others])
         with self._wake:
             open_ = len(self._open)
         return replace(
@@ -190,7 +190,7 @@ class PrefillEngine(PagedEngine):
             return
         send_pages(link, ticket, self.replicas[0], pages, indices)
 
-    def _sent(self, sequence: Held) -> None:
+    def _sent(self, sequence: CachedSequence) -> None:
         scheduler = self._servers[0].scheduler
         if sequence in scheduler.to_send:
             scheduler.sent(sequence)

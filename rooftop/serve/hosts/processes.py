@@ -133,7 +133,7 @@ class Child:
         options: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._told = GeneratorTask(
+        self._task = GeneratorTask(
             checkpoint=checkpoint.resolve(), configuration=configuration, options=options, key=secrets.token_hex()
         )
         self._environment = dict(environment or {})
@@ -164,7 +164,7 @@ class Child:
             assert self._process.stdin is not None
             # If it has ended already, ``connect`` says so.
             with suppress(OSError):
-                pickle.dump(self._told, self._process.stdin)
+                pickle.dump(self._task, self._process.stdin)
                 self._process.stdin.flush()
 
     def suspect(self) -> None:
@@ -176,16 +176,16 @@ class Child:
         if self._process is not None and self._port is not None:
             # Perhaps only the link was lost.
             try:
-                return connect("127.0.0.1", self._port, self._told.key, encrypted=False)
+                return connect("127.0.0.1", self._port, self._task.key, encrypted=False)
             except LinkLost:
                 self._end()
         for _ in range(_STARTS):
             if self._process is None:
                 self.begin()
-            port = self._said()
+            port = self._announced_port()
             if port is not None:
                 self._port = port
-                return connect("127.0.0.1", port, self._told.key, encrypted=False)
+                return connect("127.0.0.1", port, self._task.key, encrypted=False)
         raise LinkLost(f"the process that generates ended {_STARTS} times before it was ready")
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class Child:
             self._closed = True
         self._end()
 
-    def _said(self) -> int | None:
+    def _announced_port(self) -> int | None:
         """Port of the process once it is ready; None if it ended without an answer."""
         process = self._process
         if process is None or process.stdout is None:

@@ -51,8 +51,8 @@ class JoinedReplica(Replica):
         self._role = role
         return super().compile(on_progress, role=role)
 
-    def _wanted(self, role: str) -> list[Key]:
-        return super()._wanted(role) + ([("gather",)] if role == "prefill" else [])
+    def _program_keys(self, role: str) -> list[Key]:
+        return super()._program_keys(role) + ([("gather",)] if role == "prefill" else [])
 
     def take(self, pages: Ints) -> Sequence[jax.Array]:
         """See ``Replica``."""
@@ -100,7 +100,7 @@ class Followers:
         self._links, self._numbers = list(links), count()
         self._ready = threading.Semaphore(0)
         self._ended = False
-        self._told = 0
+        self._sent = 0
         self._heard = {process: _Heard(time.monotonic()) for process in range(1, len(self._links) + 1)}
         for process, link in enumerate(self._links, 1):
             threading.Thread(target=self._hear, args=(process, link), name="rooftop follower", daemon=True).start()
@@ -110,12 +110,12 @@ class Followers:
     def doing(self) -> str:
         """The commands that each process has begun, of those that it was sent: for those who ask why a step hangs."""
         return ", ".join(
-            f"process {process} in command {heard.commands} of {self._told}" for process, heard in self._heard.items()
+            f"process {process} in command {heard.commands} of {self._sent}" for process, heard in self._heard.items()
         )
 
     def tell(self, kind: str, arrays: Sequence[np.ndarray[Any, Any]] = (), **fields: Any) -> None:
         """Send command ``kind`` to all followers; ``arrays`` are copied before this returns."""
-        self._told += 1
+        self._sent += 1
         shapes = [[list(array.shape), array.dtype.str] for array in arrays]
         sent: list[Buffer] = [array.tobytes() for array in arrays]
         for link in self._links:
@@ -168,8 +168,10 @@ class Followers:
             for process, heard in self._heard.items():
                 silent_s = now_s - heard.at_s
                 if silent_s > (SILENT_S if heard.ready else LOADING_S) and not self._ended:
-                    where = f"command {heard.commands} of {self._told}"
-                    self.on_lost(f"process {process} of the engine has not answered for {silent_s:.0f} s, in {where}")
+                    progress = f"command {heard.commands} of {self._sent}"
+                    self.on_lost(
+                        f"process {process} of the engine has not answered for {silent_s:.0f} s, in {progress}"
+                    )
                     return
 
 
@@ -212,10 +214,10 @@ class Leading(JoinedReplica):
         self._tell("propose", packed)
         return super().propose(packed)
 
-    def adjust(self, slot: int, how: Adjusted) -> None:
+    def adjust(self, slot: int, adjusted: Adjusted) -> None:
         """See ``Replica``."""
-        self._tell("adjust", how.bias, how.seen, how.mask, how.penalties, slot=slot)
-        super().adjust(slot, how)
+        self._tell("adjust", adjusted.bias, adjusted.seen, adjusted.mask, adjusted.penalties, slot=slot)
+        super().adjust(slot, adjusted)
 
     def set_mask(self, slot: int, mask: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
         """See ``Replica``."""
@@ -316,7 +318,7 @@ class Follower:
         # If we serve something else, the first process reports that and ends.
         self._messages.get()
         self._commands += 1
-        self._made = parts(checkpoint, configuration, draft, None, options, replica=JoinedReplica)
+        self._parts = parts(checkpoint, configuration, draft, None, options, replica=JoinedReplica)
 
     def stop(self) -> None:
         """Have the first process finish running requests, and end all processes."""
@@ -324,7 +326,7 @@ class Follower:
 
     def run(self, on_ready: Callable[[], None]) -> None:
         """Follow until the first process has ended; ``on_ready`` is called once all programs are compiled."""
-        replicas = [*self._made.replicas, *([] if self._made.draft is None else [self._made.draft])]
+        replicas = [*self._parts.replicas, *([] if self._parts.draft is None else [self._parts.draft])]
         waiting, taken = len(replicas), list[jax.Array]()
         while (message := self._messages.get()).kind != "stop":
             self._commands += 1

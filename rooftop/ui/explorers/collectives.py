@@ -30,9 +30,10 @@ from rooftop.present.document import (
     ShownFigure,
     ShownVerdict,
 )
+from rooftop.requests.measuring import Matmul
 from rooftop.simulate.network.collectives import simulate
-from rooftop.simulate.network.rounds import KINDS, Rounds, torus_rounds
-from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider, text
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, FieldControls, State, select, slider, text
+from rooftop.ui.rounds import KINDS, Rounds, torus_rounds
 
 #: One-byte elements along dim I, so that bytes are its size; an AllToAll splits J, which has one element a device.
 _WRITTEN: Mapping[str, str] = {
@@ -86,24 +87,24 @@ class _Asked:
 
 def answer(state: State) -> Document:
     """Time of a collective by each price and at each size, and its rounds."""
-    where, shape = Slice.parse(state["on"]), parse_axes(state["mesh"], None)
+    slice_, shape = Slice.parse(state["on"]), parse_axes(state["mesh"], None)
     kind, nbytes = state["kind"], state.count("bytes")
     axes = tuple(name.strip() for name in state["axis"].split(","))
     if not set(axes) <= set(shape) or len(set(axes)) < len(axes):
         raise RooftopError("axis", state["axis"], f"some of {', '.join(shape)}, each once")
-    asked = _Asked(mesh=Mesh.lay(where, shape), axes=axes)
+    asked = _Asked(mesh=Mesh.lay(slice_, shape), axes=axes)
     size = asked.mesh.size(*axes)
     if size < 2:
         raise RooftopError("axis", state["axis"], "axes of two devices or more: one alone sends nothing")
-    cost, dims, expression = asked.priced(kind, nbytes, state["price"])
+    cost, dims, expression = asked.priced(kind, nbytes, state["level"])
     group = asked.mesh.span(*axes)
     ring = bool(group.ring[group.size > 1].all())
-    level = PRICE_LEVELS[state["price"]]
+    level = PRICE_LEVELS[state["level"]]
     formula = {
         "bound": _FORMULA[kind],
         "expected": "start + hops + bytes / (w x efficiency)",
         "book": "whole shards on even rings: V / (ports x w), twice that, or N / 4 of it",
-    }[state["price"]]
+    }[state["level"]]
     binds = "latency: its hops take longer than its bytes" if cost.latency_s >= sum(cost.resources.values()) else (
         f"{'the network' if 'dcn' in cost.resources else 'links'}: {format_count(nbytes / cost.time_s, 'B/s')} a device"
     )  # fmt: skip
@@ -120,7 +121,7 @@ def answer(state: State) -> Document:
             source="chapter 3"),
         ShownFigure("bandwidth", "Bytes/s", nbytes / cost.time_s, "B/s", level, formula="payload / time"),
         ShownFigure("devices", "Devices of a group", float(size), formula=f"along {', '.join(axes)}"),
-        ShownFigure("ring", "Shape of the group", _shape(where, ring, int((group.size > 1).sum())),
+        ShownFigure("ring", "Shape of the group", _shape(slice_, ring, int((group.size > 1).sum())),
             formula=asked.mesh.layout),
     ]  # fmt: skip
     if simulated is not None:
@@ -138,23 +139,22 @@ def answer(state: State) -> Document:
             says=f"{_NAMES[kind]} of {format_count(nbytes, 'B')} over {size} devices is bound by {binds}."
         ),
         figures=tuple(figures),
-        charts=(_over_bytes(asked, kind, nbytes, cost), _kinds(asked, nbytes, state["price"]), *drawn),
+        charts=(_over_bytes(asked, kind, nbytes, cost), _kinds(asked, nbytes, state["level"]), *drawn),
         notes=tuple(notes),
-        command=command_line(
-            "matmul",
+        command=Matmul(
             expression,
             dims=dims,
             mesh=state["mesh"],
-            on=where.name,
-            level=state["price"],
+            on=slice_.name,
+            level=state["level"],
             simulate=simulated is not None,
-        ),
+        ).command(),
         sources=("Chapter 3; chapter 2 for which axes are rings. Expected times: docs/achievable.md.",),
     )
 
 
-def _shape(where: Slice, ring: bool, axes: int) -> str:
-    if where.chip.kind == "gpu":
+def _shape(slice_: Slice, ring: bool, axes: int) -> str:
+    if slice_.chip.kind == "gpu":
         return "a switch"
     return f"{'ring' if ring else 'line'}{'s' if axes > 1 else ''}{f' of {axes} axes' if axes > 1 else ''}"
 
@@ -262,14 +262,15 @@ def _copies(whole: int, shards: int) -> str:
     return f", in {whole / shards:.3g} places each" if whole > shards else ""
 
 
+_FIELDS = FieldControls(Matmul)
 _CONTROLS: tuple[Control, ...] = (
     select("kind", "Collective", KINDS, "all_gather"),
     slider("bytes", "Payload, bytes", "67108864", 4096, 2**34, unit="bytes", fields=("dim I", "dim J")),
-    text("on", "Slice", "v5e:8x16", fields=("slice", "chip", "group", "torus"),
+    _FIELDS.text("on", "v5e:8x16", fields=("slice", "chip", "group", "torus"),
          suggestions=("v5e:4x4", "v5e:8x16", "v5e:16x16", "v5p:4x4x4", "v5p:8x8x8", "tpu7x:4x4x4", "h100:8x4")),
-    text("mesh", "Mesh", "X=8,Y=16", suggestions=("X=4,Y=4", "X=8,Y=16", "X=16,Y=16", "X=4,Y=4,Z=4", "X=8,Y=64")),
+    _FIELDS.text("mesh", "X=8,Y=16", suggestions=("X=4,Y=4", "X=8,Y=16", "X=16,Y=16", "X=4,Y=4,Z=4", "X=8,Y=64")),
     text("axis", "Over axes", "Y", suggestions=("X", "Y", "X,Y", "Z"), fields=("devices",)),
-    select("price", "Price", PRICES, "bound", help="Lower bounds, expected times, or the book's forms."),
+    _FIELDS.select("level", described=True),
 )  # fmt: skip
 
 

@@ -24,7 +24,8 @@ from rooftop.present.document import (
     columns,
 )
 from rooftop.present.documents.embedding import memory_bars as embedding_memory
-from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, slider, text
+from rooftop.requests.planning import PlanEmbedding
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, FieldControls, State
 
 _TABLES = """[tables.user]
 vocabulary = 50_000_000
@@ -57,12 +58,12 @@ _SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 def answer(state: State) -> Document:
     """Limits, memory and step of the tables on a slice; the same over batches."""
-    where, batch = Slice.parse(state["on"]), state.count("batch")
+    slice_, batch = Slice.parse(state["on"]), state.count("batch_samples")
     tables = tables_from_toml(state["tables"])
-    stacking = stacking_on(tables, where, batch)
+    stacking = stacking_on(tables, slice_, batch)
     problem = EmbedProblem(
         tables=tables,
-        slice=where,
+        slice=slice_,
         batch=batch,
         limits=expected(stacking, batch=batch),
         dense_flops=float(state.count("dense_flops")),
@@ -94,15 +95,13 @@ def answer(state: State) -> Document:
         figures=figures,
         charts=(_limits(plan), _units(plan), _over_batches(problem), _tiles(plan), embedding_memory(memory)),
         notes=("Limits follow from ids_per_sample, spread evenly; rooftop embed stats finds them in data.",),
-        command=command_line(
-            "plan",
-            "embed",
+        command=PlanEmbedding(
             "tables.toml",
-            on=where.name,
+            on=slice_.name,
             batch_samples=batch,
             dense_flops=state.count("dense_flops"),
             host_threads=state.count("host_threads"),
-        ),
+        ).command(),
         sources=("The SparseCore deep dive. Save the tables of this page as tables.toml; docs/plan-embed.md.",),
     )
 
@@ -181,13 +180,14 @@ def _over_batches(problem: EmbedProblem) -> Lines:
     )
 
 
+_FIELDS = FieldControls(PlanEmbedding)
 _CONTROLS: tuple[Control, ...] = (
-    slider("batch", "Batch, samples", "16384", 256, 1048576, fields=("limits",)),
-    slider("dense_flops", "Dense FLOPs", "5000000", 1, 2**31, unit="FLOP", help="Of a sample, forward."),
-    slider("host_threads", "Threads of a host", "16", 1, 256),
-    text("on", "Slice", "v5p:2x2x1", suggestions=("v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:4x4", "tpu7x:2x2x1"),
+    _FIELDS.slider("batch_samples", 256, 1048576, fields=("limits", "batch")),
+    _FIELDS.slider("dense_flops", 1, 2**31, "5000000", help="Of a sample, forward."),
+    _FIELDS.slider("host_threads", 1, 256, "16"),
+    _FIELDS.text("on", "v5p:2x2x1", suggestions=("v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:4x4", "tpu7x:2x2x1"),
          fields=("slice", "chip")),
-    text("tables", "Tables (TOML)", _TABLES, area=True,
+    _FIELDS.text("tables", _TABLES, area=True,
          fields=("tables file", "features", "config", "table", "feature")),
 )  # fmt: skip
 

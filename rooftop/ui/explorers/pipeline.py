@@ -19,9 +19,10 @@ from rooftop.present.document import (
     ShownVerdict,
     Spans,
 )
-from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES, pipeline_table
+from rooftop.requests.planning import PlanTraining
+from rooftop.scheduling.pipeline import SCHEDULES, pipeline_table
 from rooftop.simulate.pipeline import Durations, PipelineTimeline, bubble, durations_of, lockstep_s, run
-from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, model_select, select, slider
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, FieldControls, State, select
 
 #: Number of stages -> shape of the smallest v5p slice for them.
 _SLICES = {"2": "2x2x1", "4": "2x2x1", "8": "2x2x2", "16": "2x2x4"}
@@ -47,12 +48,12 @@ def answer(state: State) -> Document:
     chunks = chunks if schedule == "interleaved" else 1
     if schedule == "interleaved" and chunks < 2:
         raise RooftopError("chunks", chunks, "2 or more with the interleaved schedule")
-    where = Slice.parse(f"v5p:{_SLICES[state['stages']]}")
-    axes = {"stage": stages} | ({"fsdp": where.devices // stages} if where.devices > stages else {})
-    seqs = microbatches * (where.devices // stages)
+    slice_ = Slice.parse(f"v5p:{_SLICES[state['stages']]}")
+    axes = {"stage": stages} | ({"fsdp": slice_.devices // stages} if slice_.devices > stages else {})
+    seqs = microbatches * (slice_.devices // stages)
     problem = Problem(
         model=load_model(state["model"]),
-        slice=where,
+        slice=slice_,
         workload=Workload(batch_tokens=seqs * _SEQ, seq_len=_SEQ),
         axes=axes,
         remat="block",
@@ -102,10 +103,10 @@ def answer(state: State) -> Document:
             f"A microbatch is one sequence of {_SEQ} tokens of {state['model']}, whose blocks are recomputed; "
             "stages take what the plan's rows say.",
         ),
-        command=command_line(
-            "plan", "train", state["model"], on=where.name, mesh=axes, batch_seqs=seqs, seq=_SEQ,
-            microbatches=microbatches, remat="block", schedule=schedule, chunks=chunks,
-        ),
+        command=PlanTraining(
+            state["model"], on=slice_.name, mesh=axes, batch_seqs=seqs, seq=_SEQ, microbatches=microbatches,
+            remat="block", schedule=schedule, chunks=chunks,
+        ).command(),
         sources=("Chapter 5; Huang et al. 2019, Narayanan et al. 2021, Qi et al. 2023. In JSON: the plan's pipeline.",),
     )  # fmt: skip
 
@@ -160,21 +161,13 @@ def _timeline(timeline: PipelineTimeline, schedule: str) -> Spans:
     )
 
 
+_FIELDS = FieldControls(PlanTraining)
 _CONTROLS: tuple[Control, ...] = (
-    select("schedule", "Schedule", SCHEDULES, DEFAULT_SCHEDULE),
+    _FIELDS.select("schedule", options=SCHEDULES),
     select("stages", "Stages", _SLICES, "4"),
-    slider("microbatches", "Microbatches", "8", 1, 64, halves=True),
-    slider(
-        "chunks",
-        "Chunks of a stage",
-        "2",
-        1,
-        8,
-        help="Of the interleaved schedule.",
-        fields=("pipeline",),
-        only=("schedule", "interleaved"),
-    ),
-    model_select(("llama3.2-1b", "llama3-8b", "qwen3-32b", "llama3-70b"), "llama3-8b"),
+    _FIELDS.slider("microbatches", 1, 64, "8", halves=True),
+    _FIELDS.slider("chunks", 1, 8, "2", described=True, fields=("pipeline",), only=("schedule", "interleaved")),
+    _FIELDS.model("llama3-8b", ("llama3.2-1b", "llama3-8b", "qwen3-32b", "llama3-70b")),
 )
 
 

@@ -12,10 +12,11 @@ from rooftop.core.quantities import DTYPE_BYTES, format_count
 from rooftop.hardware import Slice, chip
 from rooftop.hardware.chips import catalogue
 from rooftop.present.document import PRICE_LEVELS, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
+from rooftop.requests.measuring import Matmul
 from rooftop.roofline.matmul import attainable
 from rooftop.roofline.rates import Rates
 from rooftop.roofline.rules import critical_batch
-from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, FieldControls, State, select, slider
 
 _SOURCES = ("Chapter 1: rooflines; chapter 2: chips. Peaks: the hardware catalogue (rooftop chips NAME).",)
 #: Batches of the curves: two to every doubling.
@@ -28,14 +29,14 @@ def answer(state: State) -> Document:
     """Time, intensity and what binds for [B, D] x [D, F]; the roofline, and FLOP/s over B."""
     b, d, f = (state.count(name) for name in ("B", "D", "F"))
     spec = chip(state["chip"])
-    where = Slice(spec, spec.slice_shapes[0])
-    mesh = Mesh.lay(where, {"X": where.devices})
+    slice_ = Slice(spec, spec.slice_shapes[0])
+    mesh = Mesh.lay(slice_, {"X": slice_.devices})
     expression = f"{state['dtype']}[B, D] @ {state['weights']}[D, F] -> {state['dtype']}[B, F]"
     rates = Rates.of(spec)
     step = _multiply(expression)
 
     def cost(b: int, d: int, f: int) -> Cost:
-        return Prices(mesh=mesh, dims={"B": b, "D": d, "F": f}, kind=state["price"]).cost(step)
+        return Prices(mesh=mesh, dims={"B": b, "D": d, "F": f}, kind=state["level"]).cost(step)
 
     here = cost(b, d, f)
     dtype = max(state["dtype"], state["weights"], key=lambda name: DTYPE_BYTES[name])
@@ -43,7 +44,7 @@ def answer(state: State) -> Document:
     critical = critical_batch(
         peak, bandwidth, weight_dtype=state["weights"], activation_dtype=state["dtype"], d=d, f=f
     )  # fmt: skip
-    level = PRICE_LEVELS[state["price"]]
+    level = PRICE_LEVELS[state["level"]]
     binds = {"mxu": "compute", "hbm": "memory"}[here.bound]
     rate = here.flops / here.time_s
     figures = (
@@ -90,15 +91,9 @@ def answer(state: State) -> Document:
                 marks=((critical, "critical B"),) if critical <= _BATCHES[-1] else (),
             ),
         ),
-        command=command_line(
-            "matmul",
-            expression,
-            dims={"B": b, "D": d, "F": f},
-            mesh=mesh.shape,
-            on=where.name,
-            level=state["price"],
-            top="all",
-        ),
+        command=Matmul(
+            expression, dims={"B": b, "D": d, "F": f}, mesh=mesh.shape, on=slice_.name, level=state["level"], top="all"
+        ).command(),
         sources=_SOURCES,
     )
 
@@ -160,7 +155,7 @@ def _controls() -> tuple[Control, ...]:
         slider("F", "F, columns", "32768", 128, 131072, halves=True, fields=("dim F",)),
         select("dtype", "Activations", dtypes, "bf16", fields=("matmul dtype",)),
         select("weights", "Weights", dtypes, "bf16"),
-        select("price", "Price", ("bound", "expected"), "bound", help="At peak rates, or at the named fractions."),
+        FieldControls(Matmul).select("level", options=("bound", "expected"), described=True),
     )
 
 

@@ -33,7 +33,8 @@ from rooftop.present.document import (
     ShownVerdict,
 )
 from rooftop.present.documents.parts import level_of
-from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, model_select, select, slider, text
+from rooftop.requests.planning import PlanServing
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, FieldControls, State
 
 #: Contexts of the curves in addition to the chosen one.
 _CONTEXTS = (2048, 8192, 32768, 131072)
@@ -44,8 +45,8 @@ _OF_MEMORY = ("max_batch", "memory_bytes", "kv_bytes")
 
 def answer(state: State) -> Document:
     """One step at the chosen batch and context, and the fronts of batches at several contexts."""
-    batch, context = state.count("batch"), state.count("context")
-    kind = tuple(state[name].strip() for name in ("model", "on", "weights", "kv", "bounds", "mesh"))
+    batch, context = state.count("batch_seqs"), state.count("context")
+    kind = tuple(state[name].strip() for name in ("model", "on", "weights_dtype", "kv_dtype", "bounds", "mesh"))
     problem, placements = _server(*kind)
     asked = at_context(replace(problem, workload=replace(problem.workload, batch_seqs=batch)), context)
     placement = sweep_generate(asked, placements, np.array([float(batch)])).best(0)
@@ -70,11 +71,11 @@ def answer(state: State) -> Document:
         figures=figures,
         charts=charts,
         notes=tuple(reason.text for reason in plan.reasons),
-        command=command_line(
-            "plan", "serve", state["model"], on=sized.slice.name, weights_dtype=state["weights"], kv_dtype=state["kv"],
+        command=PlanServing(
+            state["model"], on=sized.slice.name, weights_dtype=state["weights_dtype"], kv_dtype=state["kv_dtype"],
             bounds=state["bounds"], prompt=work.prompt, generate=work.generate, context=context, batch_seqs=batch,
-            mesh=sized.axes, prefill_mesh=sized.prefill_axes, kv_split=sized.kv_split, contexts=context,
-        ),
+            mesh=sized.axes, prefill_mesh=sized.prefill_axes, kv_split=sized.kv_split, contexts=[context],
+        ).command(),
         sources=("Chapters 7 and 8. 'book': everything spread evenly, no network; 'usable': docs/plan-serve.md.",),
     )  # fmt: skip
 
@@ -156,8 +157,8 @@ def _nearest(plan: ServingPlan) -> tuple[ShownFigure, ...]:
     near = next(nearest_plans(plan.problem), None)
     if near is None:
         return ()
-    how = f"batch {near.batch}: {format_seconds(near.step_s)} a token"
-    return (ShownFigure("nearest", "Nearest that fits", near.problem.slice.name, level="expected", formula=how),)
+    step = f"batch {near.batch}: {format_seconds(near.step_s)} a token"
+    return (ShownFigure("nearest", "Nearest that fits", near.problem.slice.name, level="expected", formula=step),)
 
 
 def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[ShownFigure, ...]:
@@ -295,18 +296,18 @@ def _room(plan: ServingPlan) -> str:
     return "nominal, as in the book" if plan.problem.book else "usable"
 
 
+_FIELDS = FieldControls(PlanServing)
 _DTYPES = ("bf16", "int8", "int4", "f8_e4m3")
 _CONTROLS: tuple[Control, ...] = (
-    model_select(presets(), "llama3-70b"),
-    text("on", "Slice", "v5e:4x4", suggestions=("v5e:2x4", "v5e:4x4", "v5e:4x8", "v6e:2x4", "v5p:2x2x2", "h100:8"),
+    _FIELDS.model("llama3-70b", presets()),
+    _FIELDS.text("on", "v5e:4x4", suggestions=("v5e:2x4", "v5e:4x4", "v5e:4x8", "v6e:2x4", "v5p:2x2x2", "h100:8"),
          fields=("slice", "chip", "flops dtype")),
-    slider("context", "Context, tokens", "8192", 128, 131072, halves=True, unit="tokens"),
-    slider("batch", "Batch, sequences", "32", 1, 4096, halves=True, fields=("batch_seqs",)),
-    select("weights", "Weights", _DTYPES, "int8"),
-    select("kv", "KV cache", _DTYPES, "int8"),
-    select("bounds", "Arithmetic", BOUNDS, "book",
-           help="The book's, or the planner's with layouts, networks and usable memory."),
-    text("mesh", "Mesh", "", suggestions=("tensor=16", "context=2,tensor=8"), fields=("mesh axis",),
+    _FIELDS.slider("context", 128, 131072, "8192", halves=True),
+    _FIELDS.slider("batch_seqs", 1, 4096, "32", halves=True, fields=("batch",)),
+    _FIELDS.select("weights_dtype", "int8", options=_DTYPES, fields=("weights",)),
+    _FIELDS.select("kv_dtype", "int8", options=_DTYPES, fields=("kv",)),
+    _FIELDS.select("bounds", "book", described=True),
+    _FIELDS.text("mesh", "", suggestions=("tensor=16", "context=2,tensor=8"), fields=("mesh axis",),
          help="Searched if empty. The book's arithmetic spreads everything evenly and has none.",
          only=("bounds", "usable")),
 )  # fmt: skip

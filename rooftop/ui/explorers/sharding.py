@@ -9,7 +9,7 @@ from math import prod
 
 from rooftop.algebra.einsums import Strategy
 from rooftop.algebra.expression import dims_of, parse
-from rooftop.algebra.pricing import PRICES, Prices
+from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh, ShardedArray, parse_axes
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
@@ -27,8 +27,9 @@ from rooftop.present.document import (
     TableColumn,
     columns,
 )
+from rooftop.requests.measuring import Matmul
 from rooftop.simulate.expressions import PricedExpression, ShardedExpression, parse_sizes, price_expression
-from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider, text
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, FieldControls, State, slider
 
 #: Devices that are drawn along each side of a mesh, arrays that are drawn, and strategies that are listed.
 _SIDE, _ARRAYS, _LISTED = 8, 3, 6
@@ -56,25 +57,24 @@ _SOURCE = (
 
 def answer(state: State) -> Document:
     """Blocks of each array on the mesh; the best strategy step by step, and the ones after it."""
-    named = ("expression", "dtype", "dims", "mesh", "on", "price")
+    named = ("expression", "dtype", "dims", "mesh", "on", "level")
     asked, prices, priced = _priced(*(state[name] for name in named))
-    dims, shape, where = prices.dims, prices.mesh.shape, prices.mesh.slice
+    dims, shape, slice_ = prices.dims, prices.mesh.shape, prices.mesh.slice
     arrays, result = _arrays(asked), priced.strategies
-    command = command_line(
-        "matmul",
+    command = Matmul(
         state["expression"],
         dims={name: size for name, size in dims.items() if name in dims_of(asked)},
         mesh=state["mesh"],
-        on=where.name,
+        on=slice_.name,
         dtype=state["dtype"],
-        level=state["price"],
-        no_overlap=True,
+        level=state["level"],
+        overlap=False,
         top="all",
-    )
+    ).command()
     blocks = tuple(_blocks(array, dims, shape) for array in arrays[:_ARRAYS] if not array.at)
     if isinstance(asked, ShardedArray):
         return Document(
-            verdict=ShownVerdict(says=_held(asked, dims, shape)),
+            verdict=ShownVerdict(says=_block_text(asked, dims, shape)),
             figures=_sizes(asked, dims, shape),
             charts=blocks,
             command=command,
@@ -98,14 +98,14 @@ def answer(state: State) -> Document:
 
 @lru_cache(maxsize=16)
 def _priced(
-    expression: str, dtype: str, dims: str, mesh: str, on: str, price: str
+    expression: str, dtype: str, dims: str, mesh: str, on: str, level: str
 ) -> tuple[ShardedExpression, Prices, PricedExpression]:
     """The expression, its prices, and all strategies. Cached while the user steps through the strategies."""
     asked = parse(expression, dtype)
     sizes, shape = parse_sizes(dims), parse_axes(mesh, None)
     if len(shape) > _AXES:
         raise RooftopError("mesh", mesh, f"{_AXES} axes at most: the ways of more take minutes (rooftop matmul)")
-    prices = Prices(mesh=Mesh.lay(Slice.parse(on), shape), dims=sizes, kind=price)
+    prices = Prices(mesh=Mesh.lay(Slice.parse(on), shape), dims=sizes, kind=level)
     return asked, prices, price_expression(asked, prices, overlapped=False, backward=False)
 
 
@@ -118,7 +118,7 @@ def _arrays(asked: ShardedExpression) -> tuple[ShardedArray, ...]:
     return tuple(array for item in result for array in (item if isinstance(item, tuple) else (item,)))
 
 
-def _held(array: ShardedArray, dims: Mapping[str, int], shape: Mapping[str, int]) -> str:
+def _block_text(array: ShardedArray, dims: Mapping[str, int], shape: Mapping[str, int]) -> str:
     local = " x ".join(map(str, array.local_shape(dims, shape)))
     copies = array.replication(shape)
     copies_text = "no device holds what another does" if copies == 1 else f"{copies} devices hold the same block"
@@ -277,19 +277,20 @@ def _steps(chosen: Strategy, way: int) -> Table:
     )
 
 
+_FIELDS = FieldControls(Matmul)
 _CONTROLS: tuple[Control, ...] = (
-    text("expression", "Expression", _EXAMPLES[5], suggestions=_EXAMPLES,
+    _FIELDS.text("expression", _EXAMPLES[5], suggestions=_EXAMPLES,
          help="An array, A @ B -> C, A -> B, or a collective such as AllGather_X(A). I_X: I is split over X.",
          fields=("array", "dim", "axes", "sharding", "output", "collective", "mesh axis")),
-    text("dims", "Sizes of dims", "I=8192,J=8192,K=32768", fields=("dim I", "dim J", "dim K"),
+    _FIELDS.text("dims", "I=8192,J=8192,K=32768", fields=("dim I", "dim J", "dim K"),
          help="NAME=SIZE, with commas."),
-    text("mesh", "Mesh", "X=4,Y=4", suggestions=("X=4,Y=4", "X=16", "X=8,Y=2", "X=4,Y=4,Z=4"),
+    _FIELDS.text("mesh", "X=4,Y=4", suggestions=("X=4,Y=4", "X=16", "X=8,Y=2", "X=4,Y=4,Z=4"),
          help="NAME=SIZE, with commas; three axes at most."),
-    text("on", "Slice", "v5e:4x4", suggestions=("v5e:4x4", "v6e:4x4", "v5p:4x4x1", "v5p:4x4x4", "h100:8x2"),
+    _FIELDS.text("on", "v5e:4x4", suggestions=("v5e:4x4", "v6e:4x4", "v5p:4x4x1", "v5p:4x4x4", "h100:8x2"),
          fields=("slice", "chip")),
     slider("way", "Way to look at", "1", 1, 24, linear=True, help="Of an einsum: 1 is the best, the end is the last."),
-    select("dtype", "Dtype", ("bf16", "f32", "int8", "f8_e4m3"), "bf16"),
-    select("price", "Price", PRICES, "bound", help="Lower bounds, expected times, or the book's forms."),
+    _FIELDS.select("dtype", options=("bf16", "f32", "int8", "f8_e4m3")),
+    _FIELDS.select("level", described=True),
 )  # fmt: skip
 
 

@@ -17,8 +17,9 @@ from rooftop.present.document import (
     ShownVerdict,
     Spans,
 )
+from rooftop.requests.measuring import Matmul
 from rooftop.simulate.systolic import Cycles, SystolicArray
-from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, select, slider
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, select, slider
 
 _ROWS = tuple(sorted({round(2 ** (power / 2)) for power in range(29)}))
 
@@ -50,15 +51,14 @@ def answer(state: State) -> Document:
         ),
         figures=figures,
         charts=(_wave(side, state.count("stream")), _utilisation(array, m, k, n), _cycles(result)),
-        command=command_line(
-            "matmul",
+        command=Matmul(
             "bf16[M, K] @ bf16[K, N] -> bf16[M, N]",
             dims={"M": m, "K": k, "N": n},
             mesh="X=1",
             on=f"{spec.name}:{'x'.join('1' for _ in range(spec.ici_axes))}",
             simulate=True,
             top="all",
-        ),
+        ).command(),
         sources=("Chapter 2, appendix B: weight-stationary, weights double-buffered; the array's memory delivers.",),
     )
 

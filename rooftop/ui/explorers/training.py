@@ -16,7 +16,8 @@ from rooftop.plan.training.workload import Workload
 from rooftop.present.document import Bar, Bars, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
 from rooftop.present.documents.parts import level_of, mesh_text
 from rooftop.present.documents.training import padding_figure
-from rooftop.ui.controls import Control, Explorer, ExplorerForm, State, command_line, model_select, select, slider, text
+from rooftop.requests.planning import PlanTraining
+from rooftop.ui.controls import Control, Explorer, ExplorerForm, FieldControls, State, slider
 
 #: Curves that are drawn, and sequences a step of their points.
 _DRAWN = 6
@@ -27,10 +28,10 @@ _SEQS = tuple(2**power for power in range(0, 15, 1))
 
 def answer(state: State) -> Document:
     """The chosen mesh at the chosen batch, and every strategy of chapter 5 over batches."""
-    where, model = Slice.parse(state["on"]), load_model(state["model"])
+    slice_, model = Slice.parse(state["on"]), load_model(state["model"])
     seqs, seq, tensor = state.count("batch_seqs"), state.count("seq"), state.count("tensor")
-    slices = {"data": where.num_slices} if where.num_slices > 1 else {}
-    inner = where.devices // where.num_slices
+    slices = {"data": slice_.num_slices} if slice_.num_slices > 1 else {}
+    inner = slice_.devices // slice_.num_slices
     if inner % tensor:
         raise RooftopError("tensor", tensor, f"a number that divides the {inner} devices of a slice")
     axes = (
@@ -38,7 +39,7 @@ def answer(state: State) -> Document:
     )
     problem = Problem(
         model=model,
-        slice=where,
+        slice=slice_,
         workload=Workload(batch_tokens=seqs * seq, seq_len=seq),
         axes=axes or {"fsdp": 1},
         remat=state["remat"],
@@ -62,7 +63,7 @@ def answer(state: State) -> Document:
         ShownFigure("ratio", "Compute over communication", seconds["mxu"] / network if network else "no communication",
             level="rule", formula="above 1: communication can hide", source="chapter 5"),
         ShownFigure("mfu", "MFU", plan.mfu, "%", level, formula="model FLOPs / (step x C)"),
-        ShownFigure("tokens_per_chip", "Tokens per chip", seqs * seq / where.chips, "tokens", formula="B / N",
+        ShownFigure("tokens_per_chip", "Tokens per chip", seqs * seq / slice_.chips, "tokens", formula="B / N",
             source="chapter 5"),
         memory,
         *padding_figure(plan.padding.to_json(), seq, "Padding"),
@@ -86,17 +87,15 @@ def answer(state: State) -> Document:
         figures=figures,
         charts=(_times(curves, seqs * seq, axes), _ratios(curves, seqs * seq, axes), *steps),
         notes=tuple(reason.text for reason in plan.reasons if reason.source in ("chapter 1", "chapter 5")),
-        command=command_line(
-            "plan",
-            "train",
+        command=PlanTraining(
             state["model"],
-            on=where.name,
+            on=slice_.name,
             mesh=problem.axes,
             batch_seqs=seqs,
             seq=seq,
             remat=state["remat"],
             microbatches=1,
-        ),
+        ).command(),
         sources=("Chapter 5. Curves: bounds at peak rates on the fastest layout of each mesh; steps: docs/plan.md.",),
     )
 
@@ -107,9 +106,9 @@ def _smallest(plan: TrainingPlan) -> tuple[ShownFigure, ...]:
     if near is None:
         return ()
     mesh = " x ".join(f"{name} {size}" for name, size in near.mesh.shape.items() if size > 1) or "one device"
-    where = f"{near.problem.slice.name} as {mesh}"
-    how = f"remat {near.choice.remat}: {format_seconds(near.expected_s)} a step"
-    return (ShownFigure("nearest", "Nearest that fits", where, level="expected", formula=how),)
+    layout = f"{near.problem.slice.name} as {mesh}"
+    step = f"remat {near.choice.remat}: {format_seconds(near.expected_s)} a step"
+    return (ShownFigure("nearest", "Nearest that fits", layout, level="expected", formula=step),)
 
 
 def _plan(problem: Problem, curves: list[BatchCurve]) -> TrainingPlan:
@@ -213,15 +212,16 @@ def _steps(curves: list[BatchCurve], at: int, plan: TrainingPlan) -> Bars:
     )
 
 
+_FIELDS = FieldControls(PlanTraining)
 _CONTROLS: tuple[Control, ...] = (
-    model_select(presets(), "llama3-70b"),
-    text("on", "Slice", "v5p:4x4x4", suggestions=("v5p:4x4x4", "v5p:8x8x8", "v5p:16x16x16", "v5e:16x16", "v6e:16x16",
+    _FIELDS.model("llama3-70b", presets()),
+    _FIELDS.text("on", "v5p:4x4x4", suggestions=("v5p:4x4x4", "v5p:8x8x8", "v5p:16x16x16", "v5e:16x16", "v6e:16x16",
                                                   "tpu7x:4x4x4", "h100:8x8", "v5e:16x16@2"), fields=("slice", "chip")),
-    slider("batch_seqs", "Batch, sequences", "32", 1, 16384, fields=("batch_tokens", "batch")),
+    _FIELDS.slider("batch_seqs", 1, 16384, "32", fields=("batch_tokens", "batch")),
     slider("tensor", "Tensor, ways", "1", 1, 64, fields=("mesh", "mesh axis"),
            help="The other devices of a slice are FSDP."),
-    slider("seq", "Sequence, tokens", "4096", 512, 131072, fields=("seq_len",)),
-    select("remat", "Remat", SEARCHED, "block", fields=("microbatches",)),
+    _FIELDS.slider("seq", 512, 131072, "4096", fields=("seq_len",)),
+    _FIELDS.select("remat", "block", options=SEARCHED, fields=("microbatches",)),
 )  # fmt: skip
 
 
