@@ -19,6 +19,7 @@ from rooftop.core.timelines import perfetto, xprof
 from rooftop.hardware import MOST_CHIPS, Chip, Slice, slice_sizes
 from rooftop.library.inputs import axes_of, calibrated_places, chip_of, model_of, priced_places, slice_of
 from rooftop.library.results import Result, ledger_rows
+from rooftop.models.numerics import Numerics
 from rooftop.plan.pricing import BOUNDS, OnProgress
 from rooftop.plan.training import answer as training
 from rooftop.plan.training.answer import TrainingAnswer
@@ -34,7 +35,7 @@ from rooftop.plan.training.comparison import (
 )
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.workload import MOST_TOKENS, Numerics, Workload
+from rooftop.plan.training.workload import MOST_TOKENS, Workload
 from rooftop.present.documents import document
 from rooftop.requests.function import of_request
 from rooftop.requests.planning import PlanTraining

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 from rooftop.arrays.rules import BATCH_AXES, COLUMN_AXES, STAGE_AXES, ways
 from rooftop.core.errors import RooftopError
+from rooftop.models.numerics import Numerics
 from rooftop.plan.training.assumptions import Assumptions, Framework
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import Workload
 from rooftop.validation.names import readings
 from rooftop.validation.runs import PublishedRun
 

@@ -14,15 +14,15 @@ import pytest
 
 from rooftop.arrays import AXES, Mesh
 from rooftop.arrays.rules import Rules
+from rooftop.capabilities import Choice
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, load_model
-from rooftop.models.activations import parse_policy
+from rooftop.models.numerics import Numerics
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.strategies import Choice
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import Workload
 from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.parameters import Batch, Transformer, describe, initialise, shardings
 from rooftop.programs.sharding import Specs
@@ -278,7 +278,6 @@ def plan(layout: str, collective_matmuls: bool = False, **changes: Any) -> Train
     axes = {name: () for name in AXES} | dict(Mesh.from_layout(slice_, layout).axes)
     choice = Choice(
         remat="block,qkv=offload",
-        policy=parse_policy("block,qkv=offload"),
         microbatches=4,
         collective_matmuls=collective_matmuls,
     )

@@ -10,11 +10,11 @@ from typing import Any, Literal
 from rooftop import __version__
 from rooftop.arrays.mesh import Mesh, MeshLayout
 from rooftop.arrays.rules import AXES, STAGE_AXES, Rules
-from rooftop.capabilities import TRAINING, TrainingSpec, obstacles
+from rooftop.capabilities import TRAINING, Choice, Switches, TrainingSpec, obstacles
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.records import Record, field_values, read_record
 from rooftop.models import flops_per_token
-from rooftop.models.activations import parse_policy
+from rooftop.models.numerics import Dtypes, Numerics
 from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
 from rooftop.plan.evidence import Evidence, Question, evidence_for
 from rooftop.plan.layouts import from_mesh
@@ -26,8 +26,8 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import training_reasons
 from rooftop.plan.training.rows import training_ledger, training_work
 from rooftop.plan.training.step import TrainingStep
-from rooftop.plan.training.strategies import Choice, Strategies
-from rooftop.plan.training.workload import Dtypes, Numerics, Workload
+from rooftop.plan.training.strategies import Strategies
+from rooftop.plan.training.workload import Workload
 from rooftop.roofline.bounds import lower_s
 from rooftop.roofline.rules import model_flops_utilisation
 from rooftop.scheduling.pipeline import PipelineSchedule
@@ -181,24 +181,22 @@ class TrainingPlanDocument(Record):
     def plan(self) -> TrainingPlan:
         """The plan, priced anew. Raises RooftopError on a slice, mesh or policy that cannot be."""
         slice_ = self.slice.hardware
+        choice = Choice(
+            remat=self.remat.name,
+            microbatches=self.microbatches,
+            schedule=self.schedule.name,
+            chunks=self.schedule.chunks,
+            **field_values(self, Switches),
+        )
         problem = Problem(
             model=self.model.config,
             slice=slice_,
             workload=self.workload,
-            numerics=Numerics(optimizer=self.optimizer, **vars(self.dtypes)),
+            numerics=Numerics(optimizer=self.optimizer, **field_values(self.dtypes)),
             assumptions=self.assumptions.assumptions,
-            schedule=self.schedule.name,
-            chunks=self.schedule.chunks,
+            schedule=choice.schedule,
+            chunks=choice.chunks,
             bounds=self.assumptions.bounds,
-        )
-        choice = Choice(
-            remat=self.remat.name,
-            policy=parse_policy(self.remat.name),
-            microbatches=self.microbatches,
-            schedule=problem.schedule,
-            chunks=problem.chunks,
-            collective_matmuls=self.collective_matmuls,
-            experts_over_tensor=self.experts_over_tensor,
         )
         return TrainingPlan(problem=problem, mesh=self.mesh.on(slice_), choice=choice)
 
@@ -373,8 +371,7 @@ class TrainingPlan:
             layout=self.mesh.layout,
             remat=self.choice.remat,
             microbatches=self.choice.microbatches,
-            collective_matmuls=self.choice.collective_matmuls,
-            experts_over_tensor=self.choice.experts_over_tensor,
+            **field_values(self.choice, Switches),
             expected_s=expected_s,
             mfu=self._mfu(expected_s),
             memory_bytes=memory_bytes,
@@ -386,6 +383,7 @@ class TrainingPlan:
     def document(self) -> TrainingPlanDocument:
         """The plan as a record."""
         problem, numerics = self.problem, self.problem.numerics
+        assumptions = replace(problem.assumptions, hidden=problem.assumptions.shares(self.step.rates.overlap))
         flops = flops_per_token(problem.model, problem.workload.seq_len)
         return TrainingPlanDocument(
             kind="train",
@@ -401,20 +399,9 @@ class TrainingPlan:
             optimizer=numerics.optimizer,
             remat=PlannedRemat(name=self.choice.remat, policy=self.choice.policy),
             microbatches=self.choice.microbatches,
-            collective_matmuls=self.choice.collective_matmuls,
-            experts_over_tensor=self.choice.experts_over_tensor,
+            **field_values(self.choice, Switches),
             schedule=PlannedSchedule(name=self.choice.schedule, chunks=self.choice.chunks),
-            assumptions=PlannedAssumptions(
-                hidden=problem.assumptions.shares(self.step.rates.overlap),
-                attention=problem.assumptions.attention,
-                attention_block=problem.assumptions.attention_block,
-                calibration=problem.assumptions.calibration,
-                own_program=problem.assumptions.own_program,
-                narrow_gradients=problem.assumptions.narrow_gradients,
-                fused_attention_gradients=problem.assumptions.fused_attention_gradients,
-                attention_kernels=problem.assumptions.attention_kernels,
-                bounds=problem.bounds,
-            ),
+            assumptions=PlannedAssumptions(**vars(assumptions), bounds=problem.bounds),
             flops=StepFlops(
                 per_token=self.flops_per_token,
                 per_step=self.flops_per_token * problem.workload.batch_tokens,

@@ -8,17 +8,18 @@ from functools import cache
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import Rules
-from rooftop.capabilities import TrainingSpec
+from rooftop.capabilities import Choice, TrainingSpec
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models.config import ModelConfig
+from rooftop.models.numerics import Numerics
 from rooftop.plan.pricing import Bounds
 from rooftop.plan.shapes import require_planned
 from rooftop.plan.training.assumptions import Assumptions, Framework
 from rooftop.plan.training.memory import HEADROOM, Memory, book_memory, training_memory
 from rooftop.plan.training.step import TrainingStep
-from rooftop.plan.training.strategies import Choice, Strategies
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.strategies import Strategies
+from rooftop.plan.training.workload import Workload
 from rooftop.roofline.rates import Rates
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule, require_schedule
 
@@ -84,7 +85,7 @@ class Problem:
 
     def spec(self, axes: Mapping[str, int], choice: Choice) -> TrainingSpec:
         """The train step that a program is asked for, on a mesh with these ``axes``."""
-        assumptions, numerics, chip = self.assumptions, self.numerics, self.slice.chip
+        assumptions, chip = self.assumptions, self.slice.chip
         return TrainingSpec(
             model=self.model,
             axes=axes,
@@ -92,17 +93,8 @@ class Problem:
             seq_len=self.workload.seq_len,
             kernel=assumptions.kernel(chip.kind),
             attention_block=assumptions.attention_block or Rates.of(chip).attention_block,
-            microbatches=choice.microbatches,
-            remat=choice.remat,
-            schedule=choice.schedule,
-            chunks=choice.chunks,
-            collective_matmuls=choice.collective_matmuls,
-            optimizer=numerics.optimizer,
-            compute=numerics.compute,
-            matmul=numerics.matmul,
-            weights=numerics.weights,
-            moments=numerics.moments,
-            gradients=numerics.gradients,
+            choice=choice,
+            numerics=self.numerics,
             rules=_rules(tuple(axes), experts_over_tensor=choice.experts_over_tensor),
         )
 

@@ -188,35 +188,36 @@ class TrainProgram:
         obstacle of the spec, if there is one; ``accepted`` says what to give instead.
         """
         require(TRAINING, spec, accepted)
+        choice, numerics = spec.choice, spec.numerics
         axes, (sequences, positions) = spec.rules.activations, spec.padded
-        ring = DeviceRing.of(mesh, *COLUMN_AXES) if mesh is not None and spec.collective_matmuls else None
+        ring = DeviceRing.of(mesh, *COLUMN_AXES) if mesh is not None and choice.collective_matmuls else None
         computation = Computation(
             model=spec.model,
             specs=Specs(spec.rules),
-            remat=spec.remat,
+            remat=choice.remat,
             attention=spec.kernel,
             attention_block=spec.attention_block,
             context_attention="all_gather" if spec.ways(*STAGE_AXES) > 1 else "ring",
             expert_capacity=1.0,
-            collective_matmuls=spec.collective_matmuls,
+            collective_matmuls=choice.collective_matmuls,
             ring_order=None if ring is None else ring.order,
             both_ways=ring is not None and ring.closed,
-            matmul=None if spec.matmul == spec.compute else spec.matmul,
+            matmul=None if numerics.matmul == numerics.compute else numerics.matmul,
         )
         return cls(
             computation=computation,
             batch=spec.sequences,
             seq_len=spec.seq_len,
-            microbatches=spec.microbatches,
-            schedule=spec.schedule,
-            chunks=spec.chunks,
+            microbatches=choice.microbatches,
+            schedule=choice.schedule,
+            chunks=choice.chunks,
             loss_chunks=loss_chunks(
-                sequences // spec.microbatches // spec.ways(*axes["batch"]), positions // spec.ways(*axes["seq"])
+                sequences // choice.microbatches // spec.ways(*axes["batch"]), positions // spec.ways(*axes["seq"])
             ),
-            compute_dtype=spec.compute,
-            weights_dtype=spec.weights,
-            gradient_dtype=spec.gradients,
-            optimizer=Optimizer(name=spec.optimizer, moments=spec.moments, matmul=spec.compute),
+            compute_dtype=numerics.compute,
+            weights_dtype=numerics.weights,
+            gradient_dtype=numerics.gradients,
+            optimizer=Optimizer(name=numerics.optimizer, moments=numerics.moments, matmul=numerics.compute),
         )
 
     def padded(self, mesh: Mesh | AbstractMesh) -> tuple[int, int]:
