@@ -361,9 +361,8 @@ def choices(
     **switches: Sequence[bool],
 ) -> tuple[Choice, ...]:
     """Every combination of remat policies, settings of ``switches``, and microbatches, under one schedule."""
+    settings = [dict(zip(switches, on, strict=True)) for on in product(*switches.values())]
     return tuple(
-        Choice(
-            remat=remat, microbatches=count, schedule=schedule, chunks=chunks, **dict(zip(switches, on, strict=True))
-        )
-        for remat, *on, count in product(remats, *switches.values(), microbatches)
+        Choice(remat=remat, microbatches=count, schedule=schedule, chunks=chunks, **on)
+        for remat, on, count in product(remats, settings, microbatches)
     )
