@@ -69,7 +69,8 @@ class CompileRequest:
 
     def to_json(self) -> dict[str, Any]:
         """The request as plain JSON values."""
-        return plain({"slice": self.mesh.slice.name, **field_values(self), "mesh": self.mesh.described})
+        data: dict[str, Any] = plain({"slice": self.mesh.slice.name, **field_values(self), "mesh": self.mesh.described})
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CompileRequest:
