@@ -101,7 +101,7 @@ def read_record(kind: type[T], data: object, name: str, *, amounts: bool = False
     numbers of ``amounts``, such as those of a plan, are finite, none is negative unless its type has another limit, and
     whole ones have 64 bits.
     """
-    import msgspec  # slow to import, and most commands read no records
+    import msgspec  # not needed by commands that read no records
 
     described: Any = kind
     if amounts or any(getattr(owner, "closed", False) for owner in _records(described)):

@@ -144,7 +144,7 @@ def test_a_shrunk_step_keeps_the_sequences_of_a_device() -> None:
     small = shrunk_plan(planned(fsdp=8, tensor=2).spec, 4)
     assert small.axes == dict.fromkeys(AXES, 1) | {"fsdp": 2, "tensor": 2}
     # 64 sequences over 8: 8 on a device, 4 in each of two microbatches.
-    assert (small.sequences, small.seq_len, small.microbatches) == (16, 128, 2)
+    assert (small.sequences, small.seq_len, small.choice.microbatches) == (16, 128, 2)
 
 
 def test_a_plan_is_only_run_elsewhere_when_that_is_asked_for() -> None:
