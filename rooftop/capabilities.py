@@ -83,6 +83,14 @@ class Switches(Record):
     experts_over_tensor: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class AskedSwitches:
+    """The switches that a job asks for: a search prices both settings of one that is None."""
+
+    collective_matmuls: bool | None = None
+    experts_over_tensor: bool | None = None
+
+
 #: Names of the switches.
 SWITCHES: tuple[str, ...] = tuple(switch.name for switch in fields(Switches))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from rooftop.arrays import Mesh
 from rooftop.arrays.rules import AXES, STAGE_AXES
+from rooftop.capabilities import AskedSwitches
 from rooftop.core.errors import RooftopError, one_of
 from rooftop.core.files import write_json, write_text
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype, parse_quantity
@@ -199,8 +200,7 @@ def _problem(request: PlanTraining, where: Slice, *, comparing: bool) -> Problem
         mesh=mesh if isinstance(mesh, Mesh) else None,
         remat=request.remat,
         microbatches=None if microbatches is None else parse_count(microbatches, "microbatches"),
-        collective_matmuls=request.collective_matmuls,
-        experts_over_tensor=request.experts_over_tensor,
+        **field_values(request, AskedSwitches),
         schedule=one_of("schedule", request.schedule, SCHEDULES),
         chunks=parse_count(request.chunks, "chunks"),
         bounds=one_of("bounds", request.bounds, BOUNDS),

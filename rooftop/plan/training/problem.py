@@ -8,7 +8,7 @@ from functools import cache
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import Rules
-from rooftop.capabilities import Choice, TrainingSpec
+from rooftop.capabilities import AskedSwitches, Choice, TrainingSpec
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models.config import ModelConfig
@@ -25,7 +25,7 @@ from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule, requ
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class Problem(AskedSwitches):
     """The input of a search: model, slice, workload. A part of the strategy that is None is searched."""
 
     model: ModelConfig
@@ -38,8 +38,6 @@ class Problem:
     mesh: Mesh | None = None
     remat: str | None = None
     microbatches: int | None = None
-    collective_matmuls: bool | None = None
-    experts_over_tensor: bool | None = None
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
     chunks: int = 1
     bounds: Bounds = "usable"
