@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,33 @@ from jax.sharding import AbstractMesh, AxisType
 
 from rooftop import capabilities
 from rooftop.arrays import AXES, Mesh
-from rooftop.capabilities import ENGINE_AXES, ENGINE_WEIGHTS, KERNELS, SERVING, TRAINING, Choice, ServingSpec, obstacles
+from rooftop.capabilities import (
+    ENGINE_AXES,
+    ENGINE_WEIGHTS,
+    KERNELS,
+    SERVING,
+    SWITCHES,
+    TRAINING,
+    AskedSwitches,
+    Choice,
+    ServingSpec,
+    obstacles,
+)
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import load_model
+from rooftop.models.activations import parse_policy
 from rooftop.models.numerics import Numerics
 from rooftop.plan.layouts import Layouts, enumerate_layouts
 from rooftop.plan.training.answer import plan_training
-from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
 from rooftop.programs.attention.attend import _ATTEND
 from rooftop.programs.serving.quantised import FORMATS
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import abstract_batch, abstract_state
+from rooftop.requests.planning import PlanTraining
 from rooftop.serve.engine.configuration import configuration_of
 from tests.support.examples import examples
 
@@ -246,3 +259,15 @@ def test_the_documentation_has_the_table() -> None:
 def test_a_mesh_that_is_laid_has_every_axis() -> None:
     slice_ = Slice.parse("v5e:4x4")
     assert tuple(Mesh.lay(slice_, dict.fromkeys(AXES, 1) | {"fsdp": 16}).shape) == AXES
+
+
+def test_switches_are_asked_planned_and_written_under_their_names() -> None:
+    assert {field.name for field in fields(AskedSwitches)} == set(SWITCHES)
+    for kind in (PlanTraining, Problem, Choice, TrainingPlanDocument, PlanSummary):
+        assert {field.name for field in fields(kind)} >= set(SWITCHES), kind.__name__
+
+
+def test_a_choice_names_a_policy_that_is_known() -> None:
+    assert Choice(remat="block,qkv=offload").policy == parse_policy("block") | {"qkv": "offload"}
+    with pytest.raises(RooftopError, match=r"^remat: got 'blok'; accepted: did you mean block"):
+        Choice(remat="blok")
