@@ -10,8 +10,8 @@ A program that learns something new changes this file, and nothing else says wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar, get_args
 
@@ -28,9 +28,11 @@ from rooftop.arrays.rules import (
     ways,
 )
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import Record, field_values
 from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
+from rooftop.models.numerics import Dtypes, Numerics
 from rooftop.models.optimizers import OPTIMIZERS
 from rooftop.models.program_sizes import CONTEXT_CHUNKS, LANES, PAGE_TOKENS, padded_positions
 from rooftop.models.segments import stage_parts
@@ -70,13 +72,64 @@ Spec = TypeVar("Spec")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Switches(Record):
+    """The parts of a strategy that are on or off.
+
+    ``collective_matmuls``: dense matmuls of layers overlap their collectives over tensor. ``experts_over_tensor``:
+    tensor splits no expert, but deals out whole ones.
+    """
+
+    collective_matmuls: bool = False
+    experts_over_tensor: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedSwitches:
+    """The switches that a job asks for: a search prices both settings of one that is None."""
+
+    collective_matmuls: bool | None = None
+    experts_over_tensor: bool | None = None
+
+
+#: Names of the switches.
+SWITCHES: tuple[str, ...] = tuple(switch.name for switch in fields(Switches))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(Switches):
+    """The part of a strategy that is not its layout. ``chunks``: model chunks per stage of the interleaved schedule.
+
+    Raises RooftopError on an unknown ``remat`` policy.
+    """
+
+    remat: str = "block"
+    microbatches: int = 1
+    schedule: PipelineSchedule = DEFAULT_SCHEDULE
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        _policy(self.remat)
+
+    @property
+    def policy(self) -> Mapping[str, str]:
+        """The action for each checkpoint of a layer."""
+        return _policy(self.remat)
+
+    @property
+    def rest(self) -> tuple[int, Switches]:
+        """All that choices of one search differ in but ``remat``."""
+        return self.microbatches, Switches(**field_values(self, Switches))
+
+
+_policy = cache(parse_policy)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingSpec:
     """The train step that is asked for: the model, sizes of mesh ``axes``, the batch, and how the step is computed.
 
-    A batch has ``sequences`` of ``seq_len`` tokens, in ``microbatches``. ``kernel`` computes attention, in blocks of
-    ``attention_block`` positions. ``collective_matmuls``: dense matmuls overlap their collectives over tensor. Dtypes:
-    ``compute`` of activations, ``matmul`` of the layers' matmuls, ``weights`` of the stored weights, ``gradients`` of
-    sums over devices, ``moments`` of the optimizer's state.
+    A batch has ``sequences`` of ``seq_len`` tokens. ``kernel`` computes attention, in blocks of ``attention_block``
+    positions.
     """
 
     model: ModelConfig
@@ -85,17 +138,8 @@ class TrainingSpec:
     seq_len: int
     kernel: AttentionKernel
     attention_block: int
-    microbatches: int = 1
-    remat: str = "block"
-    schedule: PipelineSchedule = DEFAULT_SCHEDULE
-    chunks: int = 1
-    collective_matmuls: bool = False
-    optimizer: str = "adamw"
-    compute: str = "bf16"
-    matmul: str = "bf16"
-    weights: str = "f32"
-    moments: str = "f32"
-    gradients: str = "bf16"
+    choice: Choice = Choice()
+    numerics: Numerics = Numerics()
     rules: Rules = field(default_factory=Rules)
 
     def ways(self, *axes: str) -> int:
@@ -109,28 +153,20 @@ class TrainingSpec:
         positions = padded_positions(
             self.seq_len, ring=self.ways(*axes["seq"]), residual=self.ways(*axes["residual_seq"]), kernel=self.kernel
         )
-        return next_multiple(self.sequences, self.ways(*axes["batch"]) * self.microbatches), int(positions)
+        return next_multiple(self.sequences, self.ways(*axes["batch"]) * self.choice.microbatches), int(positions)
 
     @classmethod
     def plain(cls, model: ModelConfig, kind: str) -> TrainingSpec:
         """The spec of one short sequence on one device of a ``kind``: what refuses it, refuses the model there."""
         return cls(model=model, axes={}, sequences=1, seq_len=LANES, kernel=KERNEL_OF_CHIP[kind], attention_block=LANES)
 
-    def runnable(self) -> TrainingSpec:
-        """The spec with dtypes and an optimizer that programs have, where it asks for others."""
-
-        def known(dtype: str) -> str:
-            return dtype if dtype in STATE_DTYPES else "f32"
-
-        return replace(
-            self,
-            compute=known(self.compute),
-            matmul=self.matmul if self.matmul in MATMUL_DTYPES and not self.collective_matmuls else known(self.compute),
-            weights=known(self.weights),
-            moments=known(self.moments),
-            gradients=known(self.gradients),
-            optimizer=self.optimizer if self.optimizer in OPTIMIZERS else "adamw",
-        )
+    @property
+    def runnable_numerics(self) -> Numerics:
+        """The dtypes and the optimizer, with dtypes that programs have where the spec asks for others."""
+        asked = self.numerics
+        known = {name: dtype if dtype in STATE_DTYPES else "f32" for name, dtype in field_values(asked, Dtypes).items()}
+        is_narrow = asked.matmul in MATMUL_DTYPES and not self.choice.collective_matmuls
+        return replace(asked, **known | {"matmul": asked.matmul if is_narrow else known["compute"]})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,28 +258,28 @@ def _parts(spec: TrainingSpec | ServingSpec) -> str | None:
 
 
 def _schedule(spec: TrainingSpec) -> str | None:
-    if spec.schedule not in SCHEDULES:
-        return f"no program has the schedule {spec.schedule}: {', '.join(SCHEDULES)}"
-    if spec.schedule == "zero_bubble" and min(spec.ways(*STAGE_AXES), spec.ways(*SEQUENCE_AXES)) > 1:
+    if spec.choice.schedule not in SCHEDULES:
+        return f"no program has the schedule {spec.choice.schedule}: {', '.join(SCHEDULES)}"
+    if spec.choice.schedule == "zero_bubble" and min(spec.ways(*STAGE_AXES), spec.ways(*SEQUENCE_AXES)) > 1:
         return "no program has a zero_bubble pipeline over a context axis"
-    staged = spec.schedule == "zero_bubble" and spec.ways(*STAGE_AXES) > 1
-    recomputed = staged and parse_policy(spec.remat)["qkv"] == "recompute"
+    staged = spec.choice.schedule == "zero_bubble" and spec.ways(*STAGE_AXES) > 1
+    recomputed = staged and parse_policy(spec.choice.remat)["qkv"] == "recompute"
     if recomputed and HeadSplit.of(spec.model, spec.ways(*COLUMN_AXES)).copies_keys:
         return "no zero_bubble pipeline recomputes keys where devices share key/value heads: qkv is to be saved"
     return None
 
 
 def _interleaved(spec: TrainingSpec) -> str | None:
-    stages, count = spec.ways(*STAGE_AXES), spec.microbatches
-    if stages > 1 and spec.chunks > 1 and count > stages and count % stages:
+    stages, count = spec.ways(*STAGE_AXES), spec.choice.microbatches
+    if stages > 1 and spec.choice.chunks > 1 and count > stages and count % stages:
         return f"interleaved stages want a multiple of {stages} microbatches, not {count}"
     return None
 
 
 def _stage_layers(spec: TrainingSpec) -> str | None:
     stages, (parts, name) = spec.ways(*STAGE_AXES), stage_parts(spec.model)
-    if stages > 1 and stages * spec.chunks > parts:
-        return f"{parts} {name} are too few for {stages} stages of {spec.chunks} chunks"
+    if stages > 1 and stages * spec.choice.chunks > parts:
+        return f"{parts} {name} are too few for {stages} stages of {spec.choice.chunks} chunks"
     return None
 
 
@@ -261,27 +297,21 @@ def _experts(spec: TrainingSpec) -> str | None:
 
 
 def _matmul_dtype(spec: TrainingSpec) -> str | None:
-    if spec.matmul in MATMUL_DTYPES and spec.collective_matmuls:
-        return f"collective matmuls are in the dtype of activations, not in {spec.matmul}"
-    if spec.matmul == "f8_e4m3" and spec.kernel == KERNEL_OF_CHIP["gpu"]:
+    if spec.numerics.matmul in MATMUL_DTYPES and spec.choice.collective_matmuls:
+        return f"collective matmuls are in the dtype of activations, not in {spec.numerics.matmul}"
+    if spec.numerics.matmul == "f8_e4m3" and spec.kernel == KERNEL_OF_CHIP["gpu"]:
         # XLA:GPU (jax 0.10.2) has cuBLAS multiply int8 operands of our programs as they are, and converts these.
         return "on GPUs XLA multiplies f8_e4m3 operands as float16, which gains nothing: int8, or as activations"
-    if spec.matmul in (spec.compute, *MATMUL_DTYPES):
+    if spec.numerics.matmul in (spec.numerics.compute, *MATMUL_DTYPES):
         return None
-    return f"no program multiplies in {spec.matmul}: {', '.join((spec.compute, *MATMUL_DTYPES))}"
+    return f"no program multiplies in {spec.numerics.matmul}: {', '.join((spec.numerics.compute, *MATMUL_DTYPES))}"
 
 
 def _state_dtypes(spec: TrainingSpec) -> str | None:
     for name in ("compute", "weights", "moments", "gradients"):
-        if (dtype := getattr(spec, name)) not in STATE_DTYPES:
+        if (dtype := getattr(spec.numerics, name)) not in STATE_DTYPES:
             return f"no program has {name} in {dtype}: {' or '.join(STATE_DTYPES)}"
     return None
-
-
-def _optimizer(spec: TrainingSpec) -> str | None:
-    if spec.optimizer in OPTIMIZERS:
-        return None
-    return f"no program has the optimizer {spec.optimizer}: {', '.join(OPTIMIZERS)}"
 
 
 def _context(spec: TrainingSpec) -> str | None:
@@ -312,7 +342,7 @@ def _positions(spec: TrainingSpec) -> str | None:
 
 def _collective_matmuls(spec: TrainingSpec) -> str | None:
     # Stages take different branches, and a permute meets all devices.
-    staged = spec.collective_matmuls and spec.ways(*STAGE_AXES) > 1 and spec.ways(*COLUMN_AXES) > 1
+    staged = spec.choice.collective_matmuls and spec.ways(*STAGE_AXES) > 1 and spec.ways(*COLUMN_AXES) > 1
     return "no program has collective matmuls in a pipeline stage" if staged else None
 
 
@@ -382,7 +412,7 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
         accepted=", ".join(STATE_DTYPES),
         obstacle=_state_dtypes,
     ),
-    Capability(name="optimizer", accepted=", ".join(OPTIMIZERS), obstacle=_optimizer),
+    Capability(name="optimizer", accepted=", ".join(OPTIMIZERS), obstacle=_runs),
     Capability(
         name="context axis",
         accepted=f"kernels {', '.join(RING_KERNELS)}; any length, padded to a multiple of {CONTEXT_CHUNKS} x context",

@@ -44,10 +44,11 @@ from rooftop.core.quantities import format_bytes
 from rooftop.core.scopes import PHASES, SCOPES, UNSCOPED
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params, load_model
+from rooftop.models.numerics import Numerics
 from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import Workload
 from rooftop.profile.microbench.timing import provenance, usable_bytes
 from rooftop.programs.parameters import Batch
 from rooftop.programs.training.program import TrainProgram

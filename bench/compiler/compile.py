@@ -30,11 +30,12 @@ from rooftop.explain.compiled.report import PEAK, TIME, Check, CompiledReport, b
 from rooftop.explain.compiled.training import Refusal, compile_plan
 from rooftop.hardware import Slice
 from rooftop.models import load_model
+from rooftop.models.numerics import Numerics
 from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import Workload
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule
 
 RESULTS = Path(__file__).parents[1] / "results" / "compile.csv"

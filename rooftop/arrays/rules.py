@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.core.records import Record, read_record
+from rooftop.core.records import Record
 
 #: Logical dims. ``embed`` is D of a parameter; ``residual_seq`` is the sequence dim between matmuls, ``seq`` inside;
 #: ``expert_mlp`` are hidden columns of experts, ``mlp`` those of other MLPs.
@@ -173,14 +173,3 @@ class Rules(Record):
         tables = self.parameters
         axes = tables.get("expert", ()) + tables.get("expert_mlp", ())
         return Rules(parameters={**tables, "expert": axes, "expert_mlp": ()}, activations=self.activations)
-
-    @classmethod
-    def from_json(cls, data: object) -> Rules:
-        """The inverse of ``to_json``. Raises RooftopError on a malformed table."""
-        rules = read_record(cls, data, "rules")
-        if "mlp" in rules.parameters and "expert_mlp" not in rules.parameters:
-            # Written before experts had rules of their own.
-            return Rules(
-                parameters={**rules.parameters, "expert_mlp": rules.parameters["mlp"]}, activations=rules.activations
-            )
-        return rules

@@ -29,6 +29,7 @@ from rooftop.compiler.partitioner import FullRematerialization
 from rooftop.compiler.targets import PLUGIN
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.extras import require
+from rooftop.core.records import field_values, plain
 from rooftop.core.scratch import scratch_folder
 from rooftop.hardware import Slice
 
@@ -68,15 +69,8 @@ class CompileRequest:
 
     def to_json(self) -> dict[str, Any]:
         """The request as plain JSON values."""
-        return {
-            "slice": self.mesh.slice.name,
-            "mesh": self.mesh.to_json(),
-            "program": self.program,
-            "arguments": dict(self.arguments),
-            "options": dict(self.options),
-            "defaults": dict(self.defaults),
-            "save": self.save,
-        }
+        data: dict[str, Any] = plain({"slice": self.mesh.slice.name, **field_values(self), "mesh": self.mesh.described})
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CompileRequest:

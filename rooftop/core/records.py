@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, cached_property
 from typing import Any, ClassVar, Generic, TypeVar, get_type_hints
@@ -101,74 +101,55 @@ def read_record(kind: type[T], data: object, name: str, *, amounts: bool = False
     numbers of ``amounts``, such as those of a plan, are finite, none is negative unless its type has another limit, and
     whole ones have 64 bits.
     """
-    record: T = _read(kind, data, (name,), amounts)
+    import msgspec  # not needed by commands that read no records
+
+    described: Any = kind
+    if amounts or any(getattr(owner, "closed", False) for owner in _records(described)):
+        _check(kind, data, (name,), amounts)
+    try:
+        record: T = msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        _check(kind, data, (name,), amounts)
+        raise RooftopError(name, _shortened(data), str(error)) from None
     return record
 
 
-def _read(kind: Any, value: Any, path: tuple[str, ...], amounts: bool) -> Any:
-    """``value`` as a ``kind``. ``path`` leads to it: the name of the data, then '.FIELD' or '[INDEX]'."""
-    members = _members(kind)
-    for member in members:
+def _check(kind: Any, value: Any, path: tuple[str, ...], amounts: bool) -> None:
+    """Raise RooftopError for the first part of ``value`` that is no ``kind``, in our words.
+
+    msgspec names neither the keys of mappings nor the values of literals, and knows no closed dataclasses and no
+    amounts. ``path`` leads to the value: the name of the data, then '.FIELD' or '[INDEX]'.
+    """
+    for member in _members(kind):
         if member.takes(value):
-            if amounts and type(value) in (int, float):
-                _check_number(member, value, path)
-            return _convert(member, value, path, amounts)
-    accepted = " or ".join(dict.fromkeys(member.words for member in members))
-    raise RooftopError(_join(path), value if len(repr(value)) <= 80 else f"{str(value)[:80]}...", accepted)
+            break
+    else:
+        accepted = " or ".join(dict.fromkeys(member.words for member in _members(kind)))
+        raise RooftopError(_join(path), _shortened(value), accepted)
+    if member.is_single:
+        if not amounts or type(value) not in (int, float) or member.least <= value <= member.most:
+            return
+        raise RooftopError(_join(path), value, f"{member.words} from {member.least:g} to {member.most:g}")
+    for name in value if member.is_closed else ():
+        if name not in _written(member.kind):
+            raise unknown(_join((*path, ".field")), name, member.fields)
+    for name in member.required:
+        if name not in value:
+            raise RooftopError(_join((*path, f".{name}")), None, "a value: this field is required")
+    if member.length is not None and member.length != len(value):
+        raise RooftopError(_join(path), value, f"a list of {member.length}")
+    for place, part_kind, part in member.parts(value):
+        _check(part_kind, part, (*path, place), amounts)
 
 
-#: The largest number in a record of amounts: figures of the largest plans are far below it.
-_LARGEST, _LARGEST_WHOLE = 1e36, 2**63 - 1
-
-
-def _check_number(member: _Member, value: float, path: tuple[str, ...]) -> None:
-    """Raise RooftopError for an amount that is not finite, or outside of what its field takes."""
-    least = 0.0 if member.least is None else member.least
-    most = min(_LARGEST_WHOLE if member.kind is int else _LARGEST, _LARGEST if member.most is None else member.most)
-    if not least <= value <= most:
-        raise RooftopError(_join(path), value, f"{member.words} from {least:g} to {most:g}")
-
-
-def _convert(member: _Member, value: Any, path: tuple[str, ...], amounts: bool) -> Any:
-    """``value``, whose JSON type fits, as the type of ``member``."""
-    if member.is_record:
-        return _convert_record(member.kind, value, path, amounts)
-    if member.container in _OBJECTS:
-        keys, items = member.arguments
-        return {
-            _read(keys, key, (*path, " key"), amounts): _read(items, item, (*path, f".{key}"), amounts)
-            for key, item in value.items()
-        }
-    if member.container in _ARRAYS:
-        kinds = member.arguments
-        if member.container is not tuple or kinds[1:] == (...,):
-            kinds = kinds[:1] * len(value)
-        elif len(value) != len(kinds):
-            raise RooftopError(_join(path), value, f"a list of {len(kinds)}")
-        pairs = enumerate(zip(kinds, value, strict=True))
-        entries = (_read(kind, item, (*path, f"[{index}]"), amounts) for index, (kind, item) in pairs)
-        return (list if member.container in (list, Sequence) else member.container)(entries)
-    return value
-
-
-def _convert_record(kind: type, value: Mapping[str, object], path: tuple[str, ...], amounts: bool) -> object:
-    hints, arguments = _hints(kind), dict[str, object]()
-    if getattr(kind, "closed", False):
-        for name in value:
-            if name not in _written(kind):
-                raise unknown(_join((*path, ".field")), name, (field.name for field in fields(kind)))
-    for field in fields(kind):
-        if field.name in value:
-            place = (*path, f".{field.name}")
-            arguments[field.name] = _read(hints[field.name], value[field.name], place, amounts)
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise RooftopError(_join((*path, f".{field.name}")), None, "a value: this field is required")
-    record: object = kind(**arguments)
-    return record
+def _shortened(value: object) -> object:
+    return value if len(repr(value)) <= 80 else f"{str(value)[:80]}..."
 
 
 _OBJECTS = (dict, Mapping)
 _ARRAYS = (tuple, list, Sequence, frozenset)
+#: The largest number in a record of amounts: figures of the largest plans are far below it.
+_LARGEST, _LARGEST_WHOLE = 1e36, 2**63 - 1
 #: Python types by the JSON type that messages name; a float takes whole numbers too.
 _JSON_TYPES: dict[object, tuple[str, tuple[type, ...]]] = {
     str: ("a string", (str,)), int: ("a whole number", (int,)), float: ("a number", (int, float)),
@@ -182,27 +163,44 @@ class _Member:
     """One member of a union, or a type that is not a union. Error messages name its values with ``words``."""
 
     def __init__(self, kind: Any) -> None:
-        self.least: float | None = None
-        self.most: float | None = None
-        while typing.get_origin(kind) is typing.Annotated:
-            kind, *notes = typing.get_args(kind)
-            # Limits of msgspec's Meta, whatever else the type is annotated with.
-            for note in notes:
-                self.least = getattr(note, "ge", self.least)
-                self.most = getattr(note, "le", self.most)
+        # Limits of msgspec's Meta, whatever else the type is annotated with.
+        kind, *notes = typing.get_args(kind) if typing.get_origin(kind) is typing.Annotated else (kind,)
+        limits = {name: limit for note in notes for name in ("ge", "le") if (limit := getattr(note, name, None))}
+        self.least, self.most = limits.get("ge", 0), limits.get("le", _LARGEST_WHOLE if kind is int else _LARGEST)
         self.kind, self.container, self.arguments = kind, typing.get_origin(kind), typing.get_args(kind)
-        self.is_record = is_dataclass(kind)
         self.literals = self.arguments if self.container is typing.Literal else ()
-        self.words = ", ".join(map(str, self.literals))
-        self.types: tuple[type, ...] = ()
+        self.words, self.types = ", ".join(map(str, self.literals)), tuple[type, ...]()
         if not self.literals:
-            self.words, self.types = _JSON_TYPES[dict if self.is_record else self.container or kind]
+            self.words, self.types = _JSON_TYPES[dict if is_dataclass(kind) else self.container or kind]
+        is_fixed = self.container is tuple and self.arguments[-1] is not ...
+        self.length = len(self.arguments) if is_fixed else None
+        own_fields = fields(kind) if is_dataclass(kind) else ()
+        hints = get_type_hints(kind, include_extras=True) if own_fields else {}
+        self.is_closed = getattr(kind, "closed", False)
+        self.is_single = not own_fields and self.container not in (*_OBJECTS, *_ARRAYS)
+        self.fields = {field.name: hints[field.name] for field in own_fields}
+        self.required = [
+            field.name for field in own_fields if field.default is MISSING and field.default_factory is MISSING
+        ]
 
     def takes(self, value: object) -> bool:
         """True if the value is one of the literals, or of the JSON type. A bool is an int to Python only."""
         if self.literals:
             return value in self.literals
         return isinstance(value, self.types) and (type(value) is not bool or int not in self.types)
+
+    def parts(self, value: Any) -> Iterator[tuple[str, Any, Any]]:
+        """The place, type and value of each part of a value that the member takes."""
+        if self.fields:
+            yield from ((f".{name}", hint, value[name]) for name, hint in self.fields.items() if name in value)
+        elif self.container in _OBJECTS:
+            keys, items = self.arguments
+            for key, item in value.items():
+                yield " key", keys, key
+                yield f".{key}", items, item
+        elif self.container in _ARRAYS:
+            kinds = self.arguments if self.length else self.arguments[:1] * len(value)
+            yield from ((f"[{index}]", *part) for index, part in enumerate(zip(kinds, value, strict=True)))
 
 
 @cache
@@ -215,12 +213,6 @@ def _join(path: tuple[str, ...]) -> str:
     """A path in words: 'plan mesh.axes', 'plan[3].count'."""
     name, rest = path[0], "".join(path[1:])
     return f"{name} {rest[1:]}" if rest.startswith(".") else name + rest
-
-
-@cache
-def _hints(kind: type) -> Mapping[str, Any]:
-    """Types of the fields of a dataclass by name, with the limits of numbers."""
-    return get_type_hints(kind, include_extras=True)
 
 
 def schema(kind: Any) -> dict[str, Any]:
@@ -247,7 +239,8 @@ def schema(kind: Any) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schemas[0], "$defs": components}
 
 
-def _records(hint: Any) -> list[Any]:
+@cache
+def _records(hint: Any) -> tuple[Any, ...]:
     """Dataclasses that a type mentions, itself first, each with those that its own fields mention."""
     seen: dict[Any, None] = {}
     waiting = [hint]
@@ -259,4 +252,4 @@ def _records(hint: Any) -> list[Any]:
             hints = get_type_hints(item)
             waiting += [hints[field.name] for field in fields(item)]
             waiting += [get_type_hints(member.func)["return"] for member in _derived(item).values()]
-    return list(seen)
+    return tuple(seen)

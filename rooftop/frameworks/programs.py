@@ -38,7 +38,7 @@ def _sequences(title: str) -> Capability[TrainingSpec]:
         accepted=f"a multiple of {' x '.join(BATCH_AXES)} x microbatches",
         obstacle=_divides(
             title, "sequences of a step by copies and microbatches",
-            lambda spec: (spec.sequences, spec.ways(*BATCH_AXES) * spec.microbatches),
+            lambda spec: (spec.sequences, spec.ways(*BATCH_AXES) * spec.choice.microbatches),
         ),
     )  # fmt: skip
 
@@ -84,7 +84,7 @@ def _layers(title: str, extra: Sequence[int]) -> Capability[TrainingSpec]:
 
     def obstacle(spec: TrainingSpec) -> str | None:
         stages, layers = spec.ways(*STAGE_AXES), spec.model.layers
-        parts = stages * spec.chunks
+        parts = stages * spec.choice.chunks
         if stages == 1 or any((layers + more) % parts == 0 for more in extra):
             return None
         counted = " or ".join(str(layers + more) for more in extra)
@@ -111,7 +111,7 @@ def _staged_schedule(title: str, *accepted: str) -> Capability[TrainingSpec]:
     """The schedule, where there are stages."""
     return _one_of(
         "schedule", title, accepted,
-        lambda spec: spec.schedule if spec.ways(*STAGE_AXES) > 1 else accepted[0],
+        lambda spec: spec.choice.schedule if spec.ways(*STAGE_AXES) > 1 else accepted[0],
     )  # fmt: skip
 
 
@@ -127,8 +127,24 @@ def _pipeline_copies(spec: TrainingSpec) -> str | None:
 
 def _rounds(spec: TrainingSpec) -> str | None:
     stages = spec.ways(*STAGE_AXES)
-    uneven = stages > 1 and spec.microbatches % stages
-    return f"MaxText's microbatches are a multiple of its stages: {spec.microbatches} of {stages}" if uneven else None
+    uneven = stages > 1 and spec.choice.microbatches % stages
+    return (
+        f"MaxText's microbatches are a multiple of its stages: {spec.choice.microbatches} of {stages}"
+        if uneven
+        else None
+    )
+
+
+def _compute(spec: TrainingSpec) -> str:
+    return spec.numerics.compute
+
+
+def _matmul(spec: TrainingSpec) -> str:
+    return spec.numerics.matmul
+
+
+def _optimizer(spec: TrainingSpec) -> str:
+    return spec.numerics.optimizer
 
 
 _MEGATRON: tuple[Capability[TrainingSpec], ...] = (
@@ -140,9 +156,9 @@ _MEGATRON: tuple[Capability[TrainingSpec], ...] = (
     _layers("Megatron", (0, 1, 2)),
     _sequences("Megatron"),
     _staged_schedule("Megatron", "1f1b", "interleaved"),
-    _one_of("dtype of activations", "Megatron", ("bf16", "f16", "f32"), lambda spec: spec.compute),
-    _one_of("dtype of matmuls", "Megatron", ("bf16", "f16", "f8_e4m3", "f4_e2m1", "f32"), lambda spec: spec.matmul),
-    _one_of("optimizer", "Megatron", _OPTIMIZERS, lambda spec: spec.optimizer),
+    _one_of("dtype of activations", "Megatron", ("bf16", "f16", "f32"), _compute),
+    _one_of("dtype of matmuls", "Megatron", ("bf16", "f16", "f8_e4m3", "f4_e2m1", "f32"), _matmul),
+    _one_of("optimizer", "Megatron", _OPTIMIZERS, _optimizer),
 )  # fmt: skip
 _TORCHTITAN: tuple[Capability[TrainingSpec], ...] = (
     _heads("torchtitan", kv=True),
@@ -152,9 +168,9 @@ _TORCHTITAN: tuple[Capability[TrainingSpec], ...] = (
     _sequences("torchtitan"),
     Capability(name="tied embeddings", accepted="without stages", obstacle=_pipeline_copies),
     _staged_schedule("torchtitan", "1f1b", "interleaved", "gpipe", "zero_bubble"),
-    _one_of("dtype of activations", "torchtitan", ("bf16", "f32"), lambda spec: spec.compute),
-    _one_of("dtype of matmuls", "torchtitan", ("bf16", "f8_e4m3", "f32"), lambda spec: spec.matmul),
-    _one_of("optimizer", "torchtitan", _OPTIMIZERS, lambda spec: spec.optimizer),
+    _one_of("dtype of activations", "torchtitan", ("bf16", "f32"), _compute),
+    _one_of("dtype of matmuls", "torchtitan", ("bf16", "f8_e4m3", "f32"), _matmul),
+    _one_of("optimizer", "torchtitan", _OPTIMIZERS, _optimizer),
 )
 _MAXTEXT: tuple[Capability[TrainingSpec], ...] = (
     _experts("MaxText"),
@@ -162,9 +178,9 @@ _MAXTEXT: tuple[Capability[TrainingSpec], ...] = (
     _layers("MaxText", (0,)),
     _sequences("MaxText"),
     _staged_schedule("MaxText", "gpipe", "1f1b", "interleaved"),
-    _one_of("dtype of activations", "MaxText", ("bf16", "f32"), lambda spec: spec.compute),
-    _one_of("dtype of matmuls", "MaxText", ("bf16", "int8", "f8_e4m3", "f32"), lambda spec: spec.matmul),
-    _one_of("optimizer", "MaxText", (*_OPTIMIZERS, "sgd", "muon"), lambda spec: spec.optimizer),
+    _one_of("dtype of activations", "MaxText", ("bf16", "f32"), _compute),
+    _one_of("dtype of matmuls", "MaxText", ("bf16", "int8", "f8_e4m3", "f32"), _matmul),
+    _one_of("optimizer", "MaxText", (*_OPTIMIZERS, "sgd", "muon"), _optimizer),
 )
 
 #: What each framework can run, by its name.

@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING
 
 from rooftop.arrays import Mesh
 from rooftop.arrays.rules import AXES
+from rooftop.capabilities import AskedSwitches
 from rooftop.core.errors import RooftopError, one_of
 from rooftop.core.quantities import parse_count, parse_dtype
+from rooftop.core.records import field_values
 from rooftop.frameworks.framework import FRAMEWORKS, FrameworkName, parse_settings
 from rooftop.hardware import Slice
+from rooftop.models.numerics import Numerics
 from rooftop.plan.pricing import BOUNDS
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.workload import MOST_TOKENS, Numerics, Workload
+from rooftop.plan.training.workload import MOST_TOKENS, Workload
 from rooftop.requests.inputs import axes_of, model_of
 from rooftop.requests.planning import PlanTraining
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
@@ -60,8 +63,7 @@ def training_problem(request: PlanTraining, where: Slice, *, comparing: bool = F
         mesh=mesh if isinstance(mesh, Mesh) else None,
         remat=request.remat,
         microbatches=None if microbatches is None else parse_count(microbatches, "microbatches"),
-        collective_matmuls=request.collective_matmuls,
-        experts_over_tensor=request.experts_over_tensor,
+        **field_values(request, AskedSwitches),
         framework=FrameworkName(
             name=name, release=request.release, settings=parse_settings(request.framework_settings)
         ),

@@ -9,7 +9,6 @@ no older one is removed before the new one is on the disk under its name.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import json
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import make_folder, open_file, publish, read_text, remove_folder, sync, write_text
-from rooftop.core.records import read_record
+from rooftop.core.records import plain, read_record
 
 _MANIFEST, _STATE = "manifest.json", "state"
 _SCHEMA = 1
@@ -82,7 +81,7 @@ class _Manifest:
 
     def text(self) -> str:
         """The manifest as JSON, with its own SHA-256."""
-        body = json.dumps(dataclasses.asdict(self))
+        body = json.dumps(plain(self))
         return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "manifest": body})
 
     @classmethod
@@ -362,7 +361,7 @@ class Checkpoints:
             for name in files:
                 if own.intersection(Path(name).parts):
                     sync(writing / name)
-        share = {name: dataclasses.asdict(file) for name, file in _checksums(writing, _share(files))}
+        share = plain(dict(_checksums(writing, _share(files))))
         write_text(writing / _part(jax.process_index()), json.dumps(share))
 
     def _publish(self, writing: Path, manifest: _Manifest) -> None:

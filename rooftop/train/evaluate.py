@@ -86,7 +86,7 @@ class Forward:
 
     @property
     def _how(self) -> Computation:
-        return replace(self.program.computation, specs=self.program.specs(self.own_mesh))
+        return replace(self.program.computation, rules=self.program.specs(self.own_mesh).rules)
 
     @cached_property
     def _mean(self) -> Callable[[Any, Any], jax.Array]:

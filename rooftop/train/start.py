@@ -136,7 +136,7 @@ def _of_plan(request: TrainRequest, data: Mapping[str, Any], here: Local) -> tup
     spec = replace(spec, seq_len=request.seq_len or spec.seq_len, sequences=request.batch_seqs or spec.sequences)
     layout = plan.mesh if here.is_slice(plan.problem.slice) and not moved else None
     if layout is None:
-        spec = replace(spec, kernel=here.attention(spec.compute))
+        spec = replace(spec, kernel=here.attention(spec.numerics.compute))
     accepted = "a plan that is executable, on a mesh and with a batch that divide"
     program = TrainProgram.from_spec(spec, accepted, mesh=layout)
     return program, mesh_of(spec.axes, here, layout=layout), note

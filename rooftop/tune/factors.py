@@ -12,9 +12,11 @@ from typing import Any
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import COLUMN_AXES, EXPERT_AXES, GATHER_AXES, STAGE_AXES
+from rooftop.capabilities import SWITCHES, Switches
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import field_values
 from rooftop.hardware import Slice
-from rooftop.models.activations import parse_policy, searched_policies
+from rooftop.models.activations import searched_policies
 from rooftop.models.config import ModelConfig
 from rooftop.models.program_sizes import block_size
 from rooftop.models.segments import segments
@@ -103,11 +105,9 @@ def changed_plan(plan: TrainingPlan, change: Mapping[str, Any]) -> TrainingPlan:
     for name, value in change.items():
         if name == "layout":
             mesh = Mesh.from_layout(problem.slice, value)
-        elif name == "remat":
-            choice = replace(choice, remat=value, policy=parse_policy(value))
         elif name == "attention_block":
             problem = replace(problem, assumptions=replace(problem.assumptions, attention_block=value))
-        elif name in ("microbatches", "collective_matmuls", "experts_over_tensor"):
+        elif name in ("remat", "microbatches", *SWITCHES):
             choice = replace(choice, **{name: value})
         else:
             raise RooftopError("change", name, "layout, remat, microbatches, attention_block or a switch of a plan")
@@ -189,7 +189,7 @@ def _layouts(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
         return
     pinned = replace(
         plan.problem, axes=axes, mesh=None, remat=choice.remat, microbatches=choice.microbatches,
-        collective_matmuls=choice.collective_matmuls, experts_over_tensor=choice.experts_over_tensor,
+        **field_values(choice, Switches),
     )  # fmt: skip
     result = sweep(pinned, exhaustive=True)
     seen = {round(plan.expected_s, 9)}
@@ -210,7 +210,7 @@ def _meshes(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
         other = result.plan(candidate)
         if {name: size for name, size in other.mesh.shape.items() if size > 1} != own:
             change: dict[str, Any] = {"layout": other.mesh.layout}
-            for name in ("remat", "microbatches", "collective_matmuls", "experts_over_tensor"):
+            for name in ("remat", "microbatches", *SWITCHES):
                 if getattr(other.choice, name) != getattr(plan.choice, name):
                     change[name] = getattr(other.choice, name)
             yield change

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rooftop.arrays import AxisPiece, Mesh, PlacedMesh, ShardedArray, parse_axes, placed_mesh
 from rooftop.arrays.rules import Rules
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import read_record
 from rooftop.hardware import Slice
 
 V5P = Slice.parse("v5p:4x4x8")
@@ -131,7 +132,7 @@ def test_uneven_dims_name_the_nearest_even_ones() -> None:
 def test_rules_refuse_a_mesh_axis_used_twice() -> None:
     with pytest.raises(RooftopError, match="once"):
         Rules(parameters={"embed": ("fsdp", "fsdp")})
-    assert Rules.from_json(Rules().to_json()) == Rules()
+    assert read_record(Rules, Rules().to_json(), "rules") == Rules()
     assert Rules().only({"fsdp": 4}).activations["batch"] == ("fsdp",)
 
 

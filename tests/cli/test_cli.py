@@ -278,14 +278,14 @@ def test_help_brings_nothing_heavy():
     assert imported_by("from rooftop.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass") == []
 
 
-def test_a_plan_is_written_without_jax_and_msgspec():
+def test_a_plan_is_written_without_jax_and_scipy():
     statement = (
         "import contextlib, io\nfrom rooftop.cli.main import main\n"
         "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
         "    main(['plan', 'train', 'llama3-8b', '--on', 'v5e:4x4', '--batch-seqs', '16'])"
     )
     heavy = imported_by(statement)
-    assert "numpy" in heavy and not {"jax", "jaxlib", "msgspec", "scipy"} & set(heavy)
+    assert "numpy" in heavy and not {"jax", "jaxlib", "scipy"} & set(heavy)
 
 
 def test_the_ledger_needs_nothing_heavy():

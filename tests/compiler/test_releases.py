@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from rooftop.arrays import Mesh
+from rooftop.capabilities import Choice
 from rooftop.compiler.compiling import CompileRequest, compile_ahead_of_time
 from rooftop.compiler.options import _table, compile_without_refused, options_for
 from rooftop.explain.compiled.report import CompiledReport
 from rooftop.explain.compiled.training import request
 from rooftop.hardware import Slice
-from rooftop.models.activations import parse_policy
 from rooftop.models.sizing import small_model
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Workload
 
 #: A slice of eight devices of each chip. XLA:TPU compiles for no older one.
@@ -50,7 +49,7 @@ def plan(chip: str, kind: str) -> TrainingPlan:
         slice=slice_,
         workload=Workload(batch_tokens=16 * 256, seq_len=256),
     )
-    choice = Choice(remat="block", policy=parse_policy("block"), microbatches=2 if kind == "stage" else 1)
+    choice = Choice(remat="block", microbatches=2 if kind == "stage" else 1)
     return TrainingPlan(problem=problem, mesh=Mesh.lay(slice_, MESHES[kind]), choice=choice)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Meta
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.records import Record, derived, plain, read_record, schema
@@ -189,3 +190,18 @@ def test_error_of_a_union_lists_its_members_and_of_a_pair_its_length() -> None:
         read_record(Closed, {"size": True}, "data")
     with pytest.raises(RooftopError, match=r"^data size: got \[1\]; accepted: a list of 2$"):
         read_record(Closed, {"size": [1]}, "data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limited(Record):
+    """A record whose types have limits of msgspec."""
+
+    names: Annotated[tuple[str, ...], Meta(min_length=1)]
+    share: float = 0.0
+
+
+def test_reader_holds_limits_of_types_and_makes_floats_of_whole_numbers() -> None:
+    with pytest.raises(RooftopError, match=r"^data: got \{'names': \[\]\}; accepted: Expected `array` of length >= 1"):
+        read_record(Limited, {"names": []}, "data")
+    share = read_record(Limited, {"names": ["x"], "share": 1}, "data").share
+    assert type(share) is float

@@ -23,10 +23,11 @@ from rooftop.explain.compiled.training import Refusal, nearest_fit, request
 from rooftop.explain.join import join
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
+from rooftop.models.numerics import Numerics
 from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import Workload
 
 MESH = Mesh.from_layout(Slice.parse("v5e:4x4"), "fsdp=x,tensor=y")
 TOY = ModelConfig(

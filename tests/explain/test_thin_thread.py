@@ -7,17 +7,16 @@ from collections.abc import Mapping
 import pytest
 
 from rooftop.arrays import AXES, Mesh
+from rooftop.capabilities import Choice
 from rooftop.compiler.compiling import Compiled, CompileRequest, compile_ahead_of_time
 from rooftop.compiler.ledger import read_ledger
 from rooftop.core.ledger import Collective, Ledger, Row
 from rooftop.explain.join import JoinedRow, join
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
-from rooftop.models.activations import parse_policy
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Workload
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.training.program import TrainProgram
@@ -39,7 +38,7 @@ def planned(program: TrainProgram, mesh: Mesh) -> Ledger:
     assumptions = Assumptions(attention="reference")
     problem = Problem(model=program.model, slice=mesh.slice, workload=workload, assumptions=assumptions)
     remat = program.computation.remat
-    choice = Choice(remat=remat, policy=parse_policy(remat))
+    choice = Choice(remat=remat)
     return TrainingPlan(problem=problem, mesh=mesh, choice=choice).ledger
 
 

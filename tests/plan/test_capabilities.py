@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,33 @@ from jax.sharding import AbstractMesh, AxisType
 
 from rooftop import capabilities
 from rooftop.arrays import AXES, Mesh
-from rooftop.capabilities import ENGINE_AXES, ENGINE_WEIGHTS, KERNELS, SERVING, TRAINING, ServingSpec, obstacles
+from rooftop.capabilities import (
+    ENGINE_AXES,
+    ENGINE_WEIGHTS,
+    KERNELS,
+    SERVING,
+    SWITCHES,
+    TRAINING,
+    AskedSwitches,
+    Choice,
+    ServingSpec,
+    obstacles,
+)
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import load_model
 from rooftop.models.activations import parse_policy
+from rooftop.models.numerics import Numerics
 from rooftop.plan.layouts import Layouts, enumerate_layouts
 from rooftop.plan.training.answer import plan_training
-from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.strategies import Choice
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import Workload
 from rooftop.programs.attention.attend import _ATTEND
 from rooftop.programs.serving.quantised import FORMATS
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import abstract_batch, abstract_state
+from rooftop.requests.planning import PlanTraining
 from rooftop.serve.engine.configuration import configuration_of
 from tests.support.examples import examples
 
@@ -70,7 +82,6 @@ def plans(draw: st.DrawFn) -> TrainingPlan:
     remat = draw(st.sampled_from(("none", "block", "block,qkv=offload")))
     choice = Choice(
         remat=remat,
-        policy=parse_policy(remat),
         microbatches=draw(st.sampled_from((1, 2, 4, 8))),
         schedule=schedule,
         chunks=chunks,
@@ -231,11 +242,13 @@ def test_the_table_lists_what_programs_have() -> None:
     assert set(ENGINE_AXES) == set(AXES)
     plan = plan_training(problem(), alternatives=0).plan
     assert not list(obstacles(TRAINING, plan.spec))
-    assert plan.spec.runnable() == plan.spec
-    assert replace(plan.spec, matmul="int4", weights="f16").runnable() == plan.spec
-    narrow = replace(plan.spec, matmul="int8")
-    assert narrow.runnable() == narrow
-    assert replace(narrow, collective_matmuls=True).runnable() == replace(plan.spec, collective_matmuls=True)
+    plain = plan.spec.numerics
+    assert plan.spec.runnable_numerics == plain
+    assert replace(plan.spec, numerics=replace(plain, matmul="int4", weights="f16")).runnable_numerics == plain
+    narrow = replace(plan.spec, numerics=replace(plain, matmul="int8"))
+    assert narrow.runnable_numerics == narrow.numerics
+    overlapped = replace(narrow, choice=replace(plan.choice, collective_matmuls=True))
+    assert overlapped.runnable_numerics == plain
 
 
 def test_the_documentation_has_the_table() -> None:
@@ -246,3 +259,15 @@ def test_the_documentation_has_the_table() -> None:
 def test_a_mesh_that_is_laid_has_every_axis() -> None:
     slice_ = Slice.parse("v5e:4x4")
     assert tuple(Mesh.lay(slice_, dict.fromkeys(AXES, 1) | {"fsdp": 16}).shape) == AXES
+
+
+def test_switches_are_asked_planned_and_written_under_their_names() -> None:
+    assert {field.name for field in fields(AskedSwitches)} == set(SWITCHES)
+    for kind in (PlanTraining, Problem, Choice, TrainingPlanDocument, PlanSummary):
+        assert {field.name for field in fields(kind)} >= set(SWITCHES), kind.__name__
+
+
+def test_a_choice_names_a_policy_that_is_known() -> None:
+    assert Choice(remat="block,qkv=offload").policy == parse_policy("block") | {"qkv": "offload"}
+    with pytest.raises(RooftopError, match=r"^remat: got 'blok'; accepted: did you mean block"):
+        Choice(remat="blok")

@@ -17,11 +17,12 @@ from rooftop.frameworks.habits import Habits
 from rooftop.frameworks.launches import LayerKernels
 from rooftop.hardware import Slice
 from rooftop.models import load_model
+from rooftop.models.numerics import Numerics
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import Workload
 from rooftop.roofline.achievable import fractions
 from rooftop.roofline.rules import distinct_parts
 

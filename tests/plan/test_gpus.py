@@ -7,10 +7,11 @@ import pytest
 from rooftop.arrays import Mesh, parse_axes
 from rooftop.hardware import Slice
 from rooftop.models import load_model
+from rooftop.models.numerics import Numerics
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import Workload
 
 
 def best(

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rooftop.arrays import AXES, Mesh, parse_axes
-from rooftop.capabilities import KERNELS, AttentionKernel
+from rooftop.capabilities import KERNELS, AttentionKernel, Choice
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Ledger
 from rooftop.core.records import schema
@@ -25,8 +25,9 @@ from rooftop.explain.compiled.report import bytes_by_axes
 from rooftop.explain.join import join
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
-from rooftop.models.activations import CHECKPOINTS, POLICIES, SEARCHED
+from rooftop.models.activations import CHECKPOINTS, SEARCHED
 from rooftop.models.attention import MatmulShape
+from rooftop.models.numerics import Numerics
 from rooftop.models.program_sizes import LANES, block_size, padded_positions
 from rooftop.plan.layouts import enumerate_layouts, from_mesh
 from rooftop.plan.pricing import RingSteps, scalar
@@ -37,8 +38,8 @@ from rooftop.plan.training.plan import Padding, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.search import Sweep, searched_choices, sweep
-from rooftop.plan.training.strategies import Choice, Strategies
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.strategies import Strategies
+from rooftop.plan.training.workload import Workload
 from rooftop.present.documents.training import training_plan
 from rooftop.roofline.collectives import price
 from rooftop.scheduling.pipeline import PipelineSchedule
@@ -411,7 +412,7 @@ def test_a_ring_over_two_slices_goes_over_dcn_in_every_hop() -> None:
     slice_, seconds = asked.slice, {}
     for layout in ("fsdp=x+dcn,context=y", "fsdp=x+y[1:2],context=y[2:2]+dcn", "fsdp=x+y,context=dcn"):
         mesh = Mesh(slice_, dict.fromkeys(AXES, ()) | dict(Mesh.from_layout(slice_, layout).axes))
-        step = asked.step(Strategies(from_mesh(mesh), (Choice(remat="block", policy=POLICIES["block"]),)))
+        step = asked.step(Strategies(from_mesh(mesh), (Choice(remat="block"),)))
         (row,) = (r for r in training_ledger(step) if (r.scope, r.phase) == ("layers/attn/core", "forward"))
         (ring,) = (collective for collective in row.collectives if scalar(collective.wire_bytes) > 0)
         seconds[layout] = scalar(ring.expected_s) / scalar(ring.wire_bytes)

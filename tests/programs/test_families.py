@@ -21,7 +21,6 @@ from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.model.layer import Computation
 from rooftop.programs.model.transformer import logits, loss
 from rooftop.programs.parameters import Batch, Transformer, describe
-from rooftop.programs.sharding import Specs
 from rooftop.programs.training.program import TrainProgram
 from rooftop.programs.training.step import abstract_batch, train_step
 from tests.support.checkpoint_tensors import from_checkpoint, to_checkpoint
@@ -60,7 +59,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
     model, facts, tensors, golden = case(name)
     weights = jax.tree.map(jnp.asarray, from_checkpoint(model, tensors))
     mesh = mesh_of()
-    how = Computation(model=model, specs=Specs(Rules().only({})), remat="none")
+    how = Computation(model=model, rules=Rules().only({}), remat="none")
     batch = Batch(tokens=jnp.asarray(golden["tokens"]), targets=jnp.asarray(golden["targets"]))
 
     def step(weights: Transformer[jax.Array]) -> Any:

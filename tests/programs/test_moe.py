@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 
 from rooftop.arrays import AXES, Mesh
 from rooftop.arrays.rules import Rules
+from rooftop.capabilities import Choice
 from rooftop.compiler.devices import topology_mesh
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.ledger import read_ledger
@@ -34,7 +35,6 @@ from rooftop.models.activations import parse_policy
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Workload
 from rooftop.programs.model import grouped_matmul
 from rooftop.programs.model.activation import activate
@@ -605,7 +605,7 @@ def compiled_rows(model: ModelConfig, slice_name: str, layout: str, batch: int, 
         text = jax.jit(jax.grad(total, argnums=(0, 1))).lower(weights, x).compile().as_text()
     workload = Workload(batch_tokens=batch * model.max_seq_len, seq_len=model.max_seq_len)
     problem = Problem(model=model, slice=slice_, workload=workload, assumptions=Assumptions())
-    plan = TrainingPlan(problem=problem, mesh=laid, choice=Choice(remat=remat, policy=parse_policy(remat)))
+    plan = TrainingPlan(problem=problem, mesh=laid, choice=Choice(remat=remat))
     rows = join(plan.ledger, read_ledger(hlo.parse(text), laid.shape))
     return {(row.scope, row.phase): row for row in rows if row.scope.startswith(("layers/moe", "unscoped"))}
 

@@ -15,9 +15,10 @@ from jax.sharding import AbstractMesh, AxisType
 from rooftop.arrays.rules import AXES
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, load_model
+from rooftop.models.numerics import Numerics
 from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import Workload
 from rooftop.programs.parameters import Batch, Parameter, Transformer, describe, shardings
 from rooftop.programs.sharding import axes_of
 from rooftop.programs.training.adafactor import SecondMoments, adafactor, factored_dims

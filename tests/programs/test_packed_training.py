@@ -25,7 +25,6 @@ from rooftop.programs.model.moe.route import balance, load
 from rooftop.programs.model.positions import within_segments
 from rooftop.programs.model.transformer import logits, objective
 from rooftop.programs.parameters import Batch, Transformer, describe, initialise
-from rooftop.programs.sharding import Specs
 from rooftop.programs.training.program import Optimizer, TrainProgram
 from rooftop.programs.training.step import StepMetrics, abstract_batch, init_state, lower, train_step
 from tests.support.curves import initial_state, mesh_of, program_of
@@ -109,7 +108,7 @@ def assert_close(actual: Transformer[np.ndarray], expected: Transformer[np.ndarr
 def test_a_packed_batch_is_its_documents(name: str) -> None:
     """Loss and gradients are those of the documents, one in a sequence. Rotary and learned positions."""
     model = model_of(name)
-    how = Computation(model=model, specs=Specs(Rules().only({})), attention="chunked", z_loss=1e-2)
+    how = Computation(model=model, rules=Rules().only({}), attention="chunked", z_loss=1e-2)
     mesh = mesh_of()
     weights = initialise(describe(model), jax.random.key(0), mesh, how.specs, jnp.float32)
 
@@ -213,7 +212,7 @@ def test_a_batch_without_any_loss_changes_nothing() -> None:
 def test_z_loss_is_the_mean_square_of_log_z() -> None:
     """Value and gradient, against the formula on logits that are there as a whole."""
     model, mesh = model_of("gemma2"), mesh_of()  # its logits are soft-capped
-    how = Computation(model=model, specs=Specs(Rules().only({})), z_loss=0.3)
+    how = Computation(model=model, rules=Rules().only({}), z_loss=0.3)
     weights = initialise(describe(model), jax.random.key(0), mesh, how.specs, jnp.float32)
     text = np.random.default_rng(1).integers(0, model.vocab, (2, 13), np.int32)
     batch = Batch(tokens=jnp.asarray(text[:, :-1]), targets=jnp.asarray(text[:, 1:]))

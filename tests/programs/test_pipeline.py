@@ -15,13 +15,12 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from rooftop.arrays import AXES, Mesh
+from rooftop.capabilities import Choice
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, load_model
-from rooftop.models.activations import parse_policy
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Workload
 from rooftop.programs.parameters import Layer
 from rooftop.programs.training.passes import split
@@ -302,7 +301,7 @@ def test_program_of_a_plan_with_stages() -> None:
     problem = Problem(model=load_model("llama3-8b"), slice=slice_, workload=workload, schedule="interleaved", chunks=2)
     axes = {name: () for name in AXES} | dict(Mesh.from_layout(slice_, "stage=x,context=y").axes)
     choice = Choice(
-        remat="block", policy=parse_policy("block"), microbatches=8, schedule="interleaved", chunks=2
+        remat="block", microbatches=8, schedule="interleaved", chunks=2
     )  # fmt: skip
     trained_program = TrainProgram.from_plan(TrainingPlan(problem=problem, mesh=Mesh(slice_, axes), choice=choice))
     assert (trained_program.schedule, trained_program.chunks, trained_program.microbatches) == ("interleaved", 2, 8)

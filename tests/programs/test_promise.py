@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ import jax
 import pytest
 
 from rooftop.arrays.rules import Rules
-from rooftop.capabilities import KERNELS, TRAINING, TrainingSpec, _runs, obstacles
+from rooftop.capabilities import KERNELS, TRAINING, Choice, TrainingSpec, _runs, obstacles
 from rooftop.core.errors import RooftopError
 from rooftop.models import MLA, ModelConfig, MoE, RopeScaling
+from rooftop.models.numerics import Numerics
 from rooftop.programs.training.program import TrainProgram
 from tests.support.curves import mesh_of
 from tests.support.examples import examples
@@ -38,8 +40,12 @@ def spec_of(axes: dict[str, int], **changes: Any) -> TrainingSpec:
     fields: dict[str, Any] = {
         "model": MODEL, "axes": axes, "sequences": 8, "seq_len": 16, "kernel": "reference", "attention_block": 8,
         "compute": "f32", "matmul": "f32", "gradients": "f32", "rules": Rules().only(axes),
-    }  # fmt: skip
-    return TrainingSpec(**(fields | changes))
+    } | changes  # fmt: skip
+    choice, numerics = (
+        kind(**{field.name: fields.pop(field.name) for field in dataclasses.fields(kind) if field.name in fields})
+        for kind in (Choice, Numerics)
+    )
+    return TrainingSpec(choice=choice, numerics=numerics, **fields)
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,15 @@ import pytest
 
 from rooftop.arrays import AXES, Mesh
 from rooftop.arrays.rules import Rules
+from rooftop.capabilities import Choice
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, load_model
-from rooftop.models.activations import parse_policy
+from rooftop.models.numerics import Numerics
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.strategies import Choice
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import Workload
 from rooftop.programs.attention.context import sequence_order
 from rooftop.programs.parameters import Batch, Transformer, describe, initialise, shardings
 from rooftop.programs.sharding import Specs
@@ -247,7 +247,7 @@ def test_thousands_of_devices_without_any() -> None:
 
 def test_json_round_trip() -> None:
     trained = program(
-        optimizer=Optimizer(learning_rate=1e-3, clip_norm=1.0), specs=Specs(Rules().only({"data": 1, "fsdp": 1}))
+        optimizer=Optimizer(learning_rate=1e-3, clip_norm=1.0), rules=Rules().only({"data": 1, "fsdp": 1})
     )
     assert TrainProgram.from_json(trained.to_json()) == trained
     rings = program(collective_matmuls=True, ring_order=(0, 1, 3, 2))
@@ -278,7 +278,6 @@ def plan(layout: str, collective_matmuls: bool = False, **changes: Any) -> Train
     axes = {name: () for name in AXES} | dict(Mesh.from_layout(slice_, layout).axes)
     choice = Choice(
         remat="block,qkv=offload",
-        policy=parse_policy("block,qkv=offload"),
         microbatches=4,
         collective_matmuls=collective_matmuls,
     )
@@ -350,7 +349,7 @@ def test_unknown_program_field_and_dtype() -> None:
         program(compute_dtype="f64")
     whole = program().to_json()
     for wrong in ({"speed": 11}, {"computation": whole["computation"] | {"speed": 11}}, {"computation": 11}):
-        with pytest.raises(RooftopError, match="TrainProgram"):
+        with pytest.raises(RooftopError, match=r"^train program (field|computation|computation\.field): got "):
             TrainProgram.from_json(whole | wrong)
 
 

@@ -15,9 +15,10 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import Slice, chip
 from rooftop.models import ModelConfig, MoE, count_params, flops_per_token, kv_bytes_per_token, load_model
 from rooftop.models.activations import checkpoint_widths
+from rooftop.models.numerics import Numerics
 from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import Workload
 from rooftop.roofline import matmul, rules
 
 V5E = chip("v5e").replace(hbm_bytes_per_s=8.2e11)

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftop.arrays import Mesh
+from rooftop.capabilities import Choice
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Slice
-from rooftop.models.activations import parse_policy
 from rooftop.plan.layouts import from_mesh
 from rooftop.plan.training.pricing import lockstep_s
-from rooftop.plan.training.strategies import IDLE_SHARES, Choice, Strategies
+from rooftop.plan.training.strategies import IDLE_SHARES, Strategies
 from rooftop.scheduling.pipeline import (
     SCHEDULES,
     TRIP_OPS,
@@ -132,9 +132,7 @@ def test_slots_counted_by_their_tasks_last_as_long_as_those_of_the_table(
 
     slots = [max(duration(stage, task) for stage, task in enumerate(row) if task is not None) for row in table.slots]
     mesh = Mesh.from_layout(Slice.parse(f"v5e:1x1@{stages}"), "stage=dcn")
-    choice = Choice(
-        remat="block", policy=parse_policy("block"), microbatches=microbatches, schedule=schedule, chunks=chunks
-    )
+    choice = Choice(remat="block", microbatches=microbatches, schedule=schedule, chunks=chunks)
     strategies = Strategies(from_mesh(mesh), (choice,))
     tasks = {
         ("forward", "layers"): forward, ("recompute", "layers"): recompute, ("backward", "layers"): backward,

@@ -191,13 +191,12 @@ def penalised(prompt: list[int], how: Sampling) -> list[int]:
     from rooftop.arrays.rules import Rules
     from rooftop.programs.model.layer import Computation
     from rooftop.programs.model.transformer import logits
-    from rooftop.programs.sharding import Specs
     from tests.support.curves import mesh_of
     from tests.support.quickly import QUICKLY
 
     model, _, tensors, _ = case("llama")
     weights = jax.tree.map(jnp.asarray, from_checkpoint(model, tensors))
-    of = jax.jit(partial(logits, how=Computation(model=model, specs=Specs(Rules().only({})))), compiler_options=QUICKLY)
+    of = jax.jit(partial(logits, how=Computation(model=model, rules=Rules().only({}))), compiler_options=QUICKLY)
     tokens, room = list(prompt), 32
     with jax.set_mesh(mesh_of()):
         for _ in range(how.max_tokens):

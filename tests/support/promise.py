@@ -47,10 +47,11 @@ from rooftop.arrays.rules import (
     Rules,
     ways,
 )
-from rooftop.capabilities import KERNELS, MATMUL_DTYPES, TRAINING, AttentionKernel, TrainingSpec
+from rooftop.capabilities import KERNELS, MATMUL_DTYPES, TRAINING, AttentionKernel, Choice, TrainingSpec
 from rooftop.core.errors import RooftopError
 from rooftop.models import MLA, ModelConfig, MoE
 from rooftop.models.activations import POLICIES
+from rooftop.models.numerics import Numerics
 from rooftop.models.optimizers import OPTIMIZERS
 from rooftop.models.program_sizes import CONTEXT_CHUNKS
 from rooftop.programs.attention.context import sequence_order
@@ -78,7 +79,7 @@ UNSUPPORTED = (
     {"compute": "f16", "matmul": "f16"},
     {"matmul": "int4"},
     *({name: "f16"} for name in ("weights", "moments", "gradients")),
-    {"optimizer": "shampoo"},
+    {"weights": "int8"},
     {"schedule": "dual_pipe"},
 )
 
@@ -121,17 +122,24 @@ def random_spec(seed: int, number: int, kernels: tuple[AttentionKernel, ...] = C
         axes=axes,
         kernel=rng.choice(kernels),
         attention_block=rng.choice((4, 8, 512)),
-        microbatches=microbatches,
-        remat=rng.choice((*POLICIES, "block,qkv=offload", "full,mlp_up=save")),
-        chunks=chunks,
-        collective_matmuls=_coin(rng),
-        rules=(Rules().with_whole_experts if _coin(rng) else Rules()).only(
+        choice=Choice(
+            microbatches=microbatches,
+            remat=rng.choice((*POLICIES, "block,qkv=offload", "full,mlp_up=save")),
+            schedule=more.pop("schedule", schedule),
+            chunks=chunks,
+            collective_matmuls=_coin(rng),
+            experts_over_tensor=(whole := _coin(rng)),
+        ),
+        numerics=Numerics(**more),
+        rules=(Rules().with_whole_experts if whole else Rules()).only(
             {axis: size for axis, size in axes.items() if size > 1}
         ),
-        **(sizes | {"schedule": schedule} | more),
+        **sizes,
     )
     keeps_exchanged = model.moe is not None and _coin(rng)
-    return replace(spec, remat=f"{spec.remat},mlp_normed=save") if keeps_exchanged else spec
+    if not keeps_exchanged:
+        return spec
+    return replace(spec, choice=replace(spec.choice, remat=f"{spec.choice.remat},mlp_normed=save"))
 
 
 def _mesh(rng: Random) -> dict[str, int]:
@@ -307,19 +315,28 @@ def difference(program: TrainProgram, spec: TrainingSpec, *, drops: bool) -> str
     if moe and drops and not np.isfinite(stepped(program, mesh)[0]):
         return "the loss is not finite where experts drop tokens"
     loss, before, after = stepped(_comparable(program), mesh)
+    numerics = spec.numerics
     expected_loss, _, expected = _one_device(
-        spec.model, spec.sequences, spec.seq_len, spec.optimizer, spec.weights, spec.moments, spec.matmul
+        spec.model,
+        spec.sequences,
+        spec.seq_len,
+        replace(
+            numerics,
+            compute="f32",
+            gradients="f32",
+            matmul=numerics.matmul if numerics.matmul in MATMUL_DTYPES else "f32",
+        ),
     )
-    exact = {spec.compute, spec.weights, spec.moments, spec.gradients} == {"f32"}
-    narrow = spec.matmul in MATMUL_DTYPES
+    exact = {numerics.compute, numerics.weights, numerics.moments, numerics.gradients} == {"f32"}
+    narrow = numerics.matmul in MATMUL_DTYPES
     of_loss, of_weights = TOLERANCE["narrow" if exact and narrow else "exact" if exact else "rounded"]
     if not abs(loss - expected_loss) <= of_loss * abs(expected_loss):
         return f"a loss of {loss}, not {expected_loss}"
     if (moe or narrow) and not exact:
         # Other operands are rounded. Rounded scores choose other experts now and then.
         return None
-    spacing = SPACING[spec.moments if spec.optimizer in ("lion", "muon", "adafactor") else spec.weights]
-    if spec.optimizer == "muon" and not exact:
+    spacing = SPACING[numerics.moments if numerics.optimizer in ("lion", "muon", "adafactor") else numerics.weights]
+    if numerics.optimizer == "muon" and not exact:
         # Steps towards orthogonality make rounding of small singular values large.
         before, after, expected = (momenta for momenta, _ in (before, after, expected))
     # A gradient that is zero but for rounding, as that of a key's bias, is a sum of rounded terms.
@@ -342,13 +359,10 @@ def difference(program: TrainProgram, spec: TrainingSpec, *, drops: bool) -> str
 
 
 @lru_cache(maxsize=64)
-def _one_device(
-    model: ModelConfig, sequences: int, seq_len: int, optimizer: str, weights: str, moments: str, matmul: str
-) -> tuple[float, Any, Any]:
+def _one_device(model: ModelConfig, sequences: int, seq_len: int, numerics: Numerics) -> tuple[float, Any, Any]:
     spec = TrainingSpec(
         model=model, axes={}, sequences=sequences, seq_len=seq_len, kernel="reference", attention_block=512,
-        remat="none", optimizer=optimizer, compute="f32", weights=weights, moments=moments,
-        gradients="f32", rules=Rules().only({}), matmul=matmul if matmul in MATMUL_DTYPES else "f32",
+        choice=Choice(remat="none"), numerics=numerics, rules=Rules().only({}),
     )  # fmt: skip
     return stepped(_comparable(TrainProgram.from_spec(spec, "any")), mesh_of())
 

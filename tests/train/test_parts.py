@@ -23,16 +23,15 @@ from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from rooftop.arrays import AXES, Mesh
+from rooftop.capabilities import Choice
 from rooftop.compiler.devices import local_devices, mesh_of, topology_mesh
 from rooftop.core.errors import RooftopError
 from rooftop.explain.compiled.training import request
 from rooftop.hardware import Slice, chip_of_kind
 from rooftop.models import ModelConfig, count_params, from_huggingface, load_model
-from rooftop.models.activations import parse_policy
 from rooftop.models.sizing import SMALL_FAMILIES, small_model
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.strategies import Choice
 from rooftop.plan.training.workload import Workload
 from rooftop.programs.parameters import Batch, describe
 from rooftop.programs.training.program import Optimizer, TrainProgram
@@ -137,7 +136,7 @@ def planned(on: str = "v5e:4x4", **axes: int) -> TrainingPlan:
     problem = Problem(
         model=load_model("llama3-8b"), slice=slice_, workload=Workload(batch_tokens=64 * 128, seq_len=128)
     )
-    choice = Choice(remat="block", policy=parse_policy("block"), microbatches=2)
+    choice = Choice(remat="block", microbatches=2)
     return TrainingPlan(problem=problem, mesh=Mesh.lay(slice_, dict.fromkeys(AXES, 1) | axes), choice=choice)
 
 
@@ -145,7 +144,7 @@ def test_a_shrunk_step_keeps_the_sequences_of_a_device() -> None:
     small = shrunk_plan(planned(fsdp=8, tensor=2).spec, 4)
     assert small.axes == dict.fromkeys(AXES, 1) | {"fsdp": 2, "tensor": 2}
     # 64 sequences over 8: 8 on a device, 4 in each of two microbatches.
-    assert (small.sequences, small.seq_len, small.microbatches) == (16, 128, 2)
+    assert (small.sequences, small.seq_len, small.choice.microbatches) == (16, 128, 2)
 
 
 def test_a_plan_is_only_run_elsewhere_when_that_is_asked_for() -> None:
@@ -408,9 +407,7 @@ def test_a_run_is_compiled_with_the_options_of_its_plan(name: str, axes: dict[st
     slice_ = Slice.parse(name)
     workload = Workload(batch_tokens=8 * 512, seq_len=512)
     problem = Problem(model=small_model("llama:10M", vocab=512, max_seq_len=512), slice=slice_, workload=workload)
-    plan = TrainingPlan(
-        problem=problem, mesh=Mesh.lay(slice_, axes), choice=Choice(remat="block", policy=parse_policy("block"))
-    )
+    plan = TrainingPlan(problem=problem, mesh=Mesh.lay(slice_, axes), choice=Choice(remat="block"))
     planned = request(plan)
     job = TrainJob(program=TrainProgram.from_plan(plan), mesh=topology_mesh(plan.mesh), seed=0)
     assert job.compiler_options == planned.defaults

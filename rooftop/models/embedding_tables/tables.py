@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.records import field_values
 
 COMBINERS: tuple[str, ...] = ("sum", "mean", "sqrtn")
 
@@ -174,9 +175,9 @@ class EmbeddingTable:
     name: str
     vocabulary: int
     width: int
+    combiner: str = "sum"
     initializer: Initializer = Initializer()
     optimizer: TableOptimizer = TableOptimizer()
-    combiner: str = "sum"
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
@@ -309,31 +310,18 @@ class Tables:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON that ``tables_from_json`` reads."""
         return {
-            "config": {name: value for name, value in vars(self.config).items() if value is not None},
-            "tables": {table.name: _table_json(table) for table in self.tables},
-            "features": {
-                feature.name: {
-                    name: value for name, value in vars(feature).items() if name != "name" and value is not None
-                }
-                for feature in self.features
-            },
+            "config": _set_fields(self.config),
+            "tables": {table.name: _set_fields(table) for table in self.tables},
+            "features": {feature.name: _set_fields(feature) for feature in self.features},
         }
 
 
-def _table_json(table: EmbeddingTable) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "vocabulary": table.vocabulary,
-        "width": table.width,
-        "combiner": table.combiner,
-        "initializer": {"kind": table.initializer.kind, **dict(table.initializer.parameters)},
-        "optimizer": {
-            "kind": table.optimizer.kind,
-            "learning_rate": table.optimizer.learning_rate,
-            **dict(table.optimizer.parameters),
-        },
-    }
-    if table.optimizer.clip is not None:
-        entry["optimizer"]["clip"] = table.optimizer.clip
-    if table.quantization is not None:
-        entry["quantization"] = vars(table.quantization).copy()
+def _set_fields(part: Any) -> dict[str, Any]:
+    """The fields of a part that are set, but its name; parameters stand next to the other fields."""
+    entry: dict[str, Any] = {}
+    for name, value in field_values(part).items():
+        if name == "parameters":
+            entry |= dict(value)
+        elif name != "name" and value is not None:
+            entry[name] = _set_fields(value) if is_dataclass(value) else value
     return entry

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rooftop.capabilities import MATMUL_DTYPES, TrainingSpec
+from rooftop.capabilities import MATMUL_DTYPES, Choice, TrainingSpec
 from rooftop.core.errors import Infeasible
 from rooftop.core.records import Record, field_values
 from rooftop.frameworks.programs import training_obstacles
@@ -20,7 +20,7 @@ from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDo
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
 from rooftop.plan.training.search import Sweep, best_of, plan_of, searched_switches, sweep
-from rooftop.plan.training.strategies import Choice, Strategies
+from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import MOST_TOKENS
 from rooftop.roofline.achievable import fractions
 from rooftop.roofline.overlap import overlap

@@ -14,6 +14,7 @@ import numpy as np
 
 from rooftop.arrays.mesh import Floats, Ints, Mesh
 from rooftop.arrays.rules import AXES
+from rooftop.capabilities import Choice
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Number
 from rooftop.models.activations import parse_policy
@@ -22,7 +23,7 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.search import searched_switches
 from rooftop.plan.training.step import TrainingStep
-from rooftop.plan.training.strategies import Choice, Strategies, choices
+from rooftop.plan.training.strategies import Strategies, choices
 
 #: Layouts and batches that are all priced: of more layouts the fastest at the job's own batch are drawn.
 MOST_PRICED = 4096

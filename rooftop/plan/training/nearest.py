@@ -17,20 +17,18 @@ import numpy.typing as npt
 
 from rooftop.arrays.mesh import Floats, Ints
 from rooftop.arrays.rules import AXES, BATCH_AXES
+from rooftop.capabilities import Choice
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import counted, format_seconds
 from rooftop.frameworks.programs import training_obstacles
 from rooftop.hardware import Slice, catalogue, slice_sizes
 from rooftop.models import count_params
-from rooftop.models.activations import POLICIES
 from rooftop.plan.layouts import Layouts
 from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import free_layouts, searched_layouts, sweep
-from rooftop.plan.training.strategies import Choice
-from rooftop.plan.training.workload import Numerics
 
 #: Mesh axes of searches over many slices: a stage rarely pays where these fit, and searching it takes most of the time.
 OUTLINE_AXES: tuple[str, ...] = tuple(name for name in AXES if name != "stage")
@@ -127,16 +125,7 @@ def runnable(problem: Problem) -> Problem:
     """The problem in the dtypes, and with the optimizer, that programs have."""
     if not problem.program.is_ours:
         return problem
-    spec = problem.spec({}, _PLAIN).runnable()
-    numerics = Numerics(
-        compute=spec.compute,
-        matmul=spec.matmul,
-        weights=spec.weights,
-        moments=spec.moments,
-        gradients=spec.gradients,
-        optimizer=spec.optimizer,
-    )
-    return replace(problem, numerics=numerics)
+    return replace(problem, numerics=problem.spec({}, _PLAIN).runnable_numerics)
 
 
 def refusal(problem: Problem) -> str | None:
@@ -144,7 +133,7 @@ def refusal(problem: Problem) -> str | None:
     return next(training_obstacles(problem.framework.name, problem.spec({}, _PLAIN)), None)
 
 
-_PLAIN = Choice(remat="none", policy=POLICIES["none"])
+_PLAIN = Choice(remat="none")
 
 
 def smallest_chips(problem: Problem) -> float:

@@ -10,14 +10,14 @@ from typing import Any, Literal
 from rooftop import __version__
 from rooftop.arrays.mesh import Mesh, MeshLayout
 from rooftop.arrays.rules import AXES, STAGE_AXES, Rules
-from rooftop.capabilities import TrainingSpec
+from rooftop.capabilities import Choice, Switches, TrainingSpec
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.records import Record, field_values, read_record
 from rooftop.frameworks.framework import PlannedFramework
 from rooftop.frameworks.programs import training_obstacles
 from rooftop.models import flops_per_token
-from rooftop.models.activations import parse_policy
+from rooftop.models.numerics import Dtypes, Numerics
 from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
 from rooftop.plan.evidence import Evidence, Question, evidence_for
 from rooftop.plan.layouts import from_mesh
@@ -29,8 +29,8 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import training_reasons
 from rooftop.plan.training.rows import training_ledger, training_work
 from rooftop.plan.training.step import TrainingStep
-from rooftop.plan.training.strategies import Choice, Strategies
-from rooftop.plan.training.workload import Dtypes, Numerics, Workload
+from rooftop.plan.training.strategies import Strategies
+from rooftop.plan.training.workload import Workload
 from rooftop.roofline.bounds import lower_s
 from rooftop.roofline.rules import model_flops_utilisation
 from rooftop.scheduling.pipeline import PipelineSchedule
@@ -185,25 +185,23 @@ class TrainingPlanDocument(Record):
     def plan(self) -> TrainingPlan:
         """The plan, priced anew. Raises RooftopError on a slice, mesh or policy that cannot be."""
         slice_ = self.slice.hardware
+        choice = Choice(
+            remat=self.remat.name,
+            microbatches=self.microbatches,
+            schedule=self.schedule.name,
+            chunks=self.schedule.chunks,
+            **field_values(self, Switches),
+        )
         problem = Problem(
             model=self.model.config,
             slice=slice_,
             workload=self.workload,
-            numerics=Numerics(optimizer=self.optimizer, **vars(self.dtypes)),
+            numerics=Numerics(optimizer=self.optimizer, **field_values(self.dtypes)),
             assumptions=self.assumptions.assumptions,
             framework=self.framework,
-            schedule=self.schedule.name,
-            chunks=self.schedule.chunks,
+            schedule=choice.schedule,
+            chunks=choice.chunks,
             bounds=self.assumptions.bounds,
-        )
-        choice = Choice(
-            remat=self.remat.name,
-            policy=parse_policy(self.remat.name),
-            microbatches=self.microbatches,
-            schedule=problem.schedule,
-            chunks=problem.chunks,
-            collective_matmuls=self.collective_matmuls,
-            experts_over_tensor=self.experts_over_tensor,
         )
         return TrainingPlan(problem=problem, mesh=self.mesh.on(slice_), choice=choice)
 
@@ -385,8 +383,7 @@ class TrainingPlan:
             layout=self.mesh.layout,
             remat=self.choice.remat,
             microbatches=self.choice.microbatches,
-            collective_matmuls=self.choice.collective_matmuls,
-            experts_over_tensor=self.choice.experts_over_tensor,
+            **field_values(self.choice, Switches),
             expected_s=expected_s,
             mfu=self._mfu(expected_s),
             memory_bytes=memory_bytes,
@@ -398,6 +395,7 @@ class TrainingPlan:
     def document(self) -> TrainingPlanDocument:
         """The plan as a record."""
         problem, numerics = self.problem, self.problem.formats
+        assumptions = replace(problem.assumed, hidden=problem.assumed.shares(self.step.rates.overlap))
         flops = flops_per_token(problem.model, problem.workload.seq_len)
         return TrainingPlanDocument(
             kind="train",
@@ -414,20 +412,9 @@ class TrainingPlan:
             optimizer=numerics.optimizer,
             remat=PlannedRemat(name=self.choice.remat, policy=self.choice.policy),
             microbatches=self.choice.microbatches,
-            collective_matmuls=self.choice.collective_matmuls,
-            experts_over_tensor=self.choice.experts_over_tensor,
+            **field_values(self.choice, Switches),
             schedule=PlannedSchedule(name=self.choice.schedule, chunks=self.choice.chunks),
-            assumptions=PlannedAssumptions(
-                hidden=problem.assumed.shares(self.step.rates.overlap),
-                attention=problem.assumed.attention,
-                attention_block=problem.assumed.attention_block,
-                calibration=problem.assumed.calibration,
-                own_program=problem.assumed.own_program,
-                narrow_gradients=problem.assumed.narrow_gradients,
-                fused_attention_gradients=problem.assumed.fused_attention_gradients,
-                attention_kernels=problem.assumed.attention_kernels,
-                bounds=problem.bounds,
-            ),
+            assumptions=PlannedAssumptions(**vars(assumptions), bounds=problem.bounds),
             flops=StepFlops(
                 per_token=self.flops_per_token,
                 per_step=self.flops_per_token * problem.workload.batch_tokens,

@@ -8,25 +8,26 @@ from functools import cache, cached_property
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import Rules
-from rooftop.capabilities import TrainingSpec
+from rooftop.capabilities import AskedSwitches, Choice, TrainingSpec
 from rooftop.core.errors import RooftopError
 from rooftop.frameworks.framework import Framework, FrameworkName, framework_of
 from rooftop.hardware import Slice
 from rooftop.models.config import ModelConfig
+from rooftop.models.numerics import Numerics
 from rooftop.plan.pricing import Bounds
 from rooftop.plan.shapes import require_planned
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.memory import HEADROOM, Memory, book_memory
 from rooftop.plan.training.states import step_memory
 from rooftop.plan.training.step import TrainingStep
-from rooftop.plan.training.strategies import Choice, Strategies
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.strategies import Strategies
+from rooftop.plan.training.workload import Workload
 from rooftop.roofline.rates import Rates
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule, require_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class Problem(AskedSwitches):
     """The input of a search: model, slice, workload. A part of the strategy that is None is searched.
 
     ``framework`` names the program that is planned, or is one; ``program`` is that for the model and chip, which
@@ -43,8 +44,6 @@ class Problem:
     mesh: Mesh | None = None
     remat: str | None = None
     microbatches: int | None = None
-    collective_matmuls: bool | None = None
-    experts_over_tensor: bool | None = None
     schedule: PipelineSchedule = DEFAULT_SCHEDULE
     chunks: int = 1
     bounds: Bounds = "usable"
@@ -118,7 +117,7 @@ class Problem:
 
     def spec(self, axes: Mapping[str, int], choice: Choice) -> TrainingSpec:
         """The train step that a program is asked for, on a mesh with these ``axes``."""
-        assumptions, numerics, chip = self.assumed, self.formats, self.slice.chip
+        assumptions, chip = self.assumed, self.slice.chip
         return TrainingSpec(
             model=self.model,
             axes=axes,
@@ -126,17 +125,8 @@ class Problem:
             seq_len=self.workload.seq_len,
             kernel=assumptions.kernel(chip.kind),
             attention_block=assumptions.attention_block or Rates.of(chip).attention_block,
-            microbatches=choice.microbatches,
-            remat=choice.remat,
-            schedule=choice.schedule,
-            chunks=choice.chunks,
-            collective_matmuls=choice.collective_matmuls,
-            optimizer=numerics.optimizer,
-            compute=numerics.compute,
-            matmul=numerics.matmul,
-            weights=numerics.weights,
-            moments=numerics.moments,
-            gradients=numerics.gradients,
+            choice=choice,
+            numerics=self.formats,
             rules=_rules(tuple(axes), experts_over_tensor=choice.experts_over_tensor),
         )
 

@@ -26,10 +26,11 @@ from rooftop.arrays.rules import (
     STAGE_AXES,
     ways,
 )
+from rooftop.capabilities import Choice
 from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import next_multiple
 from rooftop.frameworks.programs import training_obstacles
-from rooftop.models.activations import POLICIES, parse_policy, searched_policies
+from rooftop.models.activations import parse_policy, searched_policies
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
 from rooftop.models.widths import MOST_PADDING, ModelWidths
@@ -39,11 +40,11 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.pricing import expected_s
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.rows import training_work
-from rooftop.plan.training.strategies import Choice, Strategies, choices
+from rooftop.plan.training.strategies import Strategies, choices
 from rooftop.roofline.overlap import overlap
 
 #: The batch in one piece: padding of layouts, before any other choice.
-_WHOLE = Choice(remat="none", policy=POLICIES["none"])
+_WHOLE = Choice(remat="none")
 #: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
 BLOCK = 65_536
 #: Mesh shapes to be ranked exactly: the winner and the alternatives that a plan shows.
@@ -505,7 +506,7 @@ def _such_as(problem: Problem, sizes: Mapping[str, int]) -> str:
     asked = np.array([sizes.get(name, 1) for name in AXES])
     off = np.abs(np.log(devices / asked)).sum(axis=1)
     near = devices[np.argsort(off, kind="stable")]
-    plain = Choice(remat="none", policy=POLICIES["none"], schedule=problem.schedule, chunks=problem.chunks)
+    plain = Choice(remat="none", schedule=problem.schedule, chunks=problem.chunks)
     accepted = next((mesh for mesh in near[:_EXAMPLES] if _runs(problem, mesh, plain)), near[0] if len(near) else None)
     if accepted is None:
         return ""

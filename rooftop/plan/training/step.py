@@ -38,13 +38,14 @@ from rooftop.models import ModelConfig, Weight, weights
 from rooftop.models.activations import CHECKPOINTS, LOSS_CHUNK
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
 from rooftop.models.mixers import Recurrence, recurrences
+from rooftop.models.numerics import Numerics
 from rooftop.models.program_sizes import CONTEXT_CHUNKS, LANES, block_size, padded_positions
 from rooftop.models.segments import layers_alone, segments, shared_segment
 from rooftop.models.widths import ModelWidths
 from rooftop.plan.shapes import MixerMatmuls, full_attention_share, mean_attended_pairs, mlp_matmuls
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.strategies import Strategies
-from rooftop.plan.training.workload import Numerics, Workload
+from rooftop.plan.training.workload import Workload
 from rooftop.roofline.achievable import attention_kernels
 from rooftop.roofline.rates import Rates
 

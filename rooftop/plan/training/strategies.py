@@ -6,7 +6,7 @@ candidates broadcasts and each formula is evaluated no more often than it varies
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from rooftop.arrays.mesh import Floats, Ints
 from rooftop.arrays.rings import closes
 from rooftop.arrays.rules import AXES, GATHER_AXES, STAGE_AXES
+from rooftop.capabilities import Choice
 from rooftop.core.ledger import Number
 from rooftop.models import ModelConfig
 from rooftop.models.activations import CHECKPOINTS, kept_widths
@@ -38,28 +39,6 @@ IDLE_SHARES: Mapping[PipelineSchedule, float] = {
 
 #: The price of a hop of a ring, among the prices of collectives.
 RING_HOP = "ring_hop"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The part of a strategy that is not its layout.
-
-    ``chunks``: model chunks per stage of the interleaved schedule. ``collective_matmuls``: the layers' matmuls overlap
-    their collectives over tensor. ``experts_over_tensor``: tensor splits no expert, but deals out whole ones.
-    """
-
-    remat: str
-    policy: Mapping[str, str]
-    microbatches: int = 1
-    schedule: PipelineSchedule = DEFAULT_SCHEDULE
-    chunks: int = 1
-    collective_matmuls: bool = False
-    experts_over_tensor: bool = False
-
-    @property
-    def rest(self) -> tuple[int, bool, bool]:
-        """All that choices of one search differ in but ``remat``."""
-        return self.microbatches, self.collective_matmuls, self.experts_over_tensor
 
 
 @dataclass(frozen=True)
@@ -122,9 +101,7 @@ class Strategies:
         policies, _ = self._policies
         rest = self.choices[: len(self.choices) // len(policies)]
         if list(self.choices) != [
-            replace(choice, remat=other.remat, policy=other.policy)
-            for other in self.choices[:: len(rest)]
-            for choice in rest
+            replace(choice, remat=other.remat) for other in self.choices[:: len(rest)] for choice in rest
         ]:
             return self
         return self.with_choices(rest, policies)
@@ -136,7 +113,7 @@ class Strategies:
 
     def with_policy(self, policy: Mapping[str, str]) -> Strategies:
         """The same layouts and prices with another remat policy."""
-        return self.with_choices([replace(choice, policy=policy) for choice in self.choices])
+        return self.with_choices(self.choices, (policy,))
 
     def with_choices(
         self, choices: Sequence[Choice], policies: Sequence[Mapping[str, str]] | None = None
@@ -376,21 +353,16 @@ class _Groups:
 
 
 def choices(
-    policies: Mapping[str, Mapping[str, str]],
+    remats: Iterable[str],
     microbatches: Sequence[int],
     *,
     schedule: PipelineSchedule = DEFAULT_SCHEDULE,
     chunks: int = 1,
-    collective_matmuls: Sequence[bool] = (False,),
-    experts_over_tensor: Sequence[bool] = (False,),
+    **switches: Sequence[bool],
 ) -> tuple[Choice, ...]:
-    """Every combination of remat policies, microbatches and the two switches under one schedule."""
+    """Every combination of remat policies, settings of ``switches``, and microbatches, under one schedule."""
+    settings = [dict(zip(switches, on, strict=True)) for on in product(*switches.values())]
     return tuple(
-        Choice(
-            remat=name, policy=policy, microbatches=count, schedule=schedule, chunks=chunks,
-            collective_matmuls=overlaps, experts_over_tensor=whole,
-        )
-        for (name, policy), overlaps, whole, count in product(
-            policies.items(), collective_matmuls, experts_over_tensor, microbatches
-        )
-    )  # fmt: skip
+        Choice(remat=remat, microbatches=count, schedule=schedule, chunks=chunks, **on)
+        for remat, on, count in product(remats, settings, microbatches)
+    )

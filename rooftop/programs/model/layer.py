@@ -5,12 +5,10 @@ Dims as in ``transformer``, which also lists the collectives. ``Computation`` ho
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from rooftop.arrays.rules import Rules, ways
 from rooftop.capabilities import KERNELS, MATMUL_DTYPES, model_obstacle
 from rooftop.core.errors import RooftopError, unknown
+from rooftop.core.records import Record
 from rooftop.models.activations import parse_policy
 from rooftop.models.config import ModelConfig
 from rooftop.models.widths import HeadSplit
@@ -48,8 +47,8 @@ from rooftop.programs.sharding import Specs, gather, on_shards, split_sequence, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computation:
-    """Options of a model's computation: specs of arrays, and checkpoints by ``remat`` (``rooftop.models.activations``).
+class Computation(Record):
+    """Options of a model's computation: sharding ``rules``, and checkpoints by ``remat`` (``models.activations``).
 
     ``attention`` is a kernel of ``attention.attend``, with blocks of at most ``attention_block``. Over a context axis
     the sequence is in ``context_order``, and keys and values arrive by ``context_attention``: around a ring, or
@@ -63,8 +62,9 @@ class Computation:
     ``ring_order`` (None: as they are), and go ``both_ways`` round or one way.
     """
 
+    closed = True
+
     model: ModelConfig
-    specs: Specs = Specs(Rules())
     remat: str = "block"
     attention: str = "reference"
     attention_block: int = BLOCK
@@ -80,6 +80,7 @@ class Computation:
     collective_matmuls: bool = False
     ring_order: tuple[int, ...] | None = None
     both_ways: bool = False
+    rules: Rules = Rules()
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -105,6 +106,11 @@ class Computation:
             raise RooftopError("model", missing, "a model that programs can run; others are planned")
         parse_policy(self.remat)
 
+    @cached_property
+    def specs(self) -> Specs:
+        """The specs of arrays."""
+        return Specs(self.rules)
+
     @property
     def ring(self) -> StreamRing | None:
         """The ring of collective matmuls; None without them."""
@@ -115,21 +121,6 @@ class Computation:
     def saves(self, name: str) -> bool:
         """True if the backward pass has the checkpoint ``name``, and does not compute it again."""
         return parse_policy(self.remat)[name] != "recompute"
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values; of ``specs`` their ``rules``."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "specs"}
-        return fields | {"model": self.model.to_json(), "rules": self.specs.rules.to_json()}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Computation:
-        """The inverse of ``to_json``. Raises TypeError or KeyError on fields that a computation does not have."""
-        fields = dict(data)
-        if fields.get("ring_order") is not None:
-            fields["ring_order"] = tuple(fields["ring_order"])
-        if "rules" in fields:
-            fields["specs"] = Specs(Rules.from_json(fields.pop("rules")))
-        return cls(**fields | {"model": ModelConfig.from_json(fields["model"])})
 
     def positions(self, batch: Batch[jax.Array]) -> jax.Array:
         """The positions of the tokens: [T], or [B, T] if the batch has positions or segments.

@@ -193,7 +193,7 @@ class Decoder:
         """Options of the layers."""
         return Computation(
             model=self.model,
-            specs=self.specs,
+            rules=self.specs.rules,
             expert_matmul=self.expert_matmul,
             experts_gather=True,
             weights_left=self.weights_left,

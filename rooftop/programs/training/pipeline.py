@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ import jax.numpy as jnp
 from jax import P, named_scope
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.records import field_values
 from rooftop.models.segments import Segment, segments, shared_segment
 from rooftop.programs.model import transformer
 from rooftop.programs.model.layer import Computation
@@ -54,6 +56,15 @@ class _StageSpecs(Specs):
     def token_axes(self, sequence: str = "seq") -> frozenset[str]:
         """No axis: the gradient of a weight is summed over tokens where it is computed."""
         return frozenset()
+
+
+class _StageComputation(Computation):
+    """A computation inside a stage."""
+
+    @cached_property
+    def specs(self) -> Specs:
+        """The specs inside a stage."""
+        return _StageSpecs(self.rules)
 
 
 def pipelined(
@@ -140,9 +151,10 @@ class _Cut:
         batch_axes, stored = how.specs.rules.activations["batch"], how.specs.rules.parameters
         split_axes = {axis for name, axes in stored.items() if name != "layers" for axis in axes}
         copies = tuple(axis for at, axis in enumerate(batch_axes) if not split_axes & set(batch_axes[: at + 1]))
-        specs = _StageSpecs(how.specs.rules.only(dict.fromkeys(set(mesh.shape) - {"stage", *copies}, 1)))
+        rules = how.rules.only(dict.fromkeys(set(mesh.shape) - {"stage", *copies}, 1))
         return cls(
-            runs=runs, shared=shared, copies=copies, table=table, inside=replace(how, specs=specs),
+            runs=runs, shared=shared, copies=copies, table=table,
+            inside=_StageComputation(**field_values(how) | {"rules": rules}),
             shares=table.microbatches * math.prod(mesh.shape[axis] for axis in copies),
         )  # fmt: skip
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +15,7 @@ from rooftop.arrays.rings import DeviceRing
 from rooftop.arrays.rules import COLUMN_AXES, STAGE_AXES, ways
 from rooftop.capabilities import STATE_DTYPES, TRAINING, TrainingSpec, require
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.core.records import field_values
+from rooftop.core.records import Record, read_record
 from rooftop.core.rounding import next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.activations import LOSS_CHUNK
@@ -37,7 +35,7 @@ DTYPES = dict(zip(STATE_DTYPES, (jnp.bfloat16, jnp.float32), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class Optimizer(Record):
     """Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), Lion, Muon, Adafactor or plain SGD, by ``name``.
 
     Sources: Lion, Chen et al. 2023; Adafactor, Shazeer and Stern 2018, whose ``learning_rate`` is relative to the root
@@ -46,6 +44,8 @@ class Optimizer:
     biases and sinks do not decay. ``clip_norm`` limits the norm of all gradients together. ``moments`` is the dtype of
     the state.
     """
+
+    closed = True
 
     name: str = "adamw"
     learning_rate: float = 3e-4
@@ -115,7 +115,7 @@ def _cast(tree: Any, dtype: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainProgram:
+class TrainProgram(Record):
     """A train step, its mesh excepted. ``batch`` is B, in sequences of ``seq_len`` T, before padding (``padded``).
 
     ``computation`` describes the forward pass. Its specs come from all rules; a step takes the ``specs`` of its mesh.
@@ -127,6 +127,8 @@ class TrainProgram:
     sum over all gradients. ``schedule`` and ``chunks`` are those of ``rooftop.scheduling.pipeline.pipeline_table``,
     over a stage axis.
     """
+
+    closed = True
 
     computation: Computation
     batch: int
@@ -156,22 +158,10 @@ class TrainProgram:
         """The model that is trained."""
         return self.computation.model
 
-    def to_json(self) -> dict[str, Any]:
-        """The program as plain JSON values."""
-        fields = field_values(self)
-        return fields | {"computation": self.computation.to_json(), "optimizer": dataclasses.asdict(self.optimizer)}
-
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TrainProgram:
+    def from_json(cls, data: object) -> TrainProgram:
         """The inverse of ``to_json``. Raises RooftopError on a field that a program does not have."""
-        fields = dict(data)
-        try:
-            fields["computation"] = Computation.from_json(fields["computation"])
-            if "optimizer" in fields:
-                fields["optimizer"] = Optimizer(**fields["optimizer"])
-            return cls(**fields)
-        except (TypeError, KeyError, ValueError) as error:
-            raise RooftopError("train program", sorted(data), f"the fields of a TrainProgram ({error})") from None
+        return read_record(cls, data, "train program")
 
     @classmethod
     def from_plan(cls, plan: TrainingPlan) -> TrainProgram:
@@ -192,35 +182,36 @@ class TrainProgram:
         obstacle of the spec, if there is one; ``accepted`` says what to give instead.
         """
         require(TRAINING, spec, accepted)
+        choice, numerics = spec.choice, spec.numerics
         axes, (sequences, positions) = spec.rules.activations, spec.padded
-        ring = DeviceRing.of(mesh, *COLUMN_AXES) if mesh is not None and spec.collective_matmuls else None
+        ring = DeviceRing.of(mesh, *COLUMN_AXES) if mesh is not None and choice.collective_matmuls else None
         computation = Computation(
             model=spec.model,
-            specs=Specs(spec.rules),
-            remat=spec.remat,
+            rules=spec.rules,
+            remat=choice.remat,
             attention=spec.kernel,
             attention_block=spec.attention_block,
             context_attention="all_gather" if spec.ways(*STAGE_AXES) > 1 else "ring",
             expert_capacity=1.0,
-            collective_matmuls=spec.collective_matmuls,
+            collective_matmuls=choice.collective_matmuls,
             ring_order=None if ring is None else ring.order,
             both_ways=ring is not None and ring.closed,
-            matmul=None if spec.matmul == spec.compute else spec.matmul,
+            matmul=None if numerics.matmul == numerics.compute else numerics.matmul,
         )
         return cls(
             computation=computation,
             batch=spec.sequences,
             seq_len=spec.seq_len,
-            microbatches=spec.microbatches,
-            schedule=spec.schedule,
-            chunks=spec.chunks,
+            microbatches=choice.microbatches,
+            schedule=choice.schedule,
+            chunks=choice.chunks,
             loss_chunks=loss_chunks(
-                sequences // spec.microbatches // spec.ways(*axes["batch"]), positions // spec.ways(*axes["seq"])
+                sequences // choice.microbatches // spec.ways(*axes["batch"]), positions // spec.ways(*axes["seq"])
             ),
-            compute_dtype=spec.compute,
-            weights_dtype=spec.weights,
-            gradient_dtype=spec.gradients,
-            optimizer=Optimizer(name=spec.optimizer, moments=spec.moments, matmul=spec.compute),
+            compute_dtype=numerics.compute,
+            weights_dtype=numerics.weights,
+            gradient_dtype=numerics.gradients,
+            optimizer=Optimizer(name=numerics.optimizer, moments=numerics.moments, matmul=numerics.compute),
         )
 
     def padded(self, mesh: Mesh | AbstractMesh) -> tuple[int, int]:
@@ -240,7 +231,7 @@ class TrainProgram:
 
     def specs(self, mesh: Mesh | AbstractMesh) -> Specs:
         """The specs of arrays on ``mesh``: the rules without axes of size 1."""
-        rules = self.computation.specs.rules
+        rules = self.computation.rules
         return Specs(rules.only({axis: size for axis, size in mesh.shape.items() if size > 1}))
 
     def described(self, mesh: Mesh | AbstractMesh) -> Transformer[Parameter]:

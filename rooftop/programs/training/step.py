@@ -162,7 +162,7 @@ def train_step(program: TrainProgram, specs: Specs) -> _Step:
 
     Means of a packed or padded batch are over the tokens of all its microbatches and devices that carry loss.
     """
-    how = replace(program.computation, specs=specs)
+    how = replace(program.computation, rules=specs.rules)
     compute = jnp.dtype(DTYPES[program.compute_dtype])
     summed = jnp.dtype(DTYPES[program.gradient_dtype or program.compute_dtype])
 
