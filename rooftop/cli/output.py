@@ -18,6 +18,7 @@ import click
 
 from rooftop.core.errors import Infeasible, RooftopError, unknown
 from rooftop.core.printable import printable, printable_json
+from rooftop.core.records import Record
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -56,15 +57,19 @@ def console() -> Console:
 
 
 def show(
-    data: Mapping[str, object], written: Mapping[str, object] | None = None, *, as_json: bool = False, **context: Any
+    answer: Mapping[str, object] | Record,
+    written: Mapping[str, object] | None = None,
+    *,
+    as_json: bool = False,
+    **context: Any,
 ) -> None:
     """Print an answer: its JSON, or its document and the files ``written`` by what they hold (None: not written)."""
     if as_json:
-        emit_json(data)
+        emit_json(answer.to_json() if isinstance(answer, Record) else answer)
         return
     from rooftop.present.documents import document
 
-    show_document(document(data, **context), written)
+    show_document(document(answer, **context), written)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Builders of documents: one for each kind of answer, from the data that ``--json`` prints.
+"""Builders of documents: one for each kind of answer, from its record or from the data that ``--json`` prints.
 
 A builder is imported when its kind is asked for.
 """
@@ -7,32 +7,66 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.core.errors import unknown
 from rooftop.core.ledger import Ledger
+from rooftop.core.records import Record, read_record
 from rooftop.core.timelines import Lanes
 from rooftop.present.document import MOST_LANES, Document, Timeline
 from rooftop.simulate.planned import step_lanes
 
-#: Kind of an answer -> its name in words, and its builder.
-KINDS: dict[str, tuple[str, str]] = {
-    "train": ("a plan of a training run", "training:training_plan"),
-    "serve": ("a plan of a server", "serving:serving_plan"),
-    "pareto": ("a front of servers", "serving:front"),
-    "embed": ("a plan of embedding tables", "embedding:embedding_plan"),
-    "compiled_embed": ("a compilation of embedding tables", "embedding:compiled_embedding"),
-    "simulation": ("a simulation", "serving:simulation"),
-    "compiled": ("a compilation", "compiled:compilation"),
-    "script": ("a script on a slice", "scripts:script"),
-    "check": ("a checked program", "checked:checked"),
-    "tuned": ("a tuned program", "tuned:tuned"),
-    "explained": ("an explained run", "explained:explained"),
-    "difference": ("a difference of two runs", "explained:difference"),
-    "calibration": ("a calibration", "calibration:calibration"),
-    "operations": ("operations", "explained:operations"),
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of answer: its name in words, and its builder as MODULE:FUNCTION.
+
+    ``record`` is the record that the builder takes, as MODULE:CLASS, or a function that picks the class for some data.
+    Without one the builder takes plain JSON.
+    """
+
+    what: str
+    builder: str
+    record: str = ""
+
+    def read(self, data: Mapping[str, Any]) -> Any:
+        """The record in plain JSON, or the JSON itself. Raises RooftopError naming the field that is wrong."""
+        if not self.record:
+            return data
+        found = _load(self.record)
+        return read_record(found if isinstance(found, type) else found(data), data, self.what.partition(" ")[2])
+
+
+def _load(name: str) -> Any:
+    module, _, member = name.partition(":")
+    return getattr(importlib.import_module(module), member)
+
+
+#: Kinds of answers whose data names their kind.
+KINDS: dict[str, Kind] = {
+    "train": Kind(what="a plan of a training run", builder="training:training_plan"),
+    "serve": Kind(what="a plan of a server", builder="serving:serving_plan"),
+    "pareto": Kind(what="a front of servers", builder="serving:front"),
+    "embed": Kind(what="a plan of embedding tables", builder="embedding:embedding_plan"),
+    "compiled_embed": Kind(what="a compilation of embedding tables", builder="embedding:compiled_embedding"),
+    "simulation": Kind(what="a simulation", builder="serving:simulation"),
+    "compiled": Kind(what="a compilation", builder="compiled:compilation"),
+    "script": Kind(what="a script on a slice", builder="scripts:script"),
+    "check": Kind(what="a checked program", builder="checked:checked"),
+    "tuned": Kind(what="a tuned program", builder="tuned:tuned"),
+    "explained": Kind(what="an explained run", builder="explained:explained"),
+    "difference": Kind(what="a difference of two runs", builder="explained:difference"),
+    "calibration": Kind(what="a calibration", builder="calibration:calibration"),
+    "operations": Kind(what="operations", builder="explained:operations"),
+}
+#: Kinds that only their verb prints: their data does not name them.
+_NAMELESS: dict[str, Kind] = {
+    "validation": Kind(what="a validation", builder="validation:validation"),
+    "matmul": Kind(what="a sharded product", builder="matmul:matmul"),
+    "bench collectives": Kind(what="measured collectives", builder="matmul:collectives"),
+    "bench serve": Kind(what="a measured server", builder="serving:server"),
 }
 
 
@@ -53,30 +87,25 @@ def timeline_about(lanes: Lanes) -> str:
     return "; ".join(part for part in parts if part) or f"{lanes.source}, one step"
 
 
-#: Kinds that only their verb prints: their data does not name them.
-_NAMELESS: dict[str, tuple[str, str]] = {
-    "validation": ("a validation", "validation:validation"),
-    "matmul": ("a sharded product", "matmul:matmul"),
-    "bench collectives": ("measured collectives", "matmul:collectives"),
-    "bench serve": ("a measured server", "serving:server"),
-}
-
-
 def document(
-    data: Mapping[str, Any], *, kind: str | None = None, lanes: Sequence[Lanes] = (), **context: Any
+    answer: Mapping[str, Any] | Record, *, kind: str | None = None, lanes: Sequence[Lanes] = (), **context: Any
 ) -> Document:
-    """The document of an answer, with timelines. ``context`` goes to the builder, such as the ``plan`` next to it.
+    """The document of an answer, a record or its JSON, with timelines. ``context`` goes to the builder.
 
-    ``kind`` is that of data that does not name its own.
+    ``kind`` is that of an answer that does not name its own. JSON is read as the record of its kind, where it has one.
 
-    Raises RooftopError for a kind that has no document.
+    Raises RooftopError for a kind that has no document, and for JSON that is not of its kind.
     """
-    kind = kind or str(data.get("kind"))
-    builders = KINDS | _NAMELESS
-    if kind not in builders:
-        raise unknown("document", kind, builders)
-    module, _, name = builders[kind][1].partition(":")
-    builder: Callable[..., Document] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    kind = kind or str(getattr(answer, "kind", None) if isinstance(answer, Record) else answer.get("kind"))
+    kinds = KINDS | _NAMELESS
+    if kind not in kinds:
+        raise unknown("document", kind, kinds)
+    data: Any = answer
+    if not isinstance(answer, Record):
+        data = kinds[kind].read(answer)
+    elif not kinds[kind].record:
+        data = answer.to_json()
+    builder: Callable[..., Document] = _load(f"{__name__}.{kinds[kind].builder}")
     built = builder(data, **context)
     drawn = tuple(
         Timeline(title=item.title, about=timeline_about(item), section="Timeline", lanes=item, detail=True)
