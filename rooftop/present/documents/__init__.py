@@ -86,8 +86,14 @@ KINDS: dict[str, Kind] = {
 #: Kinds that only their verb prints: their data does not name them.
 _NAMELESS: dict[str, Kind] = {
     "validation": Kind(what="a validation", builder="validation:validation"),
-    "matmul": Kind(what="a sharded product", builder="matmul:matmul"),
-    "bench collectives": Kind(what="measured collectives", builder="matmul:collectives"),
+    "matmul": Kind(
+        what="a sharded product", builder="matmul:matmul", record="rooftop.explain.compiled.checks:ExpressionRecord"
+    ),
+    "bench collectives": Kind(
+        what="measured collectives",
+        builder="matmul:collectives",
+        record="rooftop.profile.microbench.records:CollectivesRecord",
+    ),
     "bench serve": Kind(
         what="a measured server", builder="serving:server", record="rooftop.serve.client.metrics:ServingBenchRecord"
     ),
