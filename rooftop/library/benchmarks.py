@@ -47,6 +47,7 @@ from rooftop.simulate.serving.traces import RequestTrace
 if TYPE_CHECKING:
     from rooftop.core.measurements import CalibrationPoint
     from rooftop.plan.training.plan import TrainingPlan
+    from rooftop.present.document import Document
     from rooftop.profile.microbench.calibration import Bench
     from rooftop.serve.client.prediction import PredictionInput
     from rooftop.serve.client.replay import Replayed
@@ -340,8 +341,6 @@ _NOT_TIMED = "a pass takes more than a share of the time: raise --minutes"
 class CalibrationResult(Result):
     """Measured points of devices, or terms of a run, and the fractions of the chip that they give."""
 
-    document_kind = "calibration"
-
     calibration: Calibration
     path: Path | None = None
 
@@ -362,6 +361,13 @@ class CalibrationResult(Result):
         """A point a row; of a run a term a row."""
         run = self.calibration.run
         return [flat(item.to_json()) for item in (self.calibration.points if run is None else run.terms)]
+
+    @property
+    def document(self) -> Document:
+        """The terms of a run, or the points of devices and the fractions that they give."""
+        from rooftop.present.documents import document
+
+        return document(self.calibration)
 
     @property
     def summary(self) -> str:

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from rooftop import __version__
 from rooftop.core.amounts import Amount, Count
+from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.core.records import Record, derived
-from rooftop.explain.measured.difference import Difference, difference, side_of
+from rooftop.explain.difference import Difference, difference, ledger_side
 from rooftop.plan.documents import PlannedSlice
 from rooftop.tune.factors import Factor
 from rooftop.tune.search import Searched
@@ -171,15 +172,7 @@ class TuneReport:
         if first.schedule == last.schedule or not first.fits:
             return None
         sides = [
-            side_of(
-                trial.title,
-                {
-                    "kind": "compiled",
-                    "fits": True,
-                    "ledger": list(self.file.ledger(trial)),
-                    "peak_bytes": trial.peak_bytes,
-                },
-            )
+            ledger_side(trial.title, "compiled", Ledger(self.file.ledger(trial)), trial.peak_bytes)
             for trial in (first, last)
         ]
         return difference(*sides)

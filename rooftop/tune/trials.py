@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rooftop.core.amounts import Amount
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import make_folder, read_text, sync, write_text
+from rooftop.core.ledger import Row
 from rooftop.core.records import Record, read_record
 from rooftop.tune.factors import Factor
 from rooftop.tune.subjects import change_of, options_of
@@ -63,6 +64,23 @@ class Trial(Record):
         return float("inf") if seconds is None else float(seconds)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Line(Record):
+    """A line of the file: a trial, with its compiled ledger if it is the first with its schedule."""
+
+    trial: Trial
+    ledger: tuple[Row, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Header(Record):
+    """The first line of the file; ``program`` is the fingerprint of the program and of the versions."""
+
+    kind: Literal["tuning"] = "tuning"
+    schema: int = 1
+    program: str
+
+
 def trial_key(factors: Sequence[Factor], layers: int | None) -> str:
     """The key of a trial: of what is set, however it is called."""
     question = [options_of(factors), change_of(factors), layers]
@@ -79,9 +97,9 @@ class TrialFile:
 
     def __init__(self, path: Path, identity: Mapping[str, Any], *, fresh: bool = False) -> None:
         self.path = path
-        self._header = json.dumps({"kind": "tuning", "schema": 1, "program": _digest(identity)}) + "\n"
+        self._header = json.dumps(_Header(program=_digest(identity)).to_json()) + "\n"
         self._trials: dict[str, Trial] = {}
-        self._ledgers: dict[str, tuple[Mapping[str, Any], ...]] = {}
+        self._ledgers: dict[str, tuple[Row, ...]] = {}
         if not fresh:
             self._read()
 
@@ -94,8 +112,8 @@ class TrialFile:
         """The trial of a key; None if there is none yet."""
         return self._trials.get(key)
 
-    def ledger(self, trial: Trial) -> tuple[Mapping[str, Any], ...]:
-        """Rows of the compiled ledger, as JSON values: of a trial with another's schedule those of the other."""
+    def ledger(self, trial: Trial) -> tuple[Row, ...]:
+        """Rows of the compiled ledger: of a trial with another's schedule those of the other."""
         if trial.key in self._ledgers:
             return self._ledgers[trial.key]
         like = (other for other in self.trials if other.schedule == trial.schedule and other.key in self._ledgers)
@@ -106,7 +124,7 @@ class TrialFile:
         """The first trial whose scheduled module is this one."""
         return next((trial for trial in self.trials if trial.schedule == schedule and trial.end == "priced"), None)
 
-    def add(self, trial: Trial, ledger: Sequence[Mapping[str, Any]] = ()) -> None:
+    def add(self, trial: Trial, ledger: Sequence[Row] = ()) -> None:
         """Keep a trial, and write it."""
         self._trials[trial.key] = trial
         if ledger:
@@ -122,7 +140,7 @@ class TrialFile:
         self._ledgers.clear()
 
     def _line(self, trial: Trial) -> str:
-        return json.dumps({"trial": trial.to_json(), "ledger": self._ledgers.get(trial.key, ())}) + "\n"
+        return json.dumps(_Line(trial=trial, ledger=self._ledgers.get(trial.key, ())).to_json()) + "\n"
 
     def _write_all(self) -> None:
         try:
@@ -156,14 +174,13 @@ class TrialFile:
         whole = rest.rpartition("\n")[0]
         for line in whole.splitlines():
             try:
-                data = json.loads(line)
-                trial = read_record(Trial, data["trial"], "trial")
-            except (ValueError, KeyError, TypeError, RecursionError, RooftopError):
+                ended = read_record(_Line, json.loads(line), "trial")
+            except (ValueError, RecursionError, RooftopError):
                 # What a crash has left: all that follows is compiled again.
                 break
-            self._trials[trial.key] = trial
-            if data.get("ledger"):
-                self._ledgers[trial.key] = tuple(data["ledger"])
+            self._trials[ended.trial.key] = ended.trial
+            if ended.ledger:
+                self._ledgers[ended.trial.key] = ended.ledger
         if self._trials:
             self._write_all()
 
@@ -174,9 +191,10 @@ def _digest(identity: Mapping[str, Any]) -> str:
 
 def _is_header(line: str) -> bool:
     try:
-        return bool(json.loads(line)["kind"] == "tuning")
-    except (ValueError, KeyError, TypeError, RecursionError):
+        read_record(_Header, json.loads(line), "results")
+    except (ValueError, RecursionError, RooftopError):
         return False
+    return True
 
 
 def _unwritable(path: Path, error: OSError) -> RooftopError:

@@ -140,7 +140,7 @@ def test_figures_of_the_page_are_those_of_the_command(trace: Path) -> None:
     out = next(title for title in titles if title.startswith("measured: layers/attn/out"))
     assert "FLOP/s: 35.8 T" in out
     assert "of its roof" in out
-    (line,) = (line for line in of_explained(answer.to_json()) if line.scope == "layers/attn/out")
+    (line,) = (line for line in of_explained(answer.record()) if line.scope == "layers/attn/out")
     assert line.sides["measured"].flops == pytest.approx(2 * 1024 * 512 * 1024)
     assert line.sides["measured"].intensity == pytest.approx(line.sides["compiled"].intensity)
 

@@ -210,8 +210,8 @@ class ExplainedRecord(Record):
     attributed: Share
     marked: str
     steps: Annotated[tuple[ExplainedStep, ...], Meta(min_length=1)]
-    by_device: tuple[DeviceTime, ...]
-    processes: tuple[ProcessTime, ...]
+    by_device: tuple[DeviceTime, ...] = ()
+    processes: tuple[ProcessTime, ...] = ()
     rows: tuple[ExplainedRow, ...]
     collectives: tuple[ExplainedCollective, ...]
     idle: tuple[Waiting, ...]

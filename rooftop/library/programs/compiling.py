@@ -60,7 +60,7 @@ class CompileResult(Result):
         """The compiled ledger; for a refusal the memory at the peak."""
         if self.refusal is None:
             return ledger_rows(self.ledger)
-        return [flat(buffer) for buffer in self.report.to_json()["buffers"]]
+        return [flat(buffer.to_json()) for buffer in self.report.record().buffers]
 
     @property
     def summary(self) -> str:

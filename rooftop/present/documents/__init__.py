@@ -52,18 +52,32 @@ KINDS: dict[str, Kind] = {
     "embed": Kind(what="a plan of embedding tables", builder="embedding:embedding_plan"),
     "compiled_embed": Kind(what="a compilation of embedding tables", builder="embedding:compiled_embedding"),
     "simulation": Kind(what="a simulation", builder="serving:simulation"),
-    "compiled": Kind(what="a compilation", builder="compiled:compilation"),
-    "script": Kind(what="a script on a slice", builder="scripts:script"),
-    "check": Kind(what="a checked program", builder="checked:checked"),
-    "tuned": Kind(what="a tuned program", builder="tuned:tuned"),
-    "explained": Kind(what="an explained run", builder="explained:explained"),
-    "difference": Kind(what="a difference of two runs", builder="explained:difference"),
-    "calibration": Kind(what="a calibration", builder="calibration:calibration"),
-    "operations": Kind(what="operations", builder="explained:operations"),
+    "compiled": Kind(
+        what="a compilation", builder="compiled:compilation", record="rooftop.explain.compiled.report:compiled_kind"
+    ),
+    "script": Kind(what="a script on a slice", builder="scripts:script", record="rooftop.explain.scripts:ScriptRecord"),
+    "check": Kind(what="a checked program", builder="checked:checked", record="rooftop.check.report:CheckRecord"),
+    "tuned": Kind(what="a tuned program", builder="tuned:tuned", record="rooftop.tune.report:TuneRecord"),
+    "explained": Kind(
+        what="an explained run", builder="explained:explained", record="rooftop.explain.measured.report:ExplainedRecord"
+    ),
+    "difference": Kind(
+        what="a difference of two runs",
+        builder="explained:difference",
+        record="rooftop.explain.difference:Difference",
+    ),
+    "calibration": Kind(
+        what="a calibration", builder="calibration:calibration", record="rooftop.roofline.calibration:Calibration"
+    ),
+    "operations": Kind(
+        what="operations", builder="explained:operations", record="rooftop.explain.operations:OperationsRecord"
+    ),
 }
 #: Kinds that only their verb prints: their data does not name them.
 _NAMELESS: dict[str, Kind] = {
-    "validation": Kind(what="a validation", builder="validation:validation"),
+    "validation": Kind(
+        what="a validation", builder="validation:validation", record="rooftop.validation.report:ValidationRecord"
+    ),
     "matmul": Kind(what="a sharded product", builder="matmul:matmul"),
     "bench collectives": Kind(what="measured collectives", builder="matmul:collectives"),
     "bench serve": Kind(what="a measured server", builder="serving:server"),
@@ -109,7 +123,7 @@ def document(
     built = builder(data, **context)
     drawn = tuple(
         Timeline(title=item.title, about=timeline_about(item), section="Timeline", lanes=item, detail=True)
-        for item in lanes or _planned(data)
+        for item in lanes or (() if kinds[kind].record else _planned(data))
     )
     at = next((at for at, chart in enumerate(built.charts) if chart.section == "Memory"), len(built.charts))
     return replace(built, charts=(*built.charts[:at], *drawn, *built.charts[at:]))
