@@ -197,7 +197,7 @@ class ValidationResult(Result):
             f"{engines} of engines under load"
         ]
         for group in self.report.groups:
-            errors = group.errors["calibrated"] or group.errors["uncalibrated"]
+            errors = group.best_errors
             if group.by == "chip" and errors is not None:
                 lines.append(f"{group.name}: {100 * errors.mean_absolute:.1f}% mean absolute error")
         return "\n".join(lines)

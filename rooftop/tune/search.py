@@ -22,8 +22,9 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Row
 from rooftop.explain.compiled.report import CompiledReport
 from rooftop.tune.factors import Factor
+from rooftop.tune.records import Trial
 from rooftop.tune.subjects import Subject, change_of, options_of
-from rooftop.tune.trials import Trial, TrialFile, trial_key
+from rooftop.tune.trials import TrialFile, trial_key
 
 #: Share of the time in which factors are tried alone, before those that gain are joined.
 _ALONE = 0.7

@@ -10,58 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rooftop.core.amounts import Amount
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import make_folder, read_text, sync, write_text
 from rooftop.core.ledger import Row
 from rooftop.core.records import Record, read_record
 from rooftop.tune.factors import Factor
+from rooftop.tune.records import Trial
 from rooftop.tune.subjects import change_of, options_of
-
-#: Ends of a trial: priced; its schedule is that of an earlier trial; the compiler, or the program, refused it; it needs
-#: more HBM than there is.
-TrialEnd = Literal["priced", "same_schedule", "refused", "too_large"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial(Record):
-    """A compilation with some factors, named in ``factors``; () is the baseline.
-
-    ``layers`` are those of a proxy (None: the whole program). ``schedule`` is the fingerprint of the scheduled module.
-    ``expected_s`` is priced by rooftop, ``estimated_s`` by XLA's own cycles, both on the compiled schedule;
-    ``exposed_s`` of it are waits for collectives. ``reason`` says why it was refused, or what it needs too much.
-    ``seconds`` are those of the compilation. ``key`` is equal for equal options, changes and layers.
-    """
-
-    key: str
-    factors: tuple[str, ...]
-    options: Mapping[str, bool | int | str]
-    change: Mapping[str, Any]
-    layers: int | None
-    end: TrialEnd
-    schedule: str = ""
-    same_as: tuple[str, ...] | None = None
-    expected_s: Amount | None = None
-    estimated_s: Amount | None = None
-    exposed_s: Amount | None = None
-    peak_bytes: Amount | None = None
-    reason: str = ""
-    seconds: Amount
-
-    @property
-    def fits(self) -> bool:
-        """True if it was compiled, and so fits."""
-        return self.end in ("priced", "same_schedule")
-
-    @property
-    def title(self) -> str:
-        """Its factors in words."""
-        return " + ".join(self.factors) or "baseline"
-
-    def time_s(self, estimates: str) -> float:
-        """Seconds of a step by 'rooftop' or by 'xla'; infinite for a trial that has none."""
-        seconds = self.estimated_s if estimates == "xla" else self.expected_s
-        return float("inf") if seconds is None else float(seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -198,6 +198,11 @@ class Group(Record):
     covered: float | None
     note: str | None
 
+    @property
+    def best_errors(self) -> Errors | None:
+        """Errors at the calibrated level; at the uncalibrated one where no run has that."""
+        return self.errors["calibrated"] or self.errors["uncalibrated"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyReport:

@@ -297,6 +297,11 @@ class EmbedRefusal:
             by += f"; by the plan --sample-passes {fitting.problem.sample_passes} fits"
         return Infeasible(f"the {self.part} of {where} on {self.plan.problem.slice.name} does not fit", by)
 
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        return str(self.infeasible)
+
     def _text(self, limits: Limits) -> str:
         return limits_of_stacks_text(limits) if self.stack is None else limits_text(limits[self.stack])
 
@@ -317,7 +322,7 @@ class EmbedRefusal:
             larger_refused=None if largest is None else largest.monotonic,
             limits_tried=None if largest is None else largest.tried,
             obstacles=self.plan.obstacles,
-            verdict=str(self.infeasible),
+            verdict=self.verdict,
         )
 
     def to_json(self, *, top: int = 10) -> dict[str, Any]:

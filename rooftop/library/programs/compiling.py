@@ -140,8 +140,8 @@ class EmbedCompileResult(Result):
     @property
     def rows(self) -> list[dict[str, object]]:
         """A stack's lookup or update a row; none for a refusal."""
-        stacks = self.report.to_json().get("stacks", ())
-        return [flat(stack) for stack in stacks]
+        stacks = self.report.stacks if isinstance(self.report, EmbedReport) else ()
+        return [flat(stack.to_json()) for stack in stacks]
 
     @property
     def document(self) -> Document:
@@ -151,7 +151,7 @@ class EmbedCompileResult(Result):
     @property
     def summary(self) -> str:
         """The verdict."""
-        return str(self.report.to_json()["verdict"])
+        return self.report.verdict
 
     def raise_if_infeasible(self) -> None:
         """Raise Infeasible, with the largest limits that compile, if a part does not fit."""

@@ -36,7 +36,9 @@ class Kind:
         if not self.record:
             return data
         found = _load(self.record)
-        return read_record(found if isinstance(found, type) else found(data), data, self.what.partition(" ")[2])
+        return read_record(
+            found if isinstance(found, type) else found(data), data, self.what.removeprefix("a ").removeprefix("an ")
+        )
 
 
 def _load(name: str) -> Any:
@@ -57,7 +59,7 @@ KINDS: dict[str, Kind] = {
     ),
     "script": Kind(what="a script on a slice", builder="scripts:script", record="rooftop.explain.scripts:ScriptRecord"),
     "check": Kind(what="a checked program", builder="checked:checked", record="rooftop.check.report:CheckRecord"),
-    "tuned": Kind(what="a tuned program", builder="tuned:tuned", record="rooftop.tune.report:TuneRecord"),
+    "tuned": Kind(what="a tuned program", builder="tuned:tuned", record="rooftop.tune.records:TuneRecord"),
     "explained": Kind(
         what="an explained run", builder="explained:explained", record="rooftop.explain.measured.report:ExplainedRecord"
     ),

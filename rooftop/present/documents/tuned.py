@@ -8,7 +8,7 @@ from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.present.document import Chart, Document, Item, Items, ShownFigure, ShownVerdict, Table, TableColumn
 from rooftop.present.documents.explained import difference
 from rooftop.present.documents.parts import prose, sentence
-from rooftop.tune.report import TuneRecord
+from rooftop.tune.records import TuneRecord
 
 
 def tuned(answer: TuneRecord, *, top: int = 0) -> Document:
