@@ -368,6 +368,23 @@ def test_a_file_that_cannot_be_compared_is_one_line(
     assert line in answer.err
 
 
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"devices": "8 x cpu"}, "run devices: got '8 x cpu'; accepted: an object"),
+        ({"job": {"program": None}}, "run job.program: got nothing; accepted: an object"),
+        ({"mesh": {"data": "2"}}, "run mesh.data: got '2'; accepted: a whole number"),
+    ],
+)
+def test_a_run_with_a_wrong_field_is_refused_by_its_name(tmp_path: Path, about: dict[str, object], said: str) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "host.xplane.pb").write_bytes(xspace(tpu()))
+    with pytest.raises(RooftopError) as refused:
+        explain(tmp_path)
+    assert str(refused.value) == said
+
+
 def test_a_plan_of_training_is_not_compared_with_one_of_serving(rooftop: Callable[..., Any], tmp_path: Path) -> None:
     train, serve = str(tmp_path / "train.json"), str(tmp_path / "serve.json")
     job = ("--on", "v5e:2x2", "--batch-seqs", "8")
