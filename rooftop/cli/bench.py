@@ -101,10 +101,9 @@ def serve(*, request: BenchServing, output: Path | None, as_json: bool) -> int:
 
     with progress_bar(shown=not as_json) as on_progress:
         result = bench_serving(request, on_progress=on_progress)
-    data = result.to_json()
     if output is not None:
-        write_json(output, data)
-    show(data, {"report": output}, as_json=as_json, kind="bench serve")
+        write_json(output, result.to_json())
+    show(result, {"report": output}, as_json=as_json)
     return 0
 
 

@@ -34,13 +34,14 @@ from rooftop.library.results import Result, flat
 from rooftop.library.serving import Progress
 from rooftop.library.simulation import read_serving_plan, targets_of, trace_of
 from rooftop.plan.serving.plan import ServingPlan
+from rooftop.present.documents import document
 from rooftop.requests.function import of_request
-from rooftop.requests.likes import AxesLike, CountLike, RequestJson, SliceLike
+from rooftop.requests.likes import AxesLike, CountLike, SliceLike
 from rooftop.requests.measuring import BenchServing
 from rooftop.roofline.calibration import Calibration, fit, read_calibration
 from rooftop.runs.environment import prefer_cpus, prepare_environment, uninterrupted
 from rooftop.scheduling.serving.scheduler import Policy
-from rooftop.serve.client.metrics import ReplayMetrics
+from rooftop.serve.client.metrics import ServingBenchRecord
 from rooftop.simulate.serving.metrics import ServingFigures, SimulatedTrace, Targets
 from rooftop.simulate.serving.traces import RequestTrace
 
@@ -183,28 +184,13 @@ def _prices(where: Slice | None, shape: Mapping[str, int]) -> list[Prices]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ServingBenchResult(Record, Result):
-    """Latencies that clients of a server measured, next to a simulation of the same requests.
+class ServingBenchResult(ServingBenchRecord, Result):
+    """Latencies that clients of a server measured, next to a simulation of the same requests."""
 
-    ``predicted_by`` names the step times of the simulation, or says why there is none. ``outside_engine_ttft_s`` is the
-    part of the mean TTFT that the engine did not measure; None if the server does not tell.
-    """
-
-    document_kind = "bench serve"
-
-    kind: Literal["bench serve"] = "bench serve"
-    schema: Literal[1] = 1
-    rooftop_version: str
-    command: str
-    date: str
-    request: RequestJson
-    url: str
-    model: str
-    trace: SimulatedTrace
-    measured: ReplayMetrics
-    outside_engine_ttft_s: float | None
-    predicted: ServingFigures | None
-    predicted_by: str
+    @property
+    def document(self) -> Document:
+        """Measured latencies next to predicted ones."""
+        return document(self)
 
     @property
     def rows(self) -> list[dict[str, object]]:

@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from rooftop.library.serving import Progress, ServingPlanResult
 from rooftop.plan.serving.fleet import RecommendationDocument
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.search import MOST_SEQUENCES
+from rooftop.present.documents import document
 from rooftop.requests.function import of_request
 from rooftop.requests.simulating import Simulate
 from rooftop.scheduling.serving.scheduler import Policy, Routing
@@ -33,6 +34,7 @@ from rooftop.simulate.serving.timeline import timeline
 from rooftop.simulate.serving.traces import Lengths, RequestTrace, closed_trace, draw_trace, read_trace
 
 if TYPE_CHECKING:
+    from rooftop.present.document import Document
     from rooftop.requests.likes import CountLike, LengthsLike, ServingPlanLike, TimeLike, TraceLike
 
 #: Servers of a role that are simulated at most.
@@ -47,8 +49,6 @@ _TIMELINE_S = 60.0
 class SimulationResult(Result):
     """Requests served by a plan: the latencies that users see, and the load of the servers."""
 
-    document_kind = "simulation"
-
     request: Simulate
     plan: ServingPlan
     deployment: Deployment
@@ -56,12 +56,17 @@ class SimulationResult(Result):
 
     @cached_property
     def report(self) -> SimulationReport:
-        """Plan, deployment, trace, latencies and servers."""
-        return SimulationReport.of(self.plan, self.deployment, self.metrics)
+        """Plan, deployment, trace, latencies, servers, and the request."""
+        return replace(SimulationReport.of(self.plan, self.deployment, self.metrics), request=self.request.to_json())
 
     def to_json(self) -> dict[str, object]:
-        """``report`` as plain JSON values, and the request."""
-        return self.report.to_json() | {"request": self.request.to_json()}
+        """``report`` as plain JSON values."""
+        return self.report.to_json()
+
+    @property
+    def document(self) -> Document:
+        """Latencies, and what the servers do."""
+        return document(self.report)
 
     @property
     def rows(self) -> list[dict[str, object]]:

@@ -188,7 +188,7 @@ class SavedAnswer(Record):
         return read_record(cls, data, "answer")
 
 
-def compiled_kind(data: Mapping[str, Any]) -> type[CompiledRecord] | type[RefusedRecord]:
+def record_kind(data: Mapping[str, Any]) -> type[CompiledRecord] | type[RefusedRecord]:
     """The record of a compilation in plain JSON."""
     return CompiledRecord if SavedAnswer.of(data).fits else RefusedRecord
 

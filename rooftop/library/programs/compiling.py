@@ -146,7 +146,7 @@ class EmbedCompileResult(Result):
     @property
     def document(self) -> Document:
         """Planned and compiled memory of each stack."""
-        return document(self.to_json())
+        return document(self.report.record())
 
     @property
     def summary(self) -> str:

@@ -6,17 +6,14 @@ A builder is imported when its kind is asked for.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.core.errors import unknown
-from rooftop.core.ledger import Ledger
 from rooftop.core.records import Record, read_record
 from rooftop.core.timelines import Lanes
 from rooftop.present.document import MOST_LANES, Document, Timeline
-from rooftop.simulate.planned import step_lanes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +21,13 @@ class Kind:
     """A kind of answer: its name in words, and its builder as MODULE:FUNCTION.
 
     ``record`` is the record that the builder takes, as MODULE:CLASS, or a function that picks the class for some data.
-    Without one the builder takes plain JSON.
+    Without one the builder takes plain JSON. ``lanes`` is a function of the record that yields its timelines.
     """
 
     what: str
     builder: str
     record: str = ""
+    lanes: str = ""
 
     def read(self, data: Mapping[str, Any]) -> Any:
         """The record in plain JSON, or the JSON itself. Raises RooftopError naming the field that is wrong."""
@@ -48,14 +46,38 @@ def _load(name: str) -> Any:
 
 #: Kinds of answers whose data names their kind.
 KINDS: dict[str, Kind] = {
-    "train": Kind(what="a plan of a training run", builder="training:training_plan"),
-    "serve": Kind(what="a plan of a server", builder="serving:serving_plan"),
-    "pareto": Kind(what="a front of servers", builder="serving:front"),
-    "embed": Kind(what="a plan of embedding tables", builder="embedding:embedding_plan"),
-    "compiled_embed": Kind(what="a compilation of embedding tables", builder="embedding:compiled_embedding"),
-    "simulation": Kind(what="a simulation", builder="serving:simulation"),
+    "train": Kind(
+        what="a plan of a training run",
+        builder="training:training_plan",
+        record="rooftop.plan.training.answer:TrainingAnswerDocument",
+        lanes="training:training_lanes",
+    ),
+    "serve": Kind(
+        what="a plan of a server",
+        builder="serving:serving_plan",
+        record="rooftop.plan.serving.fleet:FleetAnswerDocument",
+        lanes="serving:serving_lanes",
+    ),
+    "pareto": Kind(
+        what="a front of servers", builder="serving:front", record="rooftop.plan.serving.fleet:ServingFrontDocument"
+    ),
+    "embed": Kind(
+        what="a plan of embedding tables",
+        builder="embedding:embedding_plan",
+        record="rooftop.plan.embedding.plan:EmbedPlanDocument",
+    ),
+    "compiled_embed": Kind(
+        what="a compilation of embedding tables",
+        builder="embedding:compiled_embedding",
+        record="rooftop.explain.embedding.compiled:record_kind",
+    ),
+    "simulation": Kind(
+        what="a simulation",
+        builder="serving:simulation",
+        record="rooftop.simulate.serving.metrics:SimulationReport",
+    ),
     "compiled": Kind(
-        what="a compilation", builder="compiled:compilation", record="rooftop.explain.compiled.report:compiled_kind"
+        what="a compilation", builder="compiled:compilation", record="rooftop.explain.compiled.report:record_kind"
     ),
     "script": Kind(what="a script on a slice", builder="scripts:script", record="rooftop.explain.scripts:ScriptRecord"),
     "check": Kind(what="a checked program", builder="checked:checked", record="rooftop.check.report:CheckRecord"),
@@ -82,18 +104,10 @@ _NAMELESS: dict[str, Kind] = {
     ),
     "matmul": Kind(what="a sharded product", builder="matmul:matmul"),
     "bench collectives": Kind(what="measured collectives", builder="matmul:collectives"),
-    "bench serve": Kind(what="a measured server", builder="serving:server"),
+    "bench serve": Kind(
+        what="a measured server", builder="serving:server", record="rooftop.serve.client.metrics:ServingBenchRecord"
+    ),
 }
-
-
-def _planned(data: Mapping[str, Any]) -> Iterator[Lanes]:
-    """The timelines of a plan that follow from its ledgers. The timeline of a pipeline needs the plan itself."""
-    if data.get("kind") == "serve":
-        for name, title in (("generate", "planned: a step of generation"), ("prefill", "planned: a prefill")):
-            yield step_lanes(Ledger.from_json(data[name]["ledger"]), title=title)
-    elif data.get("kind") == "train" and ways(data["mesh"]["axes"], *STAGE_AXES) == 1:
-        title = f"planned: {data['model']['name']} on {data['slice']['name']}"
-        yield step_lanes(Ledger.from_json(data["ledger"]), title=title, microbatches=data["microbatches"])
 
 
 def timeline_about(lanes: Lanes) -> str:
@@ -123,9 +137,12 @@ def document(
         data = answer.to_json()
     builder: Callable[..., Document] = _load(f"{__name__}.{kinds[kind].builder}")
     built = builder(data, **context)
+    if not lanes and kinds[kind].lanes:
+        planned: Callable[[Any], Iterable[Lanes]] = _load(f"{__name__}.{kinds[kind].lanes}")
+        lanes = tuple(planned(data))
     drawn = tuple(
         Timeline(title=item.title, about=timeline_about(item), section="Timeline", lanes=item, detail=True)
-        for item in lanes or (() if kinds[kind].record else _planned(data))
+        for item in lanes
     )
     at = next((at for at, chart in enumerate(built.charts) if chart.section == "Memory"), len(built.charts))
     return replace(built, charts=(*built.charts[:at], *drawn, *built.charts[at:]))

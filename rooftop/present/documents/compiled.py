@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rooftop.compiler.ledger import CompiledTimes
-from rooftop.core.ledger import Ledger, Row
+from rooftop.core.ledger import Row
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.core.scopes import UNSCOPED
 from rooftop.explain.compiled.findings import Finding
@@ -14,7 +14,9 @@ from rooftop.explain.compiled.report import CompiledCollective, CompiledRecord, 
 from rooftop.explain.compiled.rooflines import OperationRoofline
 from rooftop.present.document import Chart, Document, ShownFigure, ShownVerdict, Table, TableColumn, columns
 from rooftop.present.documents.parts import (
+    calibrated_by,
     ledger_bars,
+    ledger_lines,
     ledger_table,
     memory_bars,
     mesh_text,
@@ -26,8 +28,8 @@ from rooftop.present.documents.parts import (
     roofs_of_slice,
     sentence,
     table,
+    version_note,
 )
-from rooftop.present.documents.shared import calibrated_by, ledger_lines, version_note
 
 #: The text of a compiled figure that equals the planned one.
 SAME = "="
@@ -122,7 +124,7 @@ def _charts(answer: CompiledRecord | RefusedRecord, *, frames: bool) -> Iterator
     ledgers = {"compiled": answer.ledger} | ({"planned": plan.ledger} if plan is not None else {})
     notes = {(row.scope, row.phase): row.verdict for row in answer.joined if row.verdict != "as planned"}
     lines = ledger_lines(ledgers, notes)
-    yield ledger_bars(Ledger(answer.ledger), section="Ledger")
+    yield ledger_bars(answer.ledger, section="Ledger")
     yield ledger_table(lines, "The ledger", about="Per device and step, counts applied.")
     yield from rooflines(lines, roofs_of_slice(answer.slice.name), section="Roofline")
     yield from filled

@@ -37,8 +37,8 @@ from rooftop.present.documents.parts import (
     roofs_of_slice,
     sentence,
     table,
+    version_note,
 )
-from rooftop.present.documents.shared import version_note
 
 #: Steps and SparseCores that are drawn, rows that bars show, losses and changes that are listed.
 _STEPS, _CORES, _BARS, _LISTED = 12, 16, 12, 6
