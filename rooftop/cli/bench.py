@@ -137,5 +137,5 @@ def calibrate(
         result = benchmarks.calibrate(
             run, output=output, on=on, minutes=minutes, devices=devices, on_progress=on_progress
         )
-    show(result.to_json(), {"calibration": output}, as_json=as_json)
+    show(result.calibration, {"calibration": output}, as_json=as_json)
     return 0

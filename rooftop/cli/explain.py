@@ -128,21 +128,21 @@ def _module(
     result = explain_module(path, on=on, mesh=mesh)
     if report is not None:
         write_text(report, result.page())
-    show(result.to_json(top=count), as_json=as_json, frames=frames)
+    show(result.report.record(top=count), as_json=as_json, frames=frames)
 
 
 def _operations(lines: tuple[str, ...], on: str | None, figures: dict[str, float], as_json: bool) -> None:
     from rooftop.library.explaining import explain_operations
 
     result = explain_operations(*lines, on=on, figures=figures)
-    show(result.to_json(), as_json=as_json)
+    show(result.record, as_json=as_json)
 
 
 def _difference(paths: tuple[Path, Path], count: int, as_json: bool) -> None:
     from rooftop.library.explaining import diff
 
     result = diff(*paths)
-    show(result.to_json(), as_json=as_json, top=count)
+    show(result.difference, as_json=as_json, top=count)
 
 
 def _trace(
@@ -161,7 +161,7 @@ def _trace(
     result = explain(path, plan=plan, hlo=hlo, mesh=mesh, on=on, figures=figures)
     if report is not None:
         write_text(report, result.page())
-    show(result.to_json(top=count), as_json=as_json, top=count)
+    show(result.explained.record(top=count), as_json=as_json, top=count)
 
 
 @click.command("diff", cls=VerbCommand, examples=("rooftop diff ledger.json new.json", "rooftop diff run1 run2"))
@@ -174,7 +174,7 @@ def diff(*, before: Path, after: Path, top: int | str, as_json: bool) -> None:
     from rooftop.library import explaining
 
     result = explaining.diff(before, after)
-    show(result.to_json(), as_json=as_json, top=sys.maxsize if isinstance(top, str) else top)
+    show(result.difference, as_json=as_json, top=sys.maxsize if isinstance(top, str) else top)
 
 
 @click.command(
@@ -196,5 +196,4 @@ def validate(*, request: Validate, top: int, as_json: bool) -> None:
 
     with progress_bar(shown=not as_json) as on_progress:
         result = explaining.validate(request, on_progress=on_progress)
-    data = result.to_json()
-    show(data, as_json=as_json, kind="validation", worst=top)
+    show(result.record, as_json=as_json, kind="validation", worst=top)

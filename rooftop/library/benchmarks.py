@@ -323,8 +323,6 @@ _NOT_TIMED = "a pass takes more than a share of the time: raise --minutes"
 class CalibrationResult(Result):
     """Measured points of devices, or terms of a run, and the fractions of the chip that they give."""
 
-    document_kind = "calibration"
-
     calibration: Calibration
     path: Path | None = None
 
@@ -345,6 +343,13 @@ class CalibrationResult(Result):
         """A point a row; of a run a term a row."""
         run = self.calibration.run
         return [flat(item.to_json()) for item in (self.calibration.points if run is None else run.terms)]
+
+    @property
+    def document(self) -> Document:
+        """The terms of a run, or the points of devices and the fractions that they give."""
+        from rooftop.present.documents import document
+
+        return document(self.calibration)
 
     @property
     def summary(self) -> str:

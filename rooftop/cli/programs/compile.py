@@ -162,21 +162,21 @@ def command(
             )
     else:
         raise RooftopError("program", subject, "a plan.json written by rooftop plan, or module:function")
-    data = result.to_json(top=sys.maxsize if isinstance(top, str) else top)
+    answer = result.report.record(top=sys.maxsize if isinstance(top, str) else top)
     if output is not None:
-        write_json(output, data)
+        write_json(output, answer.to_json())
     if isinstance(result, CompileResult):
         _write_files(result, **files)
     if as_json:
-        emit_json(data)
+        emit_json(answer.to_json())
     elif isinstance(result, CompileResult):
         names = {"report": output, "page": report, "executable": save, "timeline": perfetto, "profile": xprof}
         if result.refusal is not None:
-            show(data, {name: names[name] for name in ("report", "page")})
+            show(answer, {name: names[name] for name in ("report", "page")})
         else:
-            show(data, names, cached=result.cached, frames=frames == "all")
+            show(answer, names, cached=result.cached, frames=frames == "all")
     else:
-        show(data, {"report": output})
+        show(answer, {"report": output})
     result.raise_if_infeasible()
     return 0
 
@@ -209,16 +209,16 @@ def _compile_script(
             on_progress=on_progress,
             **run_settings(options),
         )
-    data = result.to_json(top=sys.maxsize if isinstance(top, str) else top)
+    answer = result.report.record(top=sys.maxsize if isinstance(top, str) else top)
     if result.report.programs or result.report.run.error is None:
         # A script that failed before its first program has only its error.
         if output is not None:
-            write_json(output, data)
+            write_json(output, answer.to_json())
         if report is not None:
             write_text(report, result.page())
         if out is not None:
             result.write_files(out)
-        show(data, {"report": output, "page": report, "programs": out}, as_json=as_json)
+        show(answer, {"report": output, "page": report, "programs": out}, as_json=as_json)
     result.raise_if_infeasible()
     return 0
 

@@ -147,15 +147,15 @@ def command(
             **run_settings(of_script),
             **of_function,
         )
-    data = result.to_json()
+    answer = result.report.record()
     if output is not None:
-        write_json(output, data)
+        write_json(output, answer.to_json())
     if save is not None:
         result.write_plan(save)
     if report is not None:
         write_text(report, result.page())
     files = {"answer": output, "page": report, "plan": save}
-    show(data, files, as_json=as_json, top=0 if isinstance(top, str) else top)
+    show(answer, files, as_json=as_json, top=0 if isinstance(top, str) else top)
     return 0
 
 

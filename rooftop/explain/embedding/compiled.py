@@ -302,12 +302,16 @@ class EmbedRefusal:
             by += f"; by the plan --sample-passes {fitting.problem.sample_passes} fits"
         return Infeasible(f"the {self.part} of {where} on {self.plan.problem.slice.name} does not fit", by)
 
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        return str(self.infeasible)
+
     def _text(self, limits: Limits) -> str:
         return limits_of_stacks_text(limits) if self.stack is None else limits_text(limits[self.stack])
 
-    @property
-    def record(self) -> RefusedEmbedRecord:
-        """The answer as it is written."""
+    def record(self, *, top: int = 10) -> RefusedEmbedRecord:
+        """The answer as it is written. ``top`` changes nothing: a refusal lists no arrays."""
         largest = self.largest
         return RefusedEmbedRecord(
             **_head(self.plan, self.checks),
@@ -322,12 +326,12 @@ class EmbedRefusal:
             larger_refused=None if largest is None else largest.monotonic,
             limits_tried=None if largest is None else largest.tried,
             obstacles=self.plan.obstacles,
-            verdict=str(self.infeasible),
+            verdict=self.verdict,
         )
 
     def to_json(self, *, top: int = 10) -> dict[str, Any]:
         """The answer as plain JSON values. ``top`` changes nothing: a refusal lists no arrays."""
-        return self.record.to_json()
+        return self.record(top=top).to_json()
 
 
 def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | EmbedRefusal:

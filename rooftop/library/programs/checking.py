@@ -61,7 +61,7 @@ class CheckResult(Result):
         """Findings, limits and the compilation."""
         from rooftop.present.documents import document
 
-        return document(self.to_json())
+        return document(self.report.record())
 
     def raise_if_infeasible(self) -> None:
         """Raise Infeasible if another program of the script does not fit in HBM, RooftopError if the script failed."""
@@ -111,14 +111,17 @@ def check(
     from rooftop.check.gates import GateLimits
     from rooftop.check.report import CheckReport, SavedCheck
     from rooftop.explain.compiled.module import reading
-    from rooftop.explain.compiled.report import CompiledReport
+    from rooftop.explain.compiled.report import CompiledReport, SavedAnswer, saved_compilation
 
     for field, value in (("max-time", max_time), ("max-memory", max_memory)):
         if value is not None and against is None:
             raise RooftopError(field, value, "a ledger to compare with: --against FILE")
     before = None
     if against is not None:
-        before = read_json_object(Path(against), field="against", accepted=_SAVED)
+        data = read_json_object(Path(against), field="against", accepted=_SAVED)
+        before = saved_compilation(data, "against")
+        if before is None:
+            raise RooftopError("against", SavedAnswer.of(data).kind, _SAVED)
     common: dict[str, Any] = {
         "before": before,
         "limits": GateLimits(

@@ -1,4 +1,4 @@
-"""Builders of documents: one for each kind of answer, from its record or from the data that ``--json`` prints.
+"""Builders of documents: one for each kind of answer, from its record. Data that ``--json`` prints is read as one.
 
 A builder is imported when its kind is asked for.
 """
@@ -21,20 +21,21 @@ class Kind:
     """A kind of answer: its name in words, and its builder as MODULE:FUNCTION.
 
     ``record`` is the record that the builder takes, as MODULE:CLASS, or a function that picks the class for some data.
-    Without one the builder takes plain JSON. ``lanes`` is a function of the record that yields its timelines.
+    ``lanes`` is a function of the record that yields its timelines.
     """
 
     what: str
     builder: str
-    record: str = ""
+    record: str
     lanes: str = ""
 
-    def read(self, data: Mapping[str, Any]) -> Any:
-        """The record in plain JSON, or the JSON itself. Raises RooftopError naming the field that is wrong."""
-        if not self.record:
-            return data
-        found = _load(self.record)
-        return read_record(found if isinstance(found, type) else found(data), data, self.what.partition(" ")[2])
+    def read(self, data: Mapping[str, Any]) -> Record:
+        """The record in plain JSON. Raises RooftopError naming the field that is wrong."""
+        named = _load(self.record)
+        record: Record = read_record(
+            named if isinstance(named, type) else named(data), data, self.what.removeprefix("a ").removeprefix("an ")
+        )
+        return record
 
 
 def _load(name: str) -> Any:
@@ -74,18 +75,32 @@ KINDS: dict[str, Kind] = {
         builder="serving:simulation",
         record="rooftop.simulate.serving.metrics:SimulationReport",
     ),
-    "compiled": Kind(what="a compilation", builder="compiled:compilation"),
-    "script": Kind(what="a script on a slice", builder="scripts:script"),
-    "check": Kind(what="a checked program", builder="checked:checked"),
-    "tuned": Kind(what="a tuned program", builder="tuned:tuned"),
-    "explained": Kind(what="an explained run", builder="explained:explained"),
-    "difference": Kind(what="a difference of two runs", builder="explained:difference"),
-    "calibration": Kind(what="a calibration", builder="calibration:calibration"),
-    "operations": Kind(what="operations", builder="explained:operations"),
+    "compiled": Kind(
+        what="a compilation", builder="compiled:compilation", record="rooftop.explain.compiled.report:record_kind"
+    ),
+    "script": Kind(what="a script on a slice", builder="scripts:script", record="rooftop.explain.scripts:ScriptRecord"),
+    "check": Kind(what="a checked program", builder="checked:checked", record="rooftop.check.report:CheckRecord"),
+    "tuned": Kind(what="a tuned program", builder="tuned:tuned", record="rooftop.tune.records:TuneRecord"),
+    "explained": Kind(
+        what="an explained run", builder="explained:explained", record="rooftop.explain.measured.report:ExplainedRecord"
+    ),
+    "difference": Kind(
+        what="a difference of two runs",
+        builder="explained:difference",
+        record="rooftop.explain.difference:Difference",
+    ),
+    "calibration": Kind(
+        what="a calibration", builder="calibration:calibration", record="rooftop.roofline.calibration:Calibration"
+    ),
+    "operations": Kind(
+        what="operations", builder="explained:operations", record="rooftop.explain.operations:OperationsRecord"
+    ),
 }
 #: Kinds that only their verb prints: their data does not name them.
 _NAMELESS: dict[str, Kind] = {
-    "validation": Kind(what="a validation", builder="validation:validation"),
+    "validation": Kind(
+        what="a validation", builder="validation:validation", record="rooftop.validation.report:ValidationRecord"
+    ),
     "matmul": Kind(
         what="a sharded product", builder="matmul:matmul", record="rooftop.explain.compiled.checks:ExpressionRecord"
     ),
@@ -112,24 +127,21 @@ def document(
 ) -> Document:
     """The document of an answer, a record or its JSON, with timelines. ``context`` goes to the builder.
 
-    ``kind`` is that of an answer that does not name its own. JSON is read as the record of its kind, where it has one.
+    ``kind`` is that of an answer that does not name its own.
 
     Raises RooftopError for a kind that has no document, and for JSON that is not of its kind.
     """
-    kind = kind or str(getattr(answer, "kind", None) if isinstance(answer, Record) else answer.get("kind"))
+    name = kind or str(getattr(answer, "kind", None) if isinstance(answer, Record) else answer.get("kind"))
     kinds = KINDS | _NAMELESS
-    if kind not in kinds:
-        raise unknown("document", kind, kinds)
-    data: Any = answer
-    if not isinstance(answer, Record):
-        data = kinds[kind].read(answer)
-    elif not kinds[kind].record:
-        data = answer.to_json()
-    builder: Callable[..., Document] = _load(f"{__name__}.{kinds[kind].builder}")
-    built = builder(data, **context)
-    if not lanes and kinds[kind].lanes:
-        planned: Callable[[Any], Iterable[Lanes]] = _load(f"{__name__}.{kinds[kind].lanes}")
-        lanes = tuple(planned(data))
+    if name not in kinds:
+        raise unknown("document", name, kinds)
+    how = kinds[name]
+    record = answer if isinstance(answer, Record) else how.read(answer)
+    builder: Callable[..., Document] = _load(f"{__name__}.{how.builder}")
+    built = builder(record, **context)
+    if not lanes and how.lanes:
+        planned: Callable[[Any], Iterable[Lanes]] = _load(f"{__name__}.{how.lanes}")
+        lanes = tuple(planned(record))
     drawn = tuple(
         Timeline(title=item.title, about=timeline_about(item), section="Timeline", lanes=item, detail=True)
         for item in lanes

@@ -106,11 +106,6 @@ def version_note(version: str, more: str = "") -> tuple[str, ...]:
     return (f"Written by rooftop {version}{more}.",)
 
 
-def written_by(data: Mapping[str, Any], more: str = "") -> tuple[str, ...]:
-    """The version of rooftop that wrote the data."""
-    return (f"Written by rooftop {data['rooftop_version']}{more}.",)
-
-
 # ---- ledgers --------------------------------------------------------------------------------------------------------
 
 
@@ -203,40 +198,6 @@ def ledger_lines(
             notes=(notes[key],) if notes and key in notes else (),
         )
         for key, line in lines.items()
-    ]
-
-
-def of_ledgers(
-    sides: Mapping[str, Iterable[Mapping[str, Any]]], notes: Mapping[Any, str] | None = None
-) -> list[LedgerLine]:
-    """Rows of ledgers in JSON, joined on scope and phase in the order of the first; ``notes`` by scope and phase."""
-    sums: dict[tuple[str, str], dict[str, list[float]]] = {}
-    moves: dict[tuple[str, str], list[str]] = {}
-    for side, ledger in sides.items():
-        for row in ledger:
-            key, count = (row["scope"], row["phase"]), row["count"]
-            totals = sums.setdefault(key, {}).setdefault(side, [0.0] * 5)
-            exposed = sum(moved["exposed_s"] for moved in row["collectives"])
-            peak = max(row["time_s"].values(), default=0.0)
-            flops = sum(row["flops"].values()) + row["kernel_flops"]
-            for at, value in enumerate((row["expected_s"], exposed, flops, row["hbm_bytes"], peak)):
-                totals[at] += count * value
-            moves.setdefault(key, []).extend(
-                f"{moved['kind']} over {','.join(moved['axes'])}: {format_bytes(count * moved['bytes'])} {side}"
-                for moved in row["collectives"]
-            )
-    return [
-        LedgerLine(
-            scope=key[0],
-            phase=key[1],
-            sides={
-                side: SideFigures(time_s=s[0], exposed_s=s[1], flops=s[2], hbm_bytes=s[3], at_peak_s=s[4])
-                for side, s in totals.items()
-            },
-            moves=tuple(moves[key]),
-            notes=(notes[key],) if notes and key in notes else (),
-        )
-        for key, totals in sums.items()
     ]
 
 
@@ -500,12 +461,6 @@ class PricedChip(Protocol):
 def calibrated_by(where: PlannedSlice) -> str:
     """The calibration of a slice, after its subject; empty without one."""
     return "" if where.calibrated is None else f", calibrated by {where.calibrated.by}"
-
-
-def calibrated_text(where: Mapping[str, Any]) -> str:
-    """The calibration of a plan's slice in JSON, after its subject; empty without one."""
-    calibrated = where.get("calibrated")
-    return "" if calibrated is None else f", calibrated by {calibrated['by']}"
 
 
 def price_text(usd_per_hour: float, source: str | None) -> str:
