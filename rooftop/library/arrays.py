@@ -37,7 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MatmulResult(ExpressionRecord, Result):
-    """Arrays of an expression and the strategies that do it, the fastest first, as many as were asked for."""
+    """Arrays of an expression and the strategies that do it, the fastest first, as many as were asked for.
+
+    ``level`` is the kind of the prices; without a ``slice`` there are neither prices nor a layout of the ``mesh``, and
+    of a product without a mesh only its ``cases``.
+    ``strategies_found`` counts all strategies. ``backward`` has the programs of the derivatives: of an einsum that of
+    the output, then of the left and the right operand, of a collective that of its input.
+    """
 
     @property
     def document(self) -> Document:

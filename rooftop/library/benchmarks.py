@@ -181,7 +181,11 @@ def _prices(where: Slice | None, shape: Mapping[str, int]) -> list[Prices]:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServingBenchResult(ServingBenchRecord, Result):
-    """Latencies that clients of a server measured, next to a simulation of the same requests."""
+    """Latencies that clients of a server measured, next to a simulation of the same requests.
+
+    ``predicted_by`` names the step times of the simulation, or says why there is none. ``outside_engine_ttft_s`` is the
+    part of the mean TTFT that the engine did not measure; None if the server does not tell.
+    """
 
     @property
     def document(self) -> Document:
