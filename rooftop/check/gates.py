@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rooftop.check.rules import ProgramFinding
 from rooftop.core.amounts import Amount
-from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.core.records import Record
+from rooftop.explain.compiled.report import CompiledRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +41,15 @@ class Gate(Record):
 
 def gates(
     limits: GateLimits,
-    before: Mapping[str, Any] | None,
+    before: CompiledRecord | None,
     expected_s: float,
     peak_bytes: float,
     findings: Sequence[ProgramFinding],
 ) -> tuple[Gate, ...]:
-    """Every limit that is set. Raises RooftopError if the earlier JSON is not a ledger."""
+    """Every limit that is set; ``before`` is the earlier ledger."""
     result = []
     if before is not None:
-        old_s, old_bytes = _before(before)
+        old_s, old_bytes = float(before.step.expected_s), float(before.peak_bytes)
         for name, unit, share, old, new in (
             ("time", "s", limits.time, old_s, expected_s),
             ("memory", "B", limits.memory, old_bytes, peak_bytes),
@@ -69,14 +69,3 @@ def gates(
                     Gate(name=name, unit="s", before=0.0, after=finding.seconds, limit=limits.finding_s, holds=False)
                 )
     return tuple(result)
-
-
-def _before(data: Mapping[str, Any]) -> tuple[float, float]:
-    """Seconds and peak bytes of an earlier check or compilation."""
-    try:
-        compiled = data["compiled"] if data["kind"] == "check" else data
-        return float(compiled["step"]["expected_s"]), float(compiled["peak_bytes"])
-    except (KeyError, TypeError, ValueError):
-        raise RooftopError(
-            "against", data.get("kind"), "what rooftop check --save or rooftop compile -o wrote"
-        ) from None

@@ -15,8 +15,8 @@ from rooftop.core.amounts import Amount
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.core.records import Record, read_record
-from rooftop.explain.compiled.report import CompiledRecord, CompiledReport
-from rooftop.explain.measured.difference import Difference, difference, side_of
+from rooftop.explain.compiled.report import CompiledRecord, CompiledReport, SavedAnswer
+from rooftop.explain.difference import Difference, compiled_side, difference
 from rooftop.explain.scripts import ScriptRecord
 from rooftop.roofline.rates import Rates
 
@@ -64,15 +64,15 @@ class CheckRecord(Record):
 class ProgramCheck:
     """A compiled ``program`` with its findings and limits; ``tokens`` are those of a step on all devices.
 
-    ``before`` is the JSON of an earlier check or compilation, and ``limits`` are those of time and memory. ``error`` is
-    the reason why the script of the program failed later, and ``refused`` another of its programs that does not fit.
+    ``before`` is an earlier compilation, and ``limits`` are those of time and memory. ``error`` is the reason why the
+    script of the program failed later, and ``refused`` another of its programs that does not fit.
     """
 
     program: str
     error: str | None = None
     refused: str | None = None
     tokens: float | None = None
-    before: Mapping[str, Any] | None = None
+    before: CompiledRecord | None = None
     limits: GateLimits = GateLimits()
 
     @property
@@ -129,7 +129,7 @@ class ProgramCheck:
         """Rows that differ from the earlier ledger, the largest change first."""
         if self.before is None:
             return None
-        return difference(side_of("before", self.before), side_of(self.program, self._figures.to_json()))
+        return difference(compiled_side("before", self.before), compiled_side(self.program, self._figures))
 
     @property
     def holds(self) -> bool:
@@ -237,22 +237,22 @@ class SavedCheck(ProgramCheck):
 
         Raises RooftopError for other JSON, and where no program fits.
         """
-        checked, compiled, kind = None, None, data.get("kind")
-        if kind == "check":
+        checked, compiled, answer = None, None, SavedAnswer.of(data)
+        if answer.kind == "check":
             checked = read_record(CheckRecord, data, "report")
             compiled = checked.compiled
             fields.setdefault("tokens", checked.tokens)
             fields |= {"error": checked.error, "refused": checked.refused}
-        elif kind == "script":
+        elif answer.kind == "script":
             script = read_record(ScriptRecord, data, "report")
             fitting = (program.compiled for program in script.programs if program.compiled is not None)
             compiled = max(fitting, key=lambda program: float(program.step.expected_s), default=None)
             fields |= {"error": script.error} if script.fits else {"refused": script.verdict}
-        elif kind == "compiled" and data.get("fits"):
+        elif answer.kind == "compiled" and answer.fits:
             compiled = read_record(CompiledRecord, data, "report")
         if compiled is None:
             raise RooftopError(
-                "report", kind, "what rooftop check --save or rooftop compile -o wrote, of a program that fits"
+                "report", answer.kind, "what rooftop check --save or rooftop compile -o wrote, of a program that fits"
             )
         return cls(compiled=compiled, checked=checked, **fields)
 

@@ -50,10 +50,9 @@ def collectives(*, request: BenchCollectives, output: Path | None, as_json: bool
 
     with progress_bar(shown=not as_json) as on_progress:
         result = bench_collectives(request, on_progress=on_progress)
-    data = result.to_json()
     if output is not None:
-        write_json(output, data)
-    show(data, {"report": output}, as_json=as_json, kind="bench collectives")
+        write_json(output, result.to_json())
+    show(result, {"report": output}, as_json=as_json, kind="bench collectives")
     return 0
 
 
@@ -79,10 +78,9 @@ def serve(*, request: BenchServing, output: Path | None, as_json: bool) -> int:
 
     with progress_bar(shown=not as_json) as on_progress:
         result = bench_serving(request, on_progress=on_progress)
-    data = result.to_json()
     if output is not None:
-        write_json(output, data)
-    show(data, {"report": output}, as_json=as_json, kind="bench serve")
+        write_json(output, result.to_json())
+    show(result, {"report": output}, as_json=as_json)
     return 0
 
 
@@ -117,5 +115,5 @@ def calibrate(
         result = benchmarks.calibrate(
             run, output=output, on=on, minutes=minutes, devices=devices, on_progress=on_progress
         )
-    show(result.to_json(), {"calibration": output}, as_json=as_json)
+    show(result.calibration, {"calibration": output}, as_json=as_json)
     return 0

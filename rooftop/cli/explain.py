@@ -88,18 +88,18 @@ def command(
     if report is not None:
         write_text(report, result.page())
     if isinstance(result, OperationsResult):
-        show(result.to_json(), as_json=as_json)
+        show(result.record, request=result.request, as_json=as_json)
     elif isinstance(result, ExplainResult):
-        show(result.to_json(top=count), as_json=as_json, top=count)
+        show(result.explained.record(top=count), request=result.request, as_json=as_json, top=count)
     else:
-        show(result.to_json(top=count), as_json=as_json, frames=frames == "all")
+        show(result.report.record(top=count), request=result.request, as_json=as_json, frames=frames == "all")
 
 
 def _difference(paths: tuple[Path, Path], count: int, as_json: bool) -> None:
     from rooftop.library.explaining import diff
 
     result = diff(*paths)
-    show(result.to_json(), as_json=as_json, top=count)
+    show(result.difference, as_json=as_json, top=count)
 
 
 @click.command("diff", cls=VerbCommand, examples=("rooftop diff ledger.json new.json", "rooftop diff run1 run2"))
@@ -112,7 +112,7 @@ def diff(*, before: Path, after: Path, top: int | str, as_json: bool) -> None:
     from rooftop.library import explaining
 
     result = explaining.diff(before, after)
-    show(result.to_json(), as_json=as_json, top=sys.maxsize if isinstance(top, str) else top)
+    show(result.difference, as_json=as_json, top=sys.maxsize if isinstance(top, str) else top)
 
 
 @click.command(
@@ -134,5 +134,4 @@ def validate(*, request: Validate, top: int, as_json: bool) -> None:
 
     with progress_bar(shown=not as_json) as on_progress:
         result = explaining.validate(request, on_progress=on_progress)
-    data = result.to_json()
-    show(data, as_json=as_json, kind="validation", worst=top)
+    show(result.record, as_json=as_json, kind="validation", worst=top)

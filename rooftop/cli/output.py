@@ -18,11 +18,13 @@ import click
 
 from rooftop.core.errors import Infeasible, RooftopError, unknown
 from rooftop.core.printable import printable, printable_json
+from rooftop.core.records import Record
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
     from rooftop.present.document import Document
+    from rooftop.requests.request import Request
 
 
 def emit_json(data: object) -> None:
@@ -56,15 +58,24 @@ def console() -> Console:
 
 
 def show(
-    data: Mapping[str, object], written: Mapping[str, object] | None = None, *, as_json: bool = False, **context: Any
+    answer: Mapping[str, object] | Record,
+    written: Mapping[str, object] | None = None,
+    *,
+    as_json: bool = False,
+    request: Request | None = None,
+    **context: Any,
 ) -> None:
-    """Print an answer: its JSON, or its document and the files ``written`` by what they hold (None: not written)."""
+    """Print an answer: its JSON, or its document and the files ``written`` by what they hold (None: not written).
+
+    A ``request`` that the answer does not carry is written next to it.
+    """
     if as_json:
-        emit_json(data)
+        data = answer.to_json() if isinstance(answer, Record) else dict(answer)
+        emit_json(data if request is None else data | request.in_answer())
         return
     from rooftop.present.documents import document
 
-    show_document(document(data, **context), written)
+    show_document(document(answer, **context), written)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from rooftop.cli.options import (
     request_options,
     xprof_option,
 )
-from rooftop.cli.output import VerbGroup, emit_json, no_answer, progress_bar, show
+from rooftop.cli.output import VerbGroup, no_answer, progress_bar, show
 from rooftop.core.files import write_json, write_text
 from rooftop.requests.planning import PlanEmbedding, PlanServing, PlanTraining
 from rooftop.requests.words import OUTPUT
@@ -69,10 +69,7 @@ def train(
         result.write_xprof(xprof)
     if report is not None:
         write_text(report, result.page())
-    if as_json:
-        emit_json(result.to_json())
-    else:
-        show(result.to_json(), {"plan": output})
+    show(result.record, {"plan": output}, as_json=as_json)
     result.raise_if_infeasible()
     return 0
 
@@ -106,23 +103,19 @@ def serve(
             result = serving_front(request, on_progress=on_progress)
         else:
             result = plan_serving(request, on_progress=on_progress)
-    data = result.to_json()
     if plot is not None:
-        from rooftop.present.documents.parts import front_chart
+        from rooftop.present.documents.serving import front_chart
         from rooftop.present.svg import lines_file
 
         title = _title(result, str(request.to_json()["on"]))
         points = result.points if isinstance(result, ServingFrontResult) else result.answer.front
-        picture = lines_file(front_chart([point.to_json() for point in points]), title, "numbers next to points: batch")
+        picture = lines_file(front_chart(points), title, "numbers next to points: batch")
         write_text(plot, picture)
     if report is not None:
         write_text(report, result.page())
     if output is not None:
-        write_json(output, data)
-    if as_json:
-        emit_json(data)
-    else:
-        show(data, {"plan": output, "picture": plot})
+        write_json(output, result.to_json())
+    show(result.record, {"plan": output, "picture": plot}, as_json=as_json)
     result.raise_if_infeasible()
     return 0
 
@@ -157,9 +150,6 @@ def embed(*, request: PlanEmbedding, report: Path | None, output: Path | None, a
         write_text(report, result.page())
     if output is not None:
         result.write_plan(output)
-    if as_json:
-        emit_json(result.to_json())
-    else:
-        show(result.to_json(), {"plan": output})
+    show(result.record, {"plan": output}, as_json=as_json)
     result.raise_if_infeasible()
     return 0

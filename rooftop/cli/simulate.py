@@ -50,7 +50,6 @@ def command(
     with progress_bar(shown=not as_json) as on_progress:
         result = simulate(request, on_progress=on_progress)
     result.raise_if_infeasible()
-    data = result.to_json()
     if per_request is not None:
         result.write_requests(per_request)
     if perfetto is not None:
@@ -58,7 +57,7 @@ def command(
     if report is not None:
         write_text(report, result.page())
     if output is not None:
-        write_json(output, data)
+        write_json(output, result.to_json())
     files = {"simulation": output, "page": report, "requests": per_request, "timeline": perfetto}
-    show(data, files, as_json=as_json)
+    show(result.report, files, as_json=as_json)
     return 0

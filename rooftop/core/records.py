@@ -34,9 +34,13 @@ class derived(cached_property[T], Generic[T]):
 
 
 class Record:
-    """Base of frozen dataclasses that are written as JSON. Of a ``closed`` one the reader refuses unknown keys."""
+    """Base of frozen dataclasses that are written as JSON. Of a ``closed`` one the reader refuses unknown keys.
+
+    ``sparse`` names fields that are not written where they are None.
+    """
 
     closed: ClassVar[bool] = False
+    sparse: ClassVar[frozenset[str]] = frozenset()
 
     def to_json(self) -> dict[str, object]:
         """The fields and derived properties as plain JSON values."""
@@ -77,7 +81,11 @@ def plain(value: Any) -> Any:
 
 def _plain_fields(value: object) -> dict[str, Any]:
     kind: Any = type(value)
-    return {name: plain(getattr(value, name)) for name in _written(kind)}
+    data = {name: plain(getattr(value, name)) for name in _written(kind)}
+    for name in getattr(kind, "sparse", ()):
+        if data[name] is None:
+            del data[name]
+    return data
 
 
 @cache
@@ -218,7 +226,8 @@ def _join(path: tuple[str, ...]) -> str:
 def schema(kind: Any) -> dict[str, Any]:
     """The JSON Schema of a record, or of a type like ``tuple[Row, ...]``, as it is written.
 
-    Fields and derived properties of all records are required, though ``read_record`` takes fields' defaults.
+    Fields and derived properties of all records are required but sparse ones, though ``read_record`` takes fields'
+    defaults.
     """
     import msgspec  # slow to import, and only schemas need it
 
@@ -235,7 +244,8 @@ def schema(kind: Any) -> dict[str, Any]:
         component = components[owner.__name__]
         component["properties"][name] = property_schema
     for owner in kinds:
-        components[owner.__name__]["required"] = list(_written(owner))
+        sparse = getattr(owner, "sparse", ())
+        components[owner.__name__]["required"] = [name for name in _written(owner) if name not in sparse]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schemas[0], "$defs": components}
 
 

@@ -13,23 +13,33 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Float32, Int8
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.files import load_array, make_folder, read_text, sync, write_bytes, write_text
+from rooftop.core.records import Record
 from rooftop.models.embedding_tables.tables import Quantization, Tables
 
 LEVELS = 256
 #: Dtypes of exported tables.
 DTYPES: tuple[str, ...] = ("int8", "f32")
-_SCHEMA = 1
 
 
-class Int8Figures(TypedDict, total=False):
-    """Range and errors of a table in int8; ``relative_error`` is the RMS error over the RMS of the table."""
+@dataclass(frozen=True, kw_only=True)
+class ExportedTable(Record):
+    """An entry of tables.json: the file of a table, its shape [V, W] and bytes."""
+
+    file: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedInt8Table(ExportedTable):
+    """A table in int8, with its range and errors; ``relative_error`` is the RMS error over the RMS of the table."""
 
     low: float
     high: float
@@ -40,22 +50,22 @@ class Int8Figures(TypedDict, total=False):
     clipped: int
 
 
-class ExportedTable(Int8Figures):
-    """An entry of tables.json: the file of a table, its shape [V, W] and bytes, and the figures of one in int8."""
+@dataclass(frozen=True, kw_only=True)
+class ExportedTables(Record):
+    """The content of tables.json; ``levels`` of tables in int8."""
 
-    file: str
-    shape: list[int]
-    bytes: int
+    sparse = frozenset({"levels"})
 
-
-class ExportedTables(TypedDict):
-    """The content of tables.json."""
-
-    kind: str
-    schema: int
+    kind: Literal["embed-export"] = "embed-export"
+    schema: Literal[1] = 1
     dtype: str
-    levels: NotRequired[int]
-    tables: dict[str, ExportedTable]
+    tables: Mapping[str, ExportedTable]
+    levels: int | None = None
+
+    @property
+    def quantized(self) -> dict[str, ExportedInt8Table]:
+        """The tables in int8, by name."""
+        return {name: table for name, table in self.tables.items() if isinstance(table, ExportedInt8Table)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +90,20 @@ class QuantizedTable:
         """The table in float32, [V, W]."""
         return _values(self.codes, self.low, self.step)
 
-    @property
-    def figures(self) -> Int8Figures:
-        """The range and the errors."""
-        return {
-            "low": self.low, "high": self.high, "step": self.step, "max_error": self.max_error,
-            "rms_error": self.rms_error, "relative_error": self.relative_error, "clipped": self.clipped,
-        }  # fmt: skip
+    def exported(self, file: str) -> ExportedInt8Table:
+        """The entry of tables.json of the table in a ``file``."""
+        return ExportedInt8Table(
+            file=file,
+            shape=self.codes.shape,
+            bytes=self.codes.nbytes,
+            low=self.low,
+            high=self.high,
+            step=self.step,
+            max_error=self.max_error,
+            rms_error=self.rms_error,
+            relative_error=self.relative_error,
+            clipped=self.clipped,
+        )
 
 
 def quantize(table: Float[np.ndarray, "V W"], quantization: Quantization | None = None) -> QuantizedTable:
@@ -136,21 +153,19 @@ def export(
         sync(folder)
     except OSError as error:
         raise RooftopError("output", str(folder), f"a folder that can be written ({error.strerror})") from None
-    report: ExportedTables = {"kind": "embed-export", "schema": _SCHEMA, "dtype": dtype, "tables": {}}
-    if dtype == "int8":
-        report["levels"] = LEVELS
+    entries: dict[str, ExportedTable] = {}
     for index, table in enumerate(tables.tables):
-        array = np.asarray(values[table.name], np.float32)
-        figures: Int8Figures = {}
+        array, file = np.asarray(values[table.name], np.float32), f"{index}.npy"
+        entry = ExportedTable(file=file, shape=array.shape, bytes=array.nbytes)
         if dtype == "int8":
             quantized = quantize(array, table.quantization)
-            array, figures = quantized.codes, quantized.figures
+            array, entry = quantized.codes, quantized.exported(file)
         data = io.BytesIO()
         np.save(data, array, allow_pickle=False)
-        write_bytes(folder / f"{index}.npy", data.getvalue())
-        entry: ExportedTable = {"file": f"{index}.npy", "shape": list(array.shape), "bytes": array.nbytes, **figures}
-        report["tables"][table.name] = entry
-    write_text(folder / "tables.json", json.dumps(report, indent=1) + "\n")
+        write_bytes(folder / file, data.getvalue())
+        entries[table.name] = entry
+    report = ExportedTables(dtype=dtype, tables=entries, levels=LEVELS if dtype == "int8" else None)
+    write_text(folder / "tables.json", json.dumps(report.to_json(), indent=1) + "\n")
     return report
 
 

@@ -17,7 +17,7 @@ from functools import cache
 from importlib.resources import files
 from itertools import combinations
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -28,7 +28,7 @@ from rooftop.compiler.hlo.groups import Groups, replica_groups
 from rooftop.core.amounts import Amount, Count, Positive
 from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import CollectiveKind
-from rooftop.core.records import Record, derived
+from rooftop.core.records import Record, derived, read_record
 from rooftop.explain.axes import stride
 from rooftop.hardware import Chip
 from rooftop.hardware.slices import PhysicalAxis
@@ -92,10 +92,10 @@ class Operation:
     @property
     def does(self) -> str:
         """Meaning of the opcode."""
-        known = _opcodes()
-        text = known["opcodes"].get(self.called) or known["opcodes"].get(self.opcode, "an operation of HLO")
+        known = _meanings()
+        text = known.opcodes.get(self.called) or known.opcodes.get(self.opcode, "an operation of HLO")
         kind = re.search(r"\bkind=(\w+)", self.attributes)
-        return f"{text}; {known['fusions'][kind[1]]}" if kind and kind[1] in known["fusions"] else str(text)
+        return f"{text}; {known.fusions[kind[1]]}" if kind and kind[1] in known.fusions else text
 
     @property
     def groups(self) -> Groups | None:
@@ -172,7 +172,8 @@ def _operands(inside: str) -> Iterator[tuple[str, TileLayout | None]]:
     """Yield names and layouts. Names may come without '%', and arrays without names."""
     if "%" in inside:
         for item in _OPERAND.finditer(inside):
-            yield item["name"], TileLayout.parse(item["array"]) if item["array"] else None
+            text, operand = item.group("array", "name")
+            yield operand, TileLayout.parse(text) if text else None
         return
     at = 0
     for array in _ARRAY.finditer(inside):
@@ -263,7 +264,7 @@ def _axis_s(moved: Moved, chip: Chip, *, wrapped: bool) -> float:
         resource="ici",
     )
     group = span((axis,), np.array([members]), np.array([1]))
-    return float(price(moved.kind, group).bound_s(moved.bytes)["ici"])
+    return float(price(moved.kind, group).bound_s(moved.bytes)[axis.resource])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,9 +433,18 @@ def _closing(text: str, opening: int) -> int:
     raise RooftopError("op", text[:80], "balanced parentheses")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Meanings(Record):
+    """What opcodes do, and what kinds of fusions are, in words."""
+
+    opcodes: Mapping[str, str]
+    fusions: Mapping[str, str]
+
+
 @cache
-def _opcodes() -> dict[str, Any]:
-    return tomllib.loads(files(__package__).joinpath("opcodes.toml").read_text(encoding="utf-8"))
+def _meanings() -> _Meanings:
+    text = files(__package__).joinpath("opcodes.toml").read_text(encoding="utf-8")
+    return read_record(_Meanings, tomllib.loads(text), "opcodes.toml")
 
 
 #: Collectives whose result is a sum over the devices of a group.

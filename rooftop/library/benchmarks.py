@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,26 +27,28 @@ from rooftop.core.files import parse_json, read_text, write_json
 from rooftop.core.ledger import COLLECTIVES
 from rooftop.core.measurements import MeasuredCollectives
 from rooftop.core.quantities import format_bytes, format_seconds, parse_bytes, parse_count, parse_dtype, parse_quantity
-from rooftop.core.records import Record
 from rooftop.hardware import Calibrated, Slice, slice_sizes
 from rooftop.library.results import Result, flat
 from rooftop.library.serving import Progress
 from rooftop.library.simulation import read_serving_plan, targets_of, trace_of
 from rooftop.plan.serving.plan import ServingPlan
+from rooftop.present.documents import document
+from rooftop.profile.microbench.records import CollectivesRecord
 from rooftop.requests.function import of_request
 from rooftop.requests.inputs import axes_of, slice_of
-from rooftop.requests.likes import CountLike, RequestJson, SliceLike
+from rooftop.requests.likes import CountLike, SliceLike
 from rooftop.requests.measuring import BenchCollectives, BenchServing
 from rooftop.roofline.calibration import Calibration, fit, read_calibration
 from rooftop.runs.environment import prefer_cpus, prepare_environment, uninterrupted
 from rooftop.scheduling.serving.scheduler import Policy
-from rooftop.serve.client.metrics import ReplayMetrics
+from rooftop.serve.client.metrics import ServingBenchRecord
 from rooftop.simulate.serving.metrics import ServingFigures, SimulatedTrace, Targets
 from rooftop.simulate.serving.traces import RequestTrace
 
 if TYPE_CHECKING:
     from rooftop.core.measurements import CalibrationPoint
     from rooftop.plan.training.plan import TrainingPlan
+    from rooftop.present.document import Document
     from rooftop.profile.microbench.calibration import Bench
     from rooftop.serve.client.prediction import PredictionInput
     from rooftop.serve.client.replay import Replayed
@@ -56,18 +58,13 @@ _VOCAB = 1000
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class CollectivesResult(Record, Result):
+class CollectivesResult(CollectivesRecord, Result):
     """Times of collectives over ``axes`` of a mesh; with a ``slice``, next to what is planned for it."""
 
-    document_kind = "bench collectives"
-
-    kind: Literal["collectives"] = "collectives"
-    mesh: MeshLayout
-    axes: tuple[str, ...]
-    dtype: str
-    slice: str | None
-    measured: MeasuredCollectives
-    request: RequestJson
+    @property
+    def document(self) -> Document:
+        """The times of each kind and size."""
+        return document(self, kind="bench collectives")
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -165,28 +162,17 @@ def _prices(slice_: Slice | None, shape: Mapping[str, int]) -> list[Prices]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class ServingBenchResult(Record, Result):
+class ServingBenchResult(ServingBenchRecord, Result):
     """Latencies that clients of a server measured, next to a simulation of the same requests.
 
     ``predicted_by`` names the step times of the simulation, or says why there is none. ``outside_engine_ttft_s`` is the
     part of the mean TTFT that the engine did not measure; None if the server does not tell.
     """
 
-    document_kind = "bench serve"
-
-    kind: Literal["bench serve"] = "bench serve"
-    schema: Literal[1] = 1
-    rooftop_version: str
-    command: str
-    date: str
-    request: RequestJson
-    url: str
-    model: str
-    trace: SimulatedTrace
-    measured: ReplayMetrics
-    outside_engine_ttft_s: float | None
-    predicted: ServingFigures | None
-    predicted_by: str
+    @property
+    def document(self) -> Document:
+        """Measured latencies next to predicted ones."""
+        return document(self)
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -323,8 +309,6 @@ _NOT_TIMED = "a pass takes more than a share of the time: raise --minutes"
 class CalibrationResult(Result):
     """Measured points of devices, or terms of a run, and the fractions of the chip that they give."""
 
-    document_kind = "calibration"
-
     calibration: Calibration
     path: Path | None = None
 
@@ -345,6 +329,13 @@ class CalibrationResult(Result):
         """A point a row; of a run a term a row."""
         run = self.calibration.run
         return [flat(item.to_json()) for item in (self.calibration.points if run is None else run.terms)]
+
+    @property
+    def document(self) -> Document:
+        """The terms of a run, or the points of devices and the fractions that they give."""
+        from rooftop.present.documents import document
+
+        return document(self.calibration)
 
     @property
     def summary(self) -> str:

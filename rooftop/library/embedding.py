@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -15,7 +16,9 @@ from rooftop.core.quantities import format_bytes, format_seconds, parse_count, p
 from rooftop.embed.host.inputs import count_samples, parquet_batches
 from rooftop.embed.host.limits import (
     HEADROOM,
+    LimitsRecord,
     LimitUse,
+    StackNeeds,
     compare,
     estimate,
     expected,
@@ -31,8 +34,9 @@ from rooftop.models.embedding_tables.files import load_tables, tables_from_json
 from rooftop.models.embedding_tables.limits import LARGEST_LIMIT, Limits
 from rooftop.models.embedding_tables.stacking import Stacking
 from rooftop.models.embedding_tables.tables import Tables
-from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.plan.embedding.plan import EmbedPlan, EmbedPlanDocument
 from rooftop.plan.embedding.problem import EmbedProblem, check_passes, stacking_on
+from rooftop.present.documents import document
 from rooftop.requests.function import of_request
 from rooftop.requests.inputs import calibration_of, slice_of
 from rooftop.requests.planning import PlanEmbedding
@@ -53,32 +57,40 @@ _ARGUMENTS = {
 class EmbeddingPlanResult(Result):
     """Memory, step time and bottleneck of embedding tables on a slice."""
 
-    document_kind = "embed"
-
     request: PlanEmbedding
     plan: EmbedPlan
 
+    @cached_property
+    def record(self) -> EmbedPlanDocument:
+        """plan.json as a record."""
+        return replace(self.plan.document, request=self.request.to_json())
+
     def to_json(self) -> dict[str, object]:
         """plan.json: all that is needed to compile the program."""
-        return self.plan.to_json() | {"request": self.request.to_json()}
+        return self.record.to_json()
+
+    @property
+    def document(self) -> Document:
+        """The steps, the units that bind them, stacks and memory."""
+        return document(self.record)
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """A stack of tables a row."""
-        return [flat(stack) for stack in self.plan.to_json()["stacks"]]
+        return [flat(stack.to_json()) for stack in self.record.stacks]
 
     @property
     def summary(self) -> str:
         """Stacks, step times and memory."""
-        problem, memory = self.plan.problem, self.plan.memory
+        problem, memory = self.plan.problem, self.record.memory
         steps = ", ".join(
             f"{mode} {format_seconds(step.expected_s)} (bound by {step.bound})" for mode, step in self.plan.step.items()
         )
         return (
             f"{len(problem.tables.tables)} tables in {len(problem.stacking.stacks)} stacks on {problem.slice.name}, "
             f"{problem.batch:,} samples a step\n"
-            f"step {steps}; {format_bytes(max(memory['total'].values()))} of "
-            f"{format_bytes(memory['capacity'])} a device"
+            f"step {steps}; {format_bytes(max(memory.total.values()))} of "
+            f"{format_bytes(memory.capacity)} a device"
         )
 
     def raise_if_infeasible(self) -> None:
@@ -109,26 +121,31 @@ class EmbeddingLimitsResult(Result):
         """Every limit next to the observed need."""
         return compare(self.limits, self.statistics)
 
+    @cached_property
+    def record(self) -> LimitsRecord:
+        """The answer as it is written."""
+        uses = self.uses
+        return LimitsRecord(
+            batches=self.statistics.batches,
+            cores=self.stacking.cores,
+            sample_passes=self.sample_passes,
+            kept=self.kept,
+            out_of_range=dict(self.statistics.out_of_range),
+            stacks=tuple(
+                StackNeeds(
+                    name=stack.name,
+                    tables=tuple(place.table.name for place in stack.places),
+                    ids=self.statistics.stacks[stack.name].ids,
+                    observed={use.limit: use.observed for use in uses if use.stack == stack.name},
+                    limits=vars(self.limits[stack.name]),
+                )
+                for stack in self.stacking.stacks
+            ),
+        )
+
     def to_json(self) -> dict[str, object]:
         """Batches, ids out of range, and each stack's needs and limits."""
-        uses = self.uses
-        return {
-            "batches": self.statistics.batches,
-            "cores": self.stacking.cores,
-            "sample_passes": self.sample_passes,
-            "kept": self.kept,
-            "out_of_range": dict(self.statistics.out_of_range),
-            "stacks": [
-                {
-                    "name": stack.name,
-                    "tables": [place.table.name for place in stack.places],
-                    "ids": self.statistics.stacks[stack.name].ids,
-                    "observed": {use.limit: use.observed for use in uses if use.stack == stack.name},
-                    "limits": vars(self.limits[stack.name]),
-                }
-                for stack in self.stacking.stacks
-            ],
-        }
+        return self.record.to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -144,7 +161,7 @@ class EmbeddingLimitsResult(Result):
         """Every limit next to the observed need."""
         from rooftop.present.documents.embedding import embedding_limits
 
-        return embedding_limits(self.to_json(), batch_samples=self.batch_samples)
+        return embedding_limits(self.record, batch_samples=self.batch_samples)
 
     @property
     def summary(self) -> str:

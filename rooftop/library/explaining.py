@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from rooftop.requests.programs import Explain
 from rooftop.runs.environment import uninterrupted
 
 if TYPE_CHECKING:
-    from rooftop.explain.measured.difference import Difference, Side
+    from rooftop.explain.difference import Difference, Side
     from rooftop.explain.measured.report import Explained
     from rooftop.hardware import Chip
     from rooftop.library.programs.compiling import CompileResult
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from rooftop.validation.compiled import CompiledRuns
     from rooftop.validation.engines import EngineReport
     from rooftop.validation.memory import MemoryRecord
+    from rooftop.validation.report import ValidationRecord
     from rooftop.validation.serving import ServingReport
 
 
@@ -49,7 +51,7 @@ class ExplainResult(Result):
     @property
     def rows(self) -> list[dict[str, object]]:
         """A scope in a phase a row: measured, compiled, planned."""
-        return [flat(row) for row in self.explained.to_json()["rows"]]
+        return [flat(row.to_json()) for row in self.explained.rows]
 
     @property
     def summary(self) -> str:
@@ -73,24 +75,29 @@ class OperationsResult(Result):
     chip: Chip | None = None
     request: Explain | None = None
 
-    def to_json(self) -> dict[str, object]:
-        """Each instruction with its layouts and work, and its times on the chip."""
+    @cached_property
+    def record(self) -> OperationsRecord:
+        """The answer as it is written."""
         return OperationsRecord(
             kind="operations",
             schema=1,
             operations=tuple(OperationRecord.of(operation, self.chip) for operation in self.operations),
             inferred=self.inferred,
-        ).to_json() | in_answer(self.request)
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Each instruction with its layouts and work, and its times on the chip."""
+        return self.record.to_json() | in_answer(self.request)
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """An instruction a row."""
-        return [flat(OperationRecord.of(operation, self.chip).to_json()) for operation in self.operations]
+        return [flat(operation.to_json()) for operation in self.record.operations]
 
     @property
     def document(self) -> Document:
         """The operations, made readable."""
-        return document(self.to_json())
+        return document(self.record)
 
     @property
     def summary(self) -> str:
@@ -116,7 +123,7 @@ class DiffResult(Result):
     @property
     def document(self) -> Document:
         """The rows that differ."""
-        return document(self.to_json())
+        return document(self.difference)
 
     @property
     def summary(self) -> str:
@@ -142,8 +149,9 @@ class ValidationResult(Result):
     calibrated_by: str | None = None
     compiled: CompiledRuns | None = None
 
-    def to_json(self) -> dict[str, object]:
-        """Every run with its levels and errors, errors by group, and the runs left out."""
+    @property
+    def record(self) -> ValidationRecord:
+        """The answer as it is written."""
         from rooftop.validation.report import UnusableTraining, ValidationRecord, ValidationSummary
 
         rows = self._training_rows
@@ -161,7 +169,12 @@ class ValidationResult(Result):
             ),
             serving=self.serving.record,
             engines=self.engines.record,
-        ).to_json() | {"request": self.request.to_json()}
+            request=self.request.to_json(),
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Every run with its levels and errors, errors by group, and the runs left out."""
+        return self.record.to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -182,7 +195,7 @@ class ValidationResult(Result):
     @property
     def document(self) -> Document:
         """Errors by group, and the worst runs."""
-        return document(self.to_json(), kind="validation")
+        return document(self.record, kind="validation")
 
     @property
     def summary(self) -> str:
@@ -193,7 +206,7 @@ class ValidationResult(Result):
             f"{engines} of engines under load"
         ]
         for group in self.report.groups:
-            errors = group.errors["calibrated"] or group.errors["uncalibrated"]
+            errors = group.best_errors
             if group.by == "chip" and errors is not None:
                 lines.append(f"{group.name}: {100 * errors.mean_absolute:.1f}% mean absolute error")
         return "\n".join(lines)
@@ -274,7 +287,7 @@ def diff(before: Result | Path | str, after: Result | Path | str) -> DiffResult:
     Each is a result of this library or a path: a run, a trace, a plan.json, or the JSON of 'rooftop compile -o' or
     'rooftop explain --json'. Raises RooftopError for anything else, and for a plan of training next to one of serving.
     """
-    from rooftop.explain.measured.difference import difference
+    from rooftop.explain.difference import difference
 
     return DiffResult(difference=difference(_side(before, "before"), _side(after, "after")))
 
@@ -403,6 +416,6 @@ def _roofs(on: ChipLike | None, figures: Mapping[str, float | str] | None) -> Ch
 
 
 def _side(source: Result | Path | str, name: str) -> Side:
-    from rooftop.explain.measured.difference import read_side, side_of
+    from rooftop.explain.difference import read_side, side_of
 
     return side_of(name, source.to_json()) if isinstance(source, Result) else read_side(Path(source))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -13,17 +13,15 @@ from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import write_json, write_text
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_quantity
-from rooftop.core.records import field_values
 from rooftop.core.timelines import perfetto, xprof
 from rooftop.hardware import MOST_CHIPS, Chip, Slice, slice_sizes
 from rooftop.library.results import Result, ledger_rows
 from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training import answer as training
-from rooftop.plan.training.answer import TrainingAnswer
+from rooftop.plan.training.answer import TrainingAnswer, TrainingAnswerDocument
 from rooftop.plan.training.comparison import (
     MOST_SEARCHED_CHIPS,
     Aim,
-    ComparedAnswerDocument,
     Limits,
     SliceComparison,
     compare,
@@ -62,19 +60,18 @@ class TrainingPlanResult(Result):
         return self.answer.plan
 
     @cached_property
-    def _data(self) -> dict[str, object]:
-        data: dict[str, object] = self.answer.to_json()
-        if self.comparison is not None:
-            document = self.answer.document
-            compared = ComparedAnswerDocument(**field_values(document), comparison=self.comparison.document)
-            data = compared.to_json()
-        if self.plan.mesh.size(*STAGE_AXES) > 1:
-            data |= {"pipeline": of_plan(self.plan).to_json()}
-        return data | {"request": self.request.to_json()}
+    def record(self) -> TrainingAnswerDocument:
+        """plan.json as a record."""
+        return replace(
+            self.answer.document,
+            comparison=None if self.comparison is None else self.comparison.document,
+            pipeline=of_plan(self.plan) if self.plan.mesh.size(*STAGE_AXES) > 1 else None,
+            request=self.request.to_json(),
+        )
 
     def to_json(self) -> dict[str, object]:
         """plan.json: all that is needed to build, compile and run the program."""
-        return dict(self._data)
+        return self.record.to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -103,11 +100,11 @@ class TrainingPlanResult(Result):
     @property
     def document(self) -> Document:
         """The plan, its reasons and alternatives, and the planned timeline."""
-        return document(self._data, lanes=[planned_lanes(self.plan)])
+        return document(self.record, lanes=[planned_lanes(self.plan)])
 
     def write_plan(self, path: Path | str) -> None:
         """Write plan.json. Raises RooftopError if the path cannot be written."""
-        write_json(Path(path), self._data)
+        write_json(Path(path), self.to_json())
 
     def write_perfetto(self, path: Path | str) -> None:
         """Write the planned timeline for ui.perfetto.dev."""

@@ -45,6 +45,7 @@ from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import LINKS, MODES, Mode, ServingProblem
 from rooftop.plan.serving.search import pareto, smallest_slice
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
+from rooftop.present.documents import document
 from rooftop.requests.function import of_request
 from rooftop.requests.inputs import (
     axes_of,
@@ -60,6 +61,7 @@ from rooftop.requests.planning import PlanServing
 from rooftop.serve.request import ServeRequest
 
 if TYPE_CHECKING:
+    from rooftop.present.document import Document
     from rooftop.requests.likes import CountLike, DtypesLike, ServersLike
     from rooftop.serve.run import ReadyProcess
 
@@ -82,8 +84,6 @@ _NOT_OF_FRONTS = (
 class ServingPlanResult(Result):
     """The best plan for one kind of server; with a rate or several chips, of the fleet that is recommended."""
 
-    document_kind = "serve"
-
     request: PlanServing
     answer: ServingAnswer
     recommendation: Recommendation | None = None
@@ -94,16 +94,22 @@ class ServingPlanResult(Result):
         return self.answer.plan
 
     @cached_property
-    def _data(self) -> dict[str, object]:
-        answer = self.answer.document
+    def record(self) -> FleetAnswerDocument:
+        """plan.json as a record."""
         return FleetAnswerDocument(
-            **field_values(answer),
+            **field_values(self.answer.document),
             recommendation=None if self.recommendation is None else self.recommendation.document,
-        ).to_json() | {"request": self.request.to_json()}
+            request=self.request.to_json(),
+        )
 
     def to_json(self) -> dict[str, object]:
         """plan.json: all that is needed to simulate and to serve."""
-        return dict(self._data)
+        return self.record.to_json()
+
+    @property
+    def document(self) -> Document:
+        """The plan, its ledgers and reasons, and the front of batches."""
+        return document(self.record)
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -143,23 +149,32 @@ class ServingPlanResult(Result):
 
     def write_plan(self, path: Path | str) -> None:
         """Write plan.json. Raises RooftopError if the path cannot be written."""
-        write_json(Path(path), self._data)
+        write_json(Path(path), self.to_json())
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServingFrontResult(Result):
     """Slices, number formats and batches at which no other generates both faster and at less cost, fastest first."""
 
-    document_kind = "pareto"
-
     request: PlanServing
     model: str
     points: Sequence[FleetPoint]
 
+    @property
+    def record(self) -> ServingFrontDocument:
+        """The answer as it is written."""
+        return ServingFrontDocument(
+            kind="pareto", model=self.model, pareto=tuple(self.points), request=self.request.to_json()
+        )
+
     def to_json(self) -> dict[str, object]:
         """The model and the points."""
-        document = ServingFrontDocument(kind="pareto", model=self.model, pareto=tuple(self.points))
-        return document.to_json() | {"request": self.request.to_json()}
+        return self.record.to_json()
+
+    @property
+    def document(self) -> Document:
+        """The front as a chart and a table."""
+        return document(self.record)
 
     @property
     def rows(self) -> list[dict[str, object]]:

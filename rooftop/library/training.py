@@ -171,16 +171,16 @@ class EmbeddingExportResult(Result):
     @property
     def tables(self) -> Mapping[str, ExportedTable]:
         """Shape, bytes and, in int8, range and errors by table."""
-        return dict(self.report["tables"])
+        return dict(self.report.tables)
 
     def to_json(self) -> dict[str, object]:
         """Return the content of tables.json."""
-        return dict(self.report)
+        return self.report.to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
         """Figures of each table."""
-        return [{"table": name, **flat(table)} for name, table in self.tables.items()]
+        return [{"table": name, **flat(table.to_json())} for name, table in self.tables.items()]
 
     @property
     def document(self) -> Document:
@@ -190,8 +190,8 @@ class EmbeddingExportResult(Result):
     @property
     def summary(self) -> str:
         """Tables, their bytes and the batches that they were trained on."""
-        total = format_bytes(sum(table["bytes"] for table in self.tables.values()))
-        dtype = "" if self.report["dtype"] == "f32" else f"in {self.report['dtype']} of those "
+        total = format_bytes(sum(table.bytes for table in self.tables.values()))
+        dtype = "" if self.report.dtype == "f32" else f"in {self.report.dtype} of those "
         return f"{len(self.tables)} tables, {total}, {dtype}as they were trained in {self.batches:,} batches"
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
-from rooftop.core.records import Record, derived
+from rooftop.core.records import Record
 from rooftop.hardware import GIVEN, Calibrated, Slice
 from rooftop.models import ModelConfig, count_params
 from rooftop.models.stored import StoredWeights
@@ -70,7 +71,7 @@ class PlannedSlice(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Reason(Record):
-    """A rule of the book applied to a plan. It holds if ``value`` is at least ``limit``."""
+    """A rule of the book applied to a plan. ``margin`` is value over limit: 2 is twice as much as needed, 0.5 half."""
 
     rule: str
     source: str
@@ -78,22 +79,45 @@ class Reason(Record):
     value: float
     limit: float
     text: str
+    holds: bool
+    margin: float
 
-    @derived
-    def holds(self) -> bool:
-        """True if the rule holds."""
-        return bool(self.value >= self.limit)
+    @classmethod
+    def at_least(cls, *, rule: str, source: str, formula: str, value: float, limit: float, text: str) -> Reason:
+        """A rule that holds if ``value`` is at least ``limit``."""
+        return cls(
+            rule=rule,
+            source=source,
+            formula=formula,
+            value=value,
+            limit=limit,
+            text=text,
+            holds=bool(value >= limit),
+            margin=value / limit if limit else inf,
+        )
 
-    @derived
-    def margin(self) -> float:
-        """Value over limit: 2 is twice as much as needed, 0.5 half."""
-        return self.value / self.limit if self.limit else float("inf")
+    @classmethod
+    def balanced(cls, *, rule: str, source: str, formula: str, value: float, limit: float, text: str) -> Reason:
+        """A rule that two figures should be about equal. It holds if they are within a factor of two."""
+        one = cls.at_least(rule=rule, source=source, formula=formula, value=value, limit=limit, text=text)
+        return replace(one, holds=bool(0.5 <= one.margin <= 2))
 
 
-class Balance(Reason):
-    """A rule that two figures should be about equal. It holds if they are within a factor of two."""
+@dataclass(frozen=True, kw_only=True)
+class PipelineFigures(Record):
+    """A plan's pipeline, simulated, next to the closed forms that price it.
 
-    @derived
-    def holds(self) -> bool:
-        """True if the rule holds."""
-        return 0.5 <= self.margin <= 2
+    ``bubble`` is the share of the passes that a stage waits, ``in_flight`` the most microbatches whose activations one
+    stage holds. ``passes_s`` is the time of the passes at the stages' own pace, ``lockstep_s`` that in lockstep.
+    """
+
+    schedule: str
+    stages: int
+    microbatches: int
+    chunks: int
+    bubble: float
+    bubble_closed_form: float
+    in_flight: float
+    in_flight_closed_form: float
+    passes_s: float
+    lockstep_s: float

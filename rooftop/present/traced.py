@@ -34,9 +34,9 @@ def compiled_document(answer: CompiledReport | Refusal) -> Document:
     plan = answer.plan
     lanes = [] if plan is None else [planned_lanes(plan)]
     if not isinstance(answer, CompiledReport):
-        return document(answer.to_json(), lanes=lanes)
+        return document(answer.record(), lanes=lanes)
     lanes.append(compiled_lanes(answer.compiled.module, answer.timeline, title="compiled: the schedule of XLA"))
-    return document(answer.to_json(), cached=answer.compiled.cached, lanes=lanes)
+    return document(answer.record(), cached=answer.compiled.cached, lanes=lanes)
 
 
 def measured_document(explained: Explained) -> Document:
@@ -44,8 +44,8 @@ def measured_document(explained: Explained) -> Document:
     lanes = [measured_lanes(explained), *_compiled(explained)]
     if explained.plan is not None:
         lanes.append(planned_lanes(explained.plan))
-    plan = None if explained.plan is None else explained.plan.to_json()
-    return document(explained.to_json(), plan=plan, lanes=lanes)
+    plan = None if explained.plan is None else explained.plan.document
+    return document(explained.record(), plan=plan, lanes=lanes)
 
 
 def measured_lanes(explained: Explained) -> Lanes:

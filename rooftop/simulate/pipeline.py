@@ -16,7 +16,7 @@ import numpy.typing as npt
 from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Number
-from rooftop.core.records import Record
+from rooftop.plan.documents import PipelineFigures
 from rooftop.scheduling.pipeline import SCHEDULES, PipelineTable, Task, pipeline_table
 
 if TYPE_CHECKING:
@@ -111,26 +111,6 @@ def durations_of(plan: TrainingPlan) -> Durations:
             seconds[row.phase] += float(row.count * row.expected_s) / plan.choice.microbatches
     half = seconds["backward"] / 2
     return Durations(forward=seconds["forward"], input_gradient=half + seconds["recompute"], weight_gradient=half)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineFigures(Record):
-    """A plan's pipeline, simulated, next to the closed forms that price it.
-
-    ``bubble`` is the share of the passes that a stage waits, ``in_flight`` the most microbatches whose activations one
-    stage holds. ``passes_s`` is the time of the passes at the stages' own pace, ``lockstep_s`` that in lockstep.
-    """
-
-    schedule: str
-    stages: int
-    microbatches: int
-    chunks: int
-    bubble: float
-    bubble_closed_form: float
-    in_flight: float
-    in_flight_closed_form: float
-    passes_s: float
-    lockstep_s: float
 
 
 def of_plan(plan: TrainingPlan) -> PipelineFigures:

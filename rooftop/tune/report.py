@@ -8,88 +8,18 @@ from functools import cached_property
 from typing import Any, Literal
 
 from rooftop import __version__
-from rooftop.core.amounts import Amount, Count
+from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
-from rooftop.core.records import Record, derived
-from rooftop.explain.measured.difference import Difference, difference, side_of
+from rooftop.explain.difference import Difference, difference, ledger_side
 from rooftop.plan.documents import PlannedSlice
 from rooftop.tune.factors import Factor
+from rooftop.tune.records import RankedTrial, Trial, TuneRecord, saved
 from rooftop.tune.search import Searched
 from rooftop.tune.subjects import Subject
-from rooftop.tune.trials import Trial, TrialFile
+from rooftop.tune.trials import TrialFile
 
 #: Share of the baseline's time that counts as a difference.
 _SAME = 5e-4
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankedTrial(Record):
-    """A trial in its ``rank``, 1 the fastest, None if it has no time; ``gain_s`` and ``gain_bytes`` are its savings.
-
-    ``recipe``: published recipes for the chip set its only factor. ``why`` says in words what became of it.
-    """
-
-    rank: Count | None
-    trial: Trial
-    gain_s: float | None
-    gain_bytes: float | None
-    recipe: bool
-    sources: tuple[str, ...]
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneRecord(Record):
-    """A search: ``baseline`` and ``best``, priced by ``estimates``; of proxies if ``layers`` is a number.
-
-    ``whole`` are the baseline and the best with all layers, None without proxies or without time for them. ``tried``
-    counts trials with their refusals, ``schedules`` the distinct scheduled modules among them. ``seconds`` and
-    ``cpu_s`` (of the compiling processes) are those of this run, ``compiled`` its compilations; ``compile_s`` are the
-    seconds of all trials, of earlier runs too. ``lines`` set the best, to be pasted.
-    """
-
-    kind: Literal["tuned"]
-    schema: Literal[1]
-    rooftop_version: str
-    program: str
-    slice: PlannedSlice
-    estimates: Literal["rooftop", "xla"]
-    versions: Mapping[str, str]
-    layers: Count | None
-    baseline: Trial
-    best: Trial
-    whole: tuple[Trial, Trial] | None
-    difference: Difference | None
-    lines: tuple[str, ...]
-    tried: Count
-    schedules: Count
-    refused: Count
-    out_of_time: bool
-    seconds: Amount
-    cpu_s: Amount
-    compiled: Count
-    compile_s: Amount
-    results: str
-    trials: tuple[RankedTrial, ...]
-    verdict: str
-
-    @derived
-    def gain_s(self) -> float | None:
-        """Seconds of a step that the best saves, by the whole program if it was compiled."""
-        first, last = self.whole or (self.baseline, self.best)
-        return _saved(first.time_s(self.estimates), last.time_s(self.estimates))
-
-    @derived
-    def gain_bytes(self) -> float | None:
-        """Bytes of peak memory that the best saves."""
-        first, last = self.whole or (self.baseline, self.best)
-        return _saved(first.peak_bytes, last.peak_bytes)
-
-
-def _saved(before: float | None, after: float | None) -> float | None:
-    if before is None or after is None or before == float("inf") or after == float("inf"):
-        return None
-    return before - after
 
 
 def _plural(count: int, noun: str) -> str:
@@ -135,8 +65,8 @@ class TuneReport:
         return RankedTrial(
             rank=rank,
             trial=trial,
-            gain_s=_saved(self._time_s(baseline), self._time_s(trial)),
-            gain_bytes=_saved(baseline.peak_bytes, trial.peak_bytes),
+            gain_s=saved(self._time_s(baseline), self._time_s(trial)),
+            gain_bytes=saved(baseline.peak_bytes, trial.peak_bytes),
             recipe=factor is not None and factor.recipe,
             sources=() if factor is None else factor.sources,
             why=self._why(trial),
@@ -171,15 +101,7 @@ class TuneReport:
         if first.schedule == last.schedule or not first.fits:
             return None
         sides = [
-            side_of(
-                trial.title,
-                {
-                    "kind": "compiled",
-                    "fits": True,
-                    "ledger": list(self.file.ledger(trial)),
-                    "peak_bytes": trial.peak_bytes,
-                },
-            )
+            ledger_side(trial.title, "compiled", Ledger(self.file.ledger(trial)), trial.peak_bytes)
             for trial in (first, last)
         ]
         return difference(*sides)

@@ -10,20 +10,21 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 
 from rooftop.compiler.compiling import Compiled
 from rooftop.compiler.hlo.fingerprint import fingerprint
 from rooftop.compiler.machine.schedule import timeline
 from rooftop.core.errors import Infeasible, RooftopError
+from rooftop.core.ledger import Row
 from rooftop.explain.compiled.report import CompiledReport
 from rooftop.tune.factors import Factor
+from rooftop.tune.records import Trial
 from rooftop.tune.subjects import Subject, change_of, options_of
-from rooftop.tune.trials import Trial, TrialFile, trial_key
+from rooftop.tune.trials import TrialFile, trial_key
 
 #: Share of the time in which factors are tried alone, before those that gain are joined.
 _ALONE = 0.7
@@ -302,7 +303,7 @@ class Search:
         self._compiled += 1
         return pool.submit(compiled)
 
-    def _end(self, setting: Setting, outcome: _Outcome) -> tuple[Trial, Sequence[Mapping[str, Any]]]:
+    def _end(self, setting: Setting, outcome: _Outcome) -> tuple[Trial, Sequence[Row]]:
         """The trial of an outcome, and its ledger if it is the first with its schedule."""
         ended = Trial(
             key=trial_key(setting, outcome.layers),
@@ -346,7 +347,7 @@ class Search:
             exposed_s=line.exposed_s,
             peak_bytes=report.peak_bytes,
         )
-        return priced, report.ledger.to_json()
+        return priced, report.ledger.rows
 
 
 def _reason(error: RooftopError) -> str:

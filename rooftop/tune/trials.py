@@ -10,57 +10,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rooftop.core.amounts import Amount
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import make_folder, read_text, sync, write_text
+from rooftop.core.ledger import Row
 from rooftop.core.records import Record, read_record
 from rooftop.tune.factors import Factor
+from rooftop.tune.records import Trial
 from rooftop.tune.subjects import change_of, options_of
-
-#: Ends of a trial: priced; its schedule is that of an earlier trial; the compiler, or the program, refused it; it needs
-#: more HBM than there is.
-TrialEnd = Literal["priced", "same_schedule", "refused", "too_large"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial(Record):
-    """A compilation with some factors, named in ``factors``; () is the baseline.
+class _Line(Record):
+    """A line of the file: a trial, with its compiled ledger if it is the first with its schedule."""
 
-    ``layers`` are those of a proxy (None: the whole program). ``schedule`` is the fingerprint of the scheduled module.
-    ``expected_s`` is priced by rooftop, ``estimated_s`` by XLA's own cycles, both on the compiled schedule;
-    ``exposed_s`` of it are waits for collectives. ``reason`` says why it was refused, or what it needs too much.
-    ``seconds`` are those of the compilation. ``key`` is equal for equal options, changes and layers.
-    """
+    trial: Trial
+    ledger: tuple[Row, ...] = ()
 
-    key: str
-    factors: tuple[str, ...]
-    options: Mapping[str, bool | int | str]
-    change: Mapping[str, Any]
-    layers: int | None
-    end: TrialEnd
-    schedule: str = ""
-    same_as: tuple[str, ...] | None = None
-    expected_s: Amount | None = None
-    estimated_s: Amount | None = None
-    exposed_s: Amount | None = None
-    peak_bytes: Amount | None = None
-    reason: str = ""
-    seconds: Amount
 
-    @property
-    def fits(self) -> bool:
-        """True if it was compiled, and so fits."""
-        return self.end in ("priced", "same_schedule")
+@dataclass(frozen=True, kw_only=True)
+class _Header(Record):
+    """The first line of the file; ``program`` is the fingerprint of the program and of the versions."""
 
-    @property
-    def title(self) -> str:
-        """Its factors in words."""
-        return " + ".join(self.factors) or "baseline"
-
-    def time_s(self, estimates: str) -> float:
-        """Seconds of a step by 'rooftop' or by 'xla'; infinite for a trial that has none."""
-        seconds = self.estimated_s if estimates == "xla" else self.expected_s
-        return float("inf") if seconds is None else float(seconds)
+    kind: Literal["tuning"] = "tuning"
+    schema: int = 1
+    program: str
 
 
 def trial_key(factors: Sequence[Factor], layers: int | None) -> str:
@@ -79,9 +52,9 @@ class TrialFile:
 
     def __init__(self, path: Path, identity: Mapping[str, Any], *, fresh: bool = False) -> None:
         self.path = path
-        self._header = json.dumps({"kind": "tuning", "schema": 1, "program": _digest(identity)}) + "\n"
+        self._header = json.dumps(_Header(program=_digest(identity)).to_json()) + "\n"
         self._trials: dict[str, Trial] = {}
-        self._ledgers: dict[str, tuple[Mapping[str, Any], ...]] = {}
+        self._ledgers: dict[str, tuple[Row, ...]] = {}
         if not fresh:
             self._read()
 
@@ -94,8 +67,8 @@ class TrialFile:
         """The trial of a key; None if there is none yet."""
         return self._trials.get(key)
 
-    def ledger(self, trial: Trial) -> tuple[Mapping[str, Any], ...]:
-        """Rows of the compiled ledger, as JSON values: of a trial with another's schedule those of the other."""
+    def ledger(self, trial: Trial) -> tuple[Row, ...]:
+        """Rows of the compiled ledger: of a trial with another's schedule those of the other."""
         if trial.key in self._ledgers:
             return self._ledgers[trial.key]
         like = (other for other in self.trials if other.schedule == trial.schedule and other.key in self._ledgers)
@@ -106,7 +79,7 @@ class TrialFile:
         """The first trial whose scheduled module is this one."""
         return next((trial for trial in self.trials if trial.schedule == schedule and trial.end == "priced"), None)
 
-    def add(self, trial: Trial, ledger: Sequence[Mapping[str, Any]] = ()) -> None:
+    def add(self, trial: Trial, ledger: Sequence[Row] = ()) -> None:
         """Keep a trial, and write it."""
         self._trials[trial.key] = trial
         if ledger:
@@ -122,7 +95,7 @@ class TrialFile:
         self._ledgers.clear()
 
     def _line(self, trial: Trial) -> str:
-        return json.dumps({"trial": trial.to_json(), "ledger": self._ledgers.get(trial.key, ())}) + "\n"
+        return json.dumps(_Line(trial=trial, ledger=self._ledgers.get(trial.key, ())).to_json()) + "\n"
 
     def _write_all(self) -> None:
         try:
@@ -156,14 +129,13 @@ class TrialFile:
         whole = rest.rpartition("\n")[0]
         for line in whole.splitlines():
             try:
-                data = json.loads(line)
-                trial = read_record(Trial, data["trial"], "trial")
-            except (ValueError, KeyError, TypeError, RecursionError, RooftopError):
+                ended = read_record(_Line, json.loads(line), "trial")
+            except (ValueError, RecursionError, RooftopError):
                 # What a crash has left: all that follows is compiled again.
                 break
-            self._trials[trial.key] = trial
-            if data.get("ledger"):
-                self._ledgers[trial.key] = tuple(data["ledger"])
+            self._trials[ended.trial.key] = ended.trial
+            if ended.ledger:
+                self._ledgers[ended.trial.key] = ended.ledger
         if self._trials:
             self._write_all()
 
@@ -174,9 +146,10 @@ def _digest(identity: Mapping[str, Any]) -> str:
 
 def _is_header(line: str) -> bool:
     try:
-        return bool(json.loads(line)["kind"] == "tuning")
-    except (ValueError, KeyError, TypeError, RecursionError):
+        read_record(_Header, json.loads(line), "results")
+    except (ValueError, RecursionError, RooftopError):
         return False
+    return True
 
 
 def _unwritable(path: Path, error: OSError) -> RooftopError:

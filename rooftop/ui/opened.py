@@ -49,7 +49,7 @@ def opened(path: Path) -> Opened:
         # and its plan: the JSON of a report does not have them.
         with naming_extras():
             answer = measured_document(explain(path))
-        return Opened(name=path.name, what=KINDS["explained"][0], answer=answer)
+        return Opened(name=path.name, what=KINDS["explained"].what, answer=answer)
     try:
         body = read_bytes(path)
     except OSError as error:
@@ -71,12 +71,14 @@ def opened_json(name: str, data: Any) -> Opened:
     kind = data.get("kind") if isinstance(data, Mapping) else None
     if not isinstance(kind, str) or kind not in KINDS:
         raise RooftopError("file", name, f"{_ACCEPTED}; its kind one of {', '.join(KINDS)}")
-    what, _ = KINDS[kind]
+    what = KINDS[kind].what
     try:
         answer = document(data)
         json.dumps(to_data(answer), allow_nan=False)
     except Infeasible as no:
         raise RooftopError("file", name, str(no)) from None
+    except RooftopError as error:
+        raise RooftopError("file", name, f"{what} as rooftop writes it ({error})") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         accepted = f"{what} as rooftop writes it ({type(error).__name__}: {str(error)[:120]})"
         raise RooftopError("file", name, accepted) from None

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,8 @@ from rooftop.plan.evidence import (
 )
 from rooftop.validation.runs import PublishedRun
 
-LEVELS: tuple[str, ...] = ("bound", "uncalibrated", "calibrated", "null")
+Level = Literal["bound", "uncalibrated", "calibrated", "null"]
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 _Floats = npt.NDArray[np.float64]
 
@@ -80,13 +82,23 @@ class ComparisonRecord(Record):
     calibrated_s: float | None
     null_s: float | None
     interval_s: tuple[float, float] | None
-    error: Mapping[str, float | None]
+    error: Mapping[Level, float | None]
     beats_bound: bool
     measured_memory_bytes: Mapping[str, float]
     assumed: tuple[str, ...]
     where_found: str
     notes: tuple[str, ...]
     reason: str | None
+
+    @property
+    def best_level(self) -> Level:
+        """'calibrated', or 'uncalibrated' where there is no calibration."""
+        return "uncalibrated" if self.calibrated_s is None else "calibrated"
+
+    @property
+    def best_s(self) -> float:
+        """Seconds per step at the best level."""
+        return self.uncalibrated_s if self.calibrated_s is None else self.calibrated_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +198,15 @@ class Group(Record):
     by: str
     name: str
     runs: int
-    errors: Mapping[str, Errors | None]
+    errors: Mapping[Level, Errors | None]
     with_interval: int
     covered: float | None
     note: str | None
+
+    @property
+    def best_errors(self) -> Errors | None:
+        """Errors at the calibrated level; at the uncalibrated one where no run has that."""
+        return self.errors["calibrated"] or self.errors["uncalibrated"]
 
 
 @dataclass(frozen=True, kw_only=True)

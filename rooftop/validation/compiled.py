@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.records import Record
 from rooftop.validation.accuracy import Errors
 from rooftop.validation.runs import PublishedRun
 
-LEVELS = ("planned", "compiled")
+Level = Literal["planned", "compiled"]
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class CompiledRow(Record):
     compiled_bytes: float | None
     compile_s: float | None
     versions: Mapping[str, str]
-    error: Mapping[str, float | None]
+    error: Mapping[Level, float | None]
     why: str | None
 
     @classmethod
@@ -52,7 +54,10 @@ class CompiledRow(Record):
         why: str | None = None,
     ) -> CompiledRow:
         """The row of a run."""
-        errors = {"planned": planned_s / run.step_s - 1, "compiled": compiled_s and compiled_s / run.step_s - 1}
+        errors: dict[Level, float | None] = {
+            "planned": planned_s / run.step_s - 1,
+            "compiled": compiled_s and compiled_s / run.step_s - 1,
+        }
         return cls(
             id=run.id,
             chip=run.slice.chip.name,
@@ -75,7 +80,7 @@ class CompiledGroup(Record):
 
     name: str
     runs: int
-    errors: Mapping[str, Errors | None]
+    errors: Mapping[Level, Errors | None]
 
 
 @dataclass(frozen=True, kw_only=True)

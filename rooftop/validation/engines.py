@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,8 @@ from rooftop.plan.serving.workload import ServingWorkload
 from rooftop.validation.accuracy import Errors
 from rooftop.validation.engine_runs import EngineRun, UnusableEngineRun, Workers, load_engine_runs
 
-ENGINE_LEVELS = ("bound", "kernels", "expected", "null")
+EngineLevel = Literal["bound", "kernels", "expected", "null"]
+ENGINE_LEVELS: tuple[EngineLevel, ...] = get_args(EngineLevel)
 Metric = Literal["tpot", "ttft"]
 METRICS: tuple[Metric, ...] = ("tpot", "ttft")
 _RESOURCES = ("hbm", "mxu", "ici", "dcn")
@@ -529,7 +530,7 @@ class EngineRunRecord(Record):
     active: float
     measured_s: Mapping[str, float]
     predicted_s: Mapping[str, Mapping[str, float | None]]
-    error: Mapping[str, Mapping[str, float | None]]
+    error: Mapping[Metric, Mapping[EngineLevel, float | None]]
     interval_s: Mapping[str, tuple[float, float] | None]
     overheads_s: Mapping[str, float]
     beats_bound: tuple[str, ...]
@@ -578,9 +579,9 @@ class EngineGroup(Record):
 
     name: str
     runs: int
-    errors: Mapping[str, Mapping[str, Errors | None]]
-    with_interval: Mapping[str, int]
-    covered: Mapping[str, float | None]
+    errors: Mapping[Metric, Mapping[EngineLevel, Errors | None]]
+    with_interval: Mapping[Metric, int]
+    covered: Mapping[Metric, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ class ValidationSummary(Record):
 class ValidationRecord(Record):
     """Runs of training and of serving, and benchmarks of engines, next to their predictions, in seconds.
 
-    Memory of training is in bytes.
+    Memory of training is in bytes. ``request`` asked for them.
     """
 
     rows: tuple[ComparisonRecord, ...]
@@ -60,3 +60,4 @@ class ValidationRecord(Record):
     summary: ValidationSummary
     serving: ServingRecord
     engines: EnginesRecord
+    request: Mapping[str, object]

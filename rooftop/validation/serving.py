@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -33,7 +34,8 @@ from rooftop.validation.accuracy import Compared, Errors
 from rooftop.validation.runs import Unusable
 from rooftop.validation.serving_runs import ServingRun, load_serving, serving_readings
 
-SERVING_LEVELS = ("max_hbm_flops", "bound", "uncalibrated", "expected", "left_out", "null")
+ServingLevel = Literal["max_hbm_flops", "bound", "uncalibrated", "expected", "left_out", "null"]
+SERVING_LEVELS: tuple[ServingLevel, ...] = get_args(ServingLevel)
 #: Among these the shares of the level 'left_out' are chosen.
 _TRIED = {"hbm_read": (0.8, 0.85, 0.9, 0.95, 1.0), "latency": (0.0, 0.25, 0.5, 0.75, 1.0)}
 
@@ -65,7 +67,7 @@ class ServingComparisonRecord(Record):
     expected_s: float
     left_out_s: float | None
     null_s: float | None
-    error: Mapping[str, float | None]
+    error: Mapping[ServingLevel, float | None]
     beats_bound: bool
     implied_context: float | None
     assumed: tuple[str, ...]
@@ -101,7 +103,7 @@ class ServingRecord(Record):
     """Runs of serving next to their predictions; errors by phase and level, and assumed shares by chip and name."""
 
     rows: tuple[ServingComparisonRecord, ...]
-    summary: Mapping[str, Mapping[str, Errors | None]]
+    summary: Mapping[str, Mapping[ServingLevel, Errors | None]]
     shares: Mapping[str, Mapping[str, AssumedShare]]
     beats_bound: tuple[str, ...]
     unusable: tuple[UnusableServing, ...]
@@ -165,7 +167,7 @@ class ServingReport:
     unusable: tuple[Unusable, ...]
 
     @cached_property
-    def groups(self) -> dict[str, dict[str, Errors | None]]:
+    def groups(self) -> dict[str, dict[ServingLevel, Errors | None]]:
         """Errors by level, by phase; of decode also without the runs that beat their bound."""
         chosen: dict[str, Callable[[ServingComparison], bool]] = {
             "decode": lambda one: one.run.phase == "decode",

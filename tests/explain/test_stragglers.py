@@ -94,9 +94,9 @@ def test_a_run_shows_both(tmp_path: Path) -> None:
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / "a.xplane.pb").write_bytes(xspace(tpu(), plane("/host:CPU", {})))
     (tmp_path / "profile" / "b.xplane.pb").write_bytes(SLOW)
-    data = explain(tmp_path).to_json()
-    assert data["by_device"][0]["host"] == "b" and data["processes"][0]["process"] == 1
-    assert sum("the others wait for it" in note for note in data["notes"]) == 2
-    tables = {chart.title: chart for chart in explained(data).charts}
+    answer = explain(tmp_path).record()
+    assert answer.by_device[0].host == "b" and answer.processes[0].process == 1
+    assert sum("the others wait for it" in note for note in answer.notes) == 2
+    tables = {chart.title: chart for chart in explained(answer).charts}
     assert tables["By device, the one that computes longest first"].rows[0][0] == "device 0 of b"
     assert tables["By process of the run: who was the slowest on its host"].rows[0][:2] == ("process 1", "2 of 3")

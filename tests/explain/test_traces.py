@@ -19,9 +19,10 @@ from rooftop.cli.main import VERBS
 from rooftop.cli.output import show
 from rooftop.compiler.machine.run import COMPUTE
 from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import Ledger
 from rooftop.core.records import schema
 from rooftop.explain.compiled.function import inspect
-from rooftop.explain.measured.difference import Difference, difference, read_side, side_of
+from rooftop.explain.difference import Difference, difference, ledger_side, read_side
 from rooftop.explain.measured.modules import program_of, read_module
 from rooftop.explain.measured.report import Explained, ExplainedRecord, explain
 from rooftop.hardware import Slice, chip
@@ -318,10 +319,12 @@ def test_two_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Path, monke
 
 
 def test_a_difference_of_memory_alone_is_named(tmp_path: Path) -> None:
-    step = {"kind": "compiled", "fits": True, "ledger": [], "memory": {"arguments": 2e9, "temporaries": 1e9}}
     sides = [
-        side_of(name, {**step, "peak_bytes": sum(memory.values()), "memory": memory})
-        for name, memory in (("one", step["memory"]), ("two", {"arguments": 2e9, "temporaries": 1.5e9}))
+        ledger_side(name, "compiled", Ledger(()), sum(memory.values()), memory=memory)
+        for name, memory in (
+            ("one", {"arguments": 2e9, "temporaries": 1e9}),
+            ("two", {"arguments": 2e9, "temporaries": 1.5e9}),
+        )
     ]
     changes = difference(*sides)
     assert [(one.name, one.change) for one in changes.memory] == [("temporaries", 0.5e9)]
@@ -345,9 +348,12 @@ def test_two_serving_plans_row_by_row(rooftop: Callable[..., Any], tmp_path: Pat
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ({"kind": "serve", "generate": {}, "prefill": {"ledger": []}}, "data without ledger"),
-        ({"kind": "explained", "rows": [{"scope": "embed"}]}, "data without"),
-        ({"kind": "compiled", "fits": True, "ledger": {}}, "ledger: got {}; accepted: a list"),
+        (
+            {"kind": "serve", "generate": {}, "prefill": {"ledger": []}},
+            "one.json schema: got nothing; accepted: a value",
+        ),
+        ({"kind": "explained", "rows": [{"scope": "embed"}]}, "one.json schema: got nothing; accepted: a value"),
+        ({"kind": "compiled", "fits": True, "ledger": {}}, "one.json schema: got nothing; accepted: a value"),
         ({"kind": "pareto"}, "a run, a trace, a plan.json"),
         ([], "this is no JSON object"),
     ],
@@ -360,6 +366,23 @@ def test_a_file_that_cannot_be_compared_is_one_line(
     answer = rooftop("explain", "--diff", str(file), str(file))
     assert (answer.status, answer.out, answer.err.count("\n")) == (2, "", 1)
     assert line in answer.err
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"devices": "8 x cpu"}, "run devices: got '8 x cpu'; accepted: an object"),
+        ({"job": {"program": None}}, "run job.program: got nothing; accepted: an object"),
+        ({"mesh": {"data": "2"}}, "run mesh.data: got '2'; accepted: a whole number"),
+    ],
+)
+def test_a_run_with_a_wrong_field_is_refused_by_its_name(tmp_path: Path, about: dict[str, object], said: str) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "host.xplane.pb").write_bytes(xspace(tpu()))
+    with pytest.raises(RooftopError) as refused:
+        explain(tmp_path)
+    assert str(refused.value) == said
 
 
 def test_a_plan_of_training_is_not_compared_with_one_of_serving(rooftop: Callable[..., Any], tmp_path: Path) -> None:

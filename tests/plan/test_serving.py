@@ -328,7 +328,7 @@ def test_the_rate_of_an_interleaved_server_counts_its_prefills() -> None:
     assert plan.tokens_per_s == pytest.approx(32 * 512 / (plan.prefill_s + 511 * plan.tpot_s), rel=0.01)
     price = plan.problem.slice.price_usd_per_hour
     assert price is not None
-    assert plan.cost_per_million_tokens["output"] == pytest.approx(price / 3600 / plan.tokens_per_s * 1e6)
+    assert plan.cost_per_million_tokens.output == pytest.approx(price / 3600 / plan.tokens_per_s * 1e6)
     # So does each batch of the front, and a batch of one prefills too.
     assert all(point.tokens_per_s < 1 / plan.prefill_s * 512 for point in answer.front)
     alone = plan_serving(problem(mode="interleaved", batch=1)).plan

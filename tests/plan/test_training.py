@@ -628,7 +628,7 @@ def test_a_plan_without_room_is_too_short_an_estimate_and_names_the_nearest_with
     assert (larger.slice, larger.executable) == ("v6e:4x4", True)
     assert larger.memory_bytes <= small.roomy_bytes < answer.plan.memory_bytes
     assert answer.nearest_executable is None
-    lines = training_plan(answer.to_json()).verdict.details
+    lines = training_plan(answer.document).verdict.details
     assert any(line.startswith("its time is an estimate, and too short: at 99% of HBM") for line in lines)
     assert any(line.startswith("nearest with room: v6e:4x4 as ") for line in lines)
     assert plan_training(asked).nearest_with_room is None

@@ -15,6 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rooftop.core.errors import RooftopError
+from rooftop.core.ledger import Collective, Row
 from rooftop.core.printable import printable
 from rooftop.core.timelines import COMPUTE, TRANSFER, WAIT, Lane, Lanes, TimeSpan
 from rooftop.explain.measured.report import explain
@@ -26,7 +27,7 @@ from rooftop.plan.training.workload import Workload
 from rooftop.present.document import Table, Timeline, columns
 from rooftop.present.documents import document
 from rooftop.present.documents.explained import of_explained
-from rooftop.present.documents.parts import of_ledgers
+from rooftop.present.documents.parts import ledger_lines
 from rooftop.present.html import page, table
 from rooftop.present.markup import Html, join, tag
 from rooftop.present.svg import MOST_BARS, linear_ticks, log_ticks, picture
@@ -140,7 +141,7 @@ def test_figures_of_the_page_are_those_of_the_command(trace: Path) -> None:
     out = next(title for title in titles if title.startswith("measured: layers/attn/out"))
     assert "FLOP/s: 35.8 T" in out
     assert "of its roof" in out
-    (line,) = (line for line in of_explained(answer.to_json()) if line.scope == "layers/attn/out")
+    (line,) = (line for line in of_explained(answer.record()) if line.scope == "layers/attn/out")
     assert line.sides["measured"].flops == pytest.approx(2 * 1024 * 512 * 1024)
     assert line.sides["measured"].intensity == pytest.approx(line.sides["compiled"].intensity)
 
@@ -208,14 +209,17 @@ def test_log_ticks_are_few_and_within(low: float, wide: float) -> None:
 
 
 def test_ledgers_of_several_sides_are_joined() -> None:
-    def row(scope: str, count: float, seconds: float, moved: float) -> dict[str, Any]:
-        gather = {"kind": "all_gather", "axes": ["fsdp"], "bytes": moved, "exposed_s": seconds / 4}
-        return {
-            "scope": scope, "phase": "forward", "count": count, "expected_s": seconds, "flops": {"bf16": 8.0},
-            "kernel_flops": 2.0, "hbm_bytes": 5.0, "time_s": {"mxu": seconds / 2}, "collectives": [gather],
-        }  # fmt: skip
+    def row(scope: str, count: float, seconds: float, moved: float) -> Row:
+        gather = Collective(
+            kind="all_gather", axes=("fsdp",), bytes=moved, wire_bytes=moved, critical=True, exposed_s=seconds / 4
+        )
+        return Row(
+            scope=scope, phase="forward", count=count, expected_s=seconds, flops={"bf16": 8.0}, kernel_flops=2.0,
+            hbm_bytes=5.0, time_s={"mxu": seconds / 2}, collectives=(gather,),
+        )  # fmt: skip
 
-    one, two = of_ledgers({"compiled": [row("a", 2, 1.0, 10)], "planned": [row("a", 1, 3.0, 20), row("b", 1, 1.0, 1)]})
+    ledgers = {"compiled": [row("a", 2, 1.0, 10)], "planned": [row("a", 1, 3.0, 20), row("b", 1, 1.0, 1)]}
+    one, two = ledger_lines(ledgers)
     assert (one.sides["compiled"].time_s, one.sides["planned"].time_s) == (2.0, 3.0)
     assert (one.sides["compiled"].exposed_s, one.sides["compiled"].flops) == (0.5, 20.0)
     assert one.moves == ("all_gather over fsdp: 20 B compiled", "all_gather over fsdp: 20 B planned")

@@ -35,10 +35,11 @@ from rooftop.tune.factors import (
     plan_factors,
     plan_uses,
 )
-from rooftop.tune.report import RankedTrial, TuneReport
+from rooftop.tune.records import RankedTrial, Trial
+from rooftop.tune.report import TuneReport
 from rooftop.tune.search import Search, Searched, SearchLimits
 from rooftop.tune.subjects import option_lines
-from rooftop.tune.trials import Trial, TrialFile, trial_key
+from rooftop.tune.trials import TrialFile, trial_key
 from tests.support.hlo_modules import dot, module_text
 
 SLICE = Slice.parse("v5e:2x2")

@@ -369,7 +369,7 @@ def test_a_dropped_file_says_what_a_named_one_does(written: Path, client: TestCl
         (b'{"kind": "train"}', "as rooftop writes it"),
         (
             b'{"kind": "compiled", "fits": true, "ledger": 3, "slice": {"name": "v5e:2x2"}}',
-            "ledger: got 3; accepted: a list",
+            "compilation schema: got nothing; accepted: a value: this field is required",
         ),
         (b'{"kind": "explained", "rows": 7}', "as rooftop writes it"),
     ],

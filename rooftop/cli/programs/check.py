@@ -72,11 +72,11 @@ def command(
         result.write_junit(junit)
     if report is not None:
         write_text(report, result.page())
-    data = result.to_json(top=sys.maxsize if isinstance(top, str) else top)
+    answer = result.report.record(top=sys.maxsize if isinstance(top, str) else top)
     if as_json:
-        emit_json(data)
+        emit_json(answer.to_json())
     else:
-        count = 0 if isinstance(top, str) else top
-        show(data, {"ledger": save, "tests": junit, "page": report, "programs": out}, frames=frames == "all", top=count)
+        files = {"ledger": save, "tests": junit, "page": report, "programs": out}
+        show(answer, files, frames=frames == "all", top=0 if isinstance(top, str) else top)
     result.raise_if_infeasible()
     return 0 if result.holds else 1

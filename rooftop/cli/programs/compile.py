@@ -100,28 +100,28 @@ def command(
     request = replace(request, save=request.save or save is not None)
     with progress_line(shown=not as_json) as on_progress:
         result = compile(request, on_progress=on_progress)
-    data = result.to_json(top=sys.maxsize if isinstance(top, str) else top)
-    names = {"report": output, "page": report}
+    answer = result.report.record(top=sys.maxsize if isinstance(top, str) else top)
+    names, asked = {"report": output, "page": report}, result.request
     # A script that failed before its first program has only its error.
     is_shown = not isinstance(result, ScriptResult) or result.report.programs or result.report.run.error is None
     if output is not None and is_shown:
-        write_json(output, data)
+        write_json(output, answer.to_json() | ({} if asked is None else asked.in_answer()))
     if isinstance(result, ScriptResult):
         if is_shown:
             if report is not None:
                 write_text(report, result.page())
             if out is not None:
                 result.write_files(out)
-            show(data, names | {"programs": out}, as_json=as_json)
+            show(answer, names | {"programs": out}, request=asked, as_json=as_json)
     elif isinstance(result, CompileResult):
         _write_files(result, save, perfetto, xprof, report)
         if result.refusal is not None:
-            show(data, names, as_json=as_json)
+            show(answer, names, request=asked, as_json=as_json)
         else:
             names |= {"executable": save, "timeline": perfetto, "profile": xprof}
-            show(data, names, as_json=as_json, cached=result.cached, frames=frames == "all")
+            show(answer, names, request=asked, as_json=as_json, cached=result.cached, frames=frames == "all")
     else:
-        show(data, {"report": output}, as_json=as_json)
+        show(answer, {"report": output}, request=asked, as_json=as_json)
     result.raise_if_infeasible()
     return 0
 

@@ -53,13 +53,13 @@ def command(
 
     with progress_bar(shown=not as_json) as on_progress:
         result = tune(request, on_progress=on_progress)
-    data = result.to_json()
+    answer = result.report.record()
     if output is not None:
-        write_json(output, data)
+        write_json(output, result.to_json())
     if save is not None:
         result.write_plan(save)
     if report is not None:
         write_text(report, result.page())
     files = {"answer": output, "page": report, "plan": save}
-    show(data, files, as_json=as_json, top=0 if isinstance(top, str) else top)
+    show(answer, files, request=result.request, as_json=as_json, top=0 if isinstance(top, str) else top)
     return 0

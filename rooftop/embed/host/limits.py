@@ -16,6 +16,7 @@ from typing import Any
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import parse_json, read_text, write_text
+from rooftop.core.records import Record
 from rooftop.core.rounding import next_multiple
 from rooftop.embed.host.preprocess import Preprocessor
 from rooftop.embed.host.statistics import StackStatistics, Statistics
@@ -108,6 +109,29 @@ def grown(limits: Limits, statistics: Statistics, stacking: Stacking, *, headroo
         name: StackLimits(**{limit: max(value, getattr(needed[name], limit)) for limit, value in vars(current).items()})
         for name, current in limits.items()
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackNeeds(Record):
+    """A stack of tables: the ids that a stream of batches had, what it needs of each limit, and the limits."""
+
+    name: str
+    tables: tuple[str, ...]
+    ids: int
+    observed: Mapping[str, int]
+    limits: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitsRecord(Record):
+    """Limits for a stream of batches, next to what it needs. ``kept`` says if the current ones serve (None: none)."""
+
+    batches: int
+    cores: int
+    sample_passes: int
+    kept: bool | None
+    out_of_range: Mapping[str, int]
+    stacks: tuple[StackNeeds, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -18,14 +18,14 @@ from rooftop.compiler.machine.schedule import Scheduled, ScheduleTimeline
 from rooftop.compiler.memory import HbmBuffer, PeakMemory
 from rooftop.compiler.sparsecore import embedding_calls
 from rooftop.core.amounts import Amount, Count
-from rooftop.core.ledger import CollectiveKind, Ledger
+from rooftop.core.ledger import CollectiveKind, Ledger, Row
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
-from rooftop.core.records import Record
+from rooftop.core.records import Record, read_record
 from rooftop.explain.compiled.findings import IN_STEPS, SMALL, Finding, Findings, find
 from rooftop.explain.compiled.rooflines import CalledKernel, OperationRoofline, called_kernels, operations
 from rooftop.explain.join import JoinedRow, join
 from rooftop.plan.documents import PlannedSlice
-from rooftop.plan.training.plan import PlanSummary, TrainingPlan
+from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.roofline.rates import Rates
 
 SCHEMA: Literal[1] = 1
@@ -45,7 +45,7 @@ class CompilationRecord(Record):
     kind: Literal["compiled"]
     schema: Literal[1]
     rooftop_version: str
-    plan: Mapping[str, Any] | None
+    plan: TrainingPlanDocument | None = None
     slice: PlannedSlice
     mesh: MeshLayout
     peak_bytes: Amount
@@ -144,24 +144,25 @@ class CompiledRecord(CompilationRecord):
     hand-written kernels, ``flops`` are all others. ``called`` lists the kernels; the FLOPs of ``kernels`` are unknown,
     so that times are lower bounds. Figures of a row of the ``ledger`` are of one execution, and its count multiplies;
     those of findings are of a step. Without a plan, equal ``collectives`` are one, and ``layers`` has the number of
-    layers that a folded scope stands for: {'model/layers_*': 32}.
+    layers that a folded scope stands for: {'model/layers_*': 32}. Fields with defaults are not in files of earlier
+    versions.
     """
 
     fits: Literal[True]
     versions: Versions
-    options: Mapping[str, bool | int | str]
-    left_out: tuple[str, ...]
+    options: Mapping[str, bool | int | str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     compile_s: Amount
     flops: Amount
     planned_flops: Amount | None
     kernel_flops: Amount
     planned_kernel_flops: Amount | None
     kernels: tuple[str, ...]
-    called: tuple[CalledKernel, ...]
+    called: tuple[CalledKernel, ...] = ()
     step: CompiledTimes
     planned_step: CompiledTimes | None
     collectives: tuple[CompiledCollective, ...]
-    layers: Mapping[str, Count]
+    layers: Mapping[str, Count] = field(default_factory=dict)
     unexpected: tuple[Finding, ...]
     missing: tuple[Finding, ...]
     recomputed: tuple[Finding, ...]
@@ -170,7 +171,37 @@ class CompiledRecord(CompilationRecord):
     agrees: bool
     joined: tuple[JoinedRow, ...]
     operations: tuple[OperationRoofline, ...]
-    ledger: tuple[Mapping[str, Any], ...]
+    ledger: tuple[Row, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedAnswer(Record):
+    """An answer in plain JSON: its ``kind``, and what tells the programs in it that fit from others."""
+
+    kind: object = ""
+    fits: object = False
+    compiled: object = None
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> SavedAnswer:
+        """The head of an answer, of whatever types it is."""
+        return read_record(cls, data, "answer")
+
+
+def record_kind(data: Mapping[str, Any]) -> type[CompiledRecord] | type[RefusedRecord]:
+    """The record of a compilation in plain JSON."""
+    return CompiledRecord if SavedAnswer.of(data).fits else RefusedRecord
+
+
+def saved_compilation(data: Mapping[str, Any], name: str) -> CompiledRecord | None:
+    """The compilation in JSON of ``rooftop compile``, or of a check. None for other JSON, and for a refusal.
+
+    Raises RooftopError, which calls the data ``name``, if a field is wrong.
+    """
+    answer = SavedAnswer.of(data)
+    if answer.kind == "check" and isinstance(answer.compiled, Mapping):
+        return saved_compilation(answer.compiled, name)
+    return read_record(CompiledRecord, data, name) if answer.kind == "compiled" and answer.fits else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +314,7 @@ class CompiledReport:
             kind="compiled",
             schema=SCHEMA,
             rooftop_version=__version__,
-            plan=None if plan is None else plan.to_json(),
+            plan=None if plan is None else plan.document,
             slice=PlannedSlice.of(mesh.slice),
             mesh=mesh.described,
             fits=True,
@@ -316,7 +347,7 @@ class CompiledReport:
             agrees=self.agrees,
             joined=self.joined,
             operations=tuple(self.slowest(top)),
-            ledger=tuple(self.ledger.to_json()),
+            ledger=self.ledger.rows,
         )
 
     def to_json(self, *, top: int = 20) -> dict[str, Any]:

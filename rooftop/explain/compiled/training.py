@@ -64,7 +64,7 @@ class Refusal:
             kind="compiled",
             schema=SCHEMA,
             rooftop_version=__version__,
-            plan=self.plan.to_json(),
+            plan=self.plan.document,
             slice=PlannedSlice.of(self.plan.problem.slice),
             mesh=self.plan.mesh.described,
             fits=False,

@@ -41,7 +41,7 @@ from rooftop.models.embedding_tables.limits import Limits, StackLimits
 from rooftop.models.embedding_tables.stacking import Stack
 from rooftop.plan.documents import PlannedSlice
 from rooftop.plan.embedding.limits import limits_of_stacks_text, limits_text, share_that
-from rooftop.plan.embedding.plan import EmbedPlan
+from rooftop.plan.embedding.plan import EmbedPlan, EmbedPlanDocument
 from rooftop.plan.embedding.problem import per_device
 
 SCHEMA: Literal[1] = 1
@@ -60,7 +60,7 @@ class EmbedCompilationRecord(Record):
     kind: Literal["compiled_embed"]
     schema: Literal[1]
     rooftop_version: str
-    plan: Mapping[str, Any]
+    plan: EmbedPlanDocument
     slice: PlannedSlice
     sparse_cores: Positive
     batch: Positive
@@ -161,6 +161,11 @@ class RefusedEmbedRecord(EmbedCompilationRecord):
     larger_refused: bool | None
     limits_tried: Positive | None
     obstacles: Sequence[str]
+
+
+def record_kind(data: Mapping[str, Any]) -> type[CompiledEmbedRecord | RefusedEmbedRecord]:
+    """The class of the record in some data."""
+    return CompiledEmbedRecord if data.get("fits") else RefusedEmbedRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,12 +302,16 @@ class EmbedRefusal:
             by += f"; by the plan --sample-passes {fitting.problem.sample_passes} fits"
         return Infeasible(f"the {self.part} of {where} on {self.plan.problem.slice.name} does not fit", by)
 
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        return str(self.infeasible)
+
     def _text(self, limits: Limits) -> str:
         return limits_of_stacks_text(limits) if self.stack is None else limits_text(limits[self.stack])
 
-    @property
-    def record(self) -> RefusedEmbedRecord:
-        """The answer as it is written."""
+    def record(self, *, top: int = 10) -> RefusedEmbedRecord:
+        """The answer as it is written. ``top`` changes nothing: a refusal lists no arrays."""
         largest = self.largest
         return RefusedEmbedRecord(
             **_head(self.plan, self.checks),
@@ -317,12 +326,12 @@ class EmbedRefusal:
             larger_refused=None if largest is None else largest.monotonic,
             limits_tried=None if largest is None else largest.tried,
             obstacles=self.plan.obstacles,
-            verdict=str(self.infeasible),
+            verdict=self.verdict,
         )
 
     def to_json(self, *, top: int = 10) -> dict[str, Any]:
         """The answer as plain JSON values. ``top`` changes nothing: a refusal lists no arrays."""
-        return self.record.to_json()
+        return self.record(top=top).to_json()
 
 
 def compile_embed_plan(plan: EmbedPlan, how: Compilation) -> EmbedReport | EmbedRefusal:
@@ -375,7 +384,7 @@ def _head(plan: EmbedPlan, checks: tuple[str, ...]) -> dict[str, Any]:
         "kind": "compiled_embed",
         "schema": SCHEMA,
         "rooftop_version": __version__,
-        "plan": plan.to_json(),
+        "plan": plan.document,
         "slice": PlannedSlice.of(problem.slice),
         "sparse_cores": problem.cores,
         "batch": problem.batch,

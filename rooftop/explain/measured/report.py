@@ -15,7 +15,7 @@ from rooftop import __version__
 from rooftop.core.amounts import Amount, Positive, Share
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import open_file, parse_json, read_json_object, read_text
-from rooftop.core.records import Record, field_values
+from rooftop.core.records import Record, field_values, read_record
 from rooftop.explain.join import SPELLED_AS
 from rooftop.explain.measured.advice import Advice, advise, origin_of
 from rooftop.explain.measured.columns import ExplainedRow, columns
@@ -210,8 +210,8 @@ class ExplainedRecord(Record):
     attributed: Share
     marked: str
     steps: Annotated[tuple[ExplainedStep, ...], Meta(min_length=1)]
-    by_device: tuple[DeviceTime, ...]
-    processes: tuple[ProcessTime, ...]
+    by_device: tuple[DeviceTime, ...] = ()
+    processes: tuple[ProcessTime, ...] = ()
     rows: tuple[ExplainedRow, ...]
     collectives: tuple[ExplainedCollective, ...]
     idle: tuple[Waiting, ...]
@@ -379,6 +379,30 @@ class Explained:
         return self.record(top=top).to_json()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _RunDevices(Record):
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunProgram(Record):
+    compute_dtype: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunJob(Record):
+    program: _RunProgram = _RunProgram()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run(Record):
+    """What run.json says of a run's trace."""
+
+    mesh: Mapping[str, int] | None = None
+    devices: _RunDevices = _RunDevices()
+    job: _RunJob = _RunJob()
+
+
 def explain(
     path: Path,
     *,
@@ -398,10 +422,10 @@ def explain(
     if about is not None:
         if not (path / "profile").is_dir():
             raise RooftopError("run", str(path), "a run with a trace: rooftop train ... --profile steps=A..B")
-        mesh = mesh or about.get("mesh")
+        mesh = mesh or about.mesh
         if chip is None:
             # '8 x TPU v5e': the number of devices, and their kind.
-            chip = chip_of_kind(about.get("devices", {}).get("name", "").partition(" x ")[2])
+            chip = chip_of_kind(about.devices.name.partition(" x ")[2])
         if plan is None and (path / "plan.json").exists():
             plan = TrainingPlan.from_json(
                 read_json_object(path / "plan.json", field="plan", accepted="the plan of a run")
@@ -418,7 +442,7 @@ def explain(
         )
     # Devices that a CPU emulates have no figures.
     chip = None if trace.kind == "cpu" else chip or chip_of_trace(trace)
-    ran = "" if about is None else str(about.get("job", {}).get("program", {}).get("compute_dtype", ""))
+    ran = "" if about is None else about.job.program.compute_dtype
     processes = () if about is None else process_times(read_records(RunFolder(path=path).metrics))
     return Explained(
         name=str(path), trace=trace, programs=programs, missing=missing, plan=plan, chip=chip, compute_dtype=ran,
@@ -459,13 +483,13 @@ def _refuse_others(path: Path) -> None:
         raise RooftopError("trace", str(path), "a trace or a run; plans and reports go to --diff, or to rooftop ui")
 
 
-def _run(path: Path) -> dict[str, Any] | None:
+def _run(path: Path) -> _Run | None:
     """Description of a run; None if the path is no run's folder."""
     try:
-        result: dict[str, Any] = parse_json(read_text(path / RUN_FILE))
+        result = parse_json(read_text(path / RUN_FILE))
     except (OSError, ValueError, RecursionError):
         return None
-    return result if isinstance(result, dict) else None
+    return read_record(_Run, result, "run") if isinstance(result, dict) else None
 
 
 def _sizes(mesh: Mapping[str, int]) -> str:

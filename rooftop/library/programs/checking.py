@@ -65,7 +65,7 @@ class CheckResult(Result):
         """Findings, limits and the compilation."""
         from rooftop.present.documents import document
 
-        return document(self.to_json())
+        return document(self.report.record())
 
     def raise_if_infeasible(self) -> None:
         """Raise Infeasible if another program of the script does not fit in HBM, RooftopError if the script failed."""
@@ -154,10 +154,14 @@ def checked(request: CheckProgram, program: CompileResult | ScriptResult | None)
 def _earlier(request: CheckProgram) -> dict[str, Any]:
     """The earlier ledger, the limits and the tokens, as reports take them. Raises RooftopError."""
     from rooftop.check.gates import GateLimits
+    from rooftop.explain.compiled.report import SavedAnswer, saved_compilation
 
     before = None
     if request.against is not None:
-        before = read_json_object(Path(request.against), field="against", accepted=_SAVED)
+        data = read_json_object(Path(request.against), field="against", accepted=_SAVED)
+        before = saved_compilation(data, "against")
+        if before is None:
+            raise RooftopError("against", SavedAnswer.of(data).kind, _SAVED)
     tokens, max_time, max_memory = request.tokens, request.max_time, request.max_memory
     common: dict[str, Any] = {
         "before": before,

@@ -63,7 +63,7 @@ class CompileResult(Result):
         """The compiled ledger; for a refusal the memory at the peak."""
         if self.refusal is None:
             return ledger_rows(self.ledger)
-        return [flat(buffer) for buffer in self.report.to_json()["buffers"]]
+        return [flat(buffer.to_json()) for buffer in self.report.record().buffers]
 
     @property
     def summary(self) -> str:
@@ -144,18 +144,18 @@ class EmbedCompileResult(Result):
     @property
     def rows(self) -> list[dict[str, object]]:
         """A stack's lookup or update a row; none for a refusal."""
-        stacks = self.report.to_json().get("stacks", ())
-        return [flat(stack) for stack in stacks]
+        stacks = self.report.stacks if isinstance(self.report, EmbedReport) else ()
+        return [flat(stack.to_json()) for stack in stacks]
 
     @property
     def document(self) -> Document:
         """Planned and compiled memory of each stack."""
-        return document(self.to_json())
+        return document(self.report.record())
 
     @property
     def summary(self) -> str:
         """The verdict."""
-        return str(self.report.to_json()["verdict"])
+        return self.report.verdict
 
     def raise_if_infeasible(self) -> None:
         """Raise Infeasible, with the largest limits that compile, if a part does not fit."""

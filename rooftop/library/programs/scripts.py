@@ -20,6 +20,7 @@ from rooftop.explain.scripts import ScriptReport
 from rooftop.hardware import Slice
 from rooftop.library.programs.compiling import CompileResult
 from rooftop.library.results import Result, in_answer
+from rooftop.present.documents import document
 from rooftop.requests.inputs import mesh_on, seconds_of, slice_of
 from rooftop.requests.kinds import COUNT_OR_ZERO
 from rooftop.requests.likes import AxesLike, CountLike, SliceLike, TimeLike
@@ -33,14 +34,13 @@ if TYPE_CHECKING:
     import jax
 
     from rooftop.arrays import Mesh
+    from rooftop.present.document import Document
     from rooftop.target.session import Session
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ScriptResult(Result):
     """A script, or a block of Python, on a slice: the programs that it compiled."""
-
-    document_kind = "script"
 
     report: ScriptReport
     request: Compile | None = None
@@ -99,6 +99,11 @@ class ScriptResult(Result):
         """Raise Infeasible if a program does not fit in HBM, RooftopError if the script failed for another reason."""
         for problem in self.report.problems:
             raise problem
+
+    @property
+    def document(self) -> Document:
+        """The programs, and the costliest one in detail."""
+        return document(self.report.record())
 
     def write_files(self, folder: Path | str) -> None:
         """Write the JSON report and the optimised HLO of every program into a folder."""

@@ -29,6 +29,7 @@ from rooftop.runs.environment import uninterrupted
 from rooftop.simulate.expressions import parse_sizes
 
 if TYPE_CHECKING:
+    from rooftop.present.document import Document
     from rooftop.tune.report import TuneReport
     from rooftop.tune.search import SearchLimits
     from rooftop.tune.subjects import Subject
@@ -41,8 +42,6 @@ _MOST_MINUTES = 7 * 24 * 60
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TuneResult(Result):
     """A search that has ended: baseline and best, every trial in its rank, and the lines to paste."""
-
-    document_kind = "tuned"
 
     report: TuneReport
     request: Tune | None = None
@@ -70,6 +69,13 @@ class TuneResult(Result):
     def compiler_options(self) -> dict[str, bool | int | str]:
         """The options of the compiler that the best adds, as ``jax.jit`` takes them."""
         return dict(self.report.searched.best.options)
+
+    @property
+    def document(self) -> Document:
+        """The best, the lines that set it, what differs, and every trial."""
+        from rooftop.present.documents import document
+
+        return document(self.report.record())
 
     def write_plan(self, path: Path | str) -> None:
         """Write the plan of the best, to compile, train or launch it. Raises RooftopError if a plan was not tuned."""

@@ -181,6 +181,25 @@ class EmbedWorkload(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StackMemory(Record):
+    """Bytes of HBM of a device that a stack takes by class, and of the memory of its fullest tile.
+
+    Those of a ``document`` are by the formulas of the SparseCore document.
+    """
+
+    tables: float
+    slots: float
+    sums: float = 0.0
+    forward_stack: float
+    backward_stack: float
+    forward_stack_document: float = 0.0
+    backward_stack_document: float = 0.0
+    inputs: float = 0.0
+    activations: float = 0.0
+    tile: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedStack(Record):
     """A stack of tables, its padding, and the bytes that it takes of a device by class."""
 
@@ -190,7 +209,7 @@ class PlannedStack(Record):
     rows: int
     padding_bytes: int
     waste: float
-    memory: Mapping[str, float]
+    memory: StackMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +260,8 @@ class NearestEmbedPlan(Record):
 class EmbedPlanDocument(Record):
     """plan.json of embedding tables. Bytes and seconds are of one device, ids of one host."""
 
+    sparse = frozenset({"request"})
+
     kind: Literal["embed"]
     schema: Literal[1]
     rooftop_version: str
@@ -258,6 +279,7 @@ class EmbedPlanDocument(Record):
     obstacles: tuple[str, ...]
     nearest: NearestEmbedPlan | None = None
     sources: Mapping[str, str]
+    request: Mapping[str, Any] | None = None
 
     @property
     def plan(self) -> EmbedPlan:
@@ -556,7 +578,7 @@ class EmbedPlan:
                     rows=one.rows,
                     padding_bytes=one.padding_bytes,
                     waste=one.waste,
-                    memory=self.stack_memory(problem.stacking.stack(one.name)),
+                    memory=StackMemory(**self.stack_memory(problem.stacking.stack(one.name))),
                 )
                 for one in report(problem.stacking, batch=problem.batch)
             ),

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, inf
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class Fleet:
         """
         work, full = self.plan.problem.workload, self.plan.cost_per_million_tokens
         rate, bill = work.requests_per_second, self.usd_per_hour
-        prices = full["input"], full["output"]
+        prices = full.input, full.output
         if rate is None or bill is None or prices[0] is None or prices[1] is None:
             return None
         into, out = prices[0], prices[1]
@@ -250,16 +250,22 @@ class Recommendation:
 class FleetAnswerDocument(ServingAnswerDocument):
     """plan.json of a server, and of the fleet that is recommended of it."""
 
-    recommendation: RecommendationDocument | None
+    sparse = frozenset({"request"})
+
+    recommendation: RecommendationDocument | None = None
+    request: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingFrontDocument(Record):
     """The front over slices, number formats and batches as JSON."""
 
+    sparse = frozenset({"request"})
+
     kind: Literal["pareto"]
     model: str
     pareto: tuple[FleetPoint, ...]
+    request: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

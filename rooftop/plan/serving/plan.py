@@ -37,14 +37,6 @@ from rooftop.plan.serving.times import PlannedTimes
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.roofline import rules
 
-#: How the measures are defined, as the serving benchmarks do.
-DEFINITIONS: Mapping[str, str] = {
-    "ttft_s": "from the request's arrival to its first token, which the prefill yields; no queue is counted",
-    "tpot_s": "(end to end - TTFT) / (tokens out - 1): the mean time of every token but the first",
-    "tokens_per_s": "tokens that a full server generates in a second: disaggregated, those of its steps; interleaved, "
-    "with the prefills of its sequences counted",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedShares(Record):
@@ -187,6 +179,32 @@ class PlannedPrefixCache(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenCosts(Record):
+    """Dollars per million tokens in (prefilled) and out (generated), at full load; None without a price."""
+
+    input: float | None
+    output: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricDefinitions(Record):
+    """The definitions of the measures, in words."""
+
+    ttft_s: str
+    tpot_s: str
+    tokens_per_s: str
+
+
+#: How the measures are defined, as the serving benchmarks do.
+DEFINITIONS = MetricDefinitions(
+    ttft_s="from the request's arrival to its first token, which the prefill yields; no queue is counted",
+    tpot_s="(end to end - TTFT) / (tokens out - 1): the mean time of every token but the first",
+    tokens_per_s="tokens that a full server generates in a second: disaggregated, those of its steps; interleaved, "
+    "with the prefills of its sequences counted",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServingPlanDocument(Record):
     """A serving plan as JSON: all that its servers need, and its figures. ``ServingAnswer`` adds the search's.
 
@@ -208,7 +226,7 @@ class ServingPlanDocument(Record):
     rules: Rules
     assumptions: PlannedShares
     draft: PlannedDraft | None
-    definitions: Mapping[str, str]
+    definitions: MetricDefinitions
     generate: PlannedGenerate
     prefill: PlannedPrefill
     ttft_s: float
@@ -221,7 +239,7 @@ class ServingPlanDocument(Record):
     prefix_cache: PlannedPrefixCache
     evicted_tokens_per_step: float
     prefill_per_generate: float
-    cost_per_million_tokens: Mapping[str, float | None]
+    cost_per_million_tokens: TokenCosts
     executable: bool
     obstacles: tuple[str, ...]
     reasons: tuple[Reason, ...]
@@ -391,15 +409,15 @@ class ServingPlan:
         return rules.prefill_per_generate(self.prompt_interval_s, self.token_s, self.batch, out)
 
     @property
-    def cost_per_million_tokens(self) -> dict[str, float | None]:
-        """Dollars per million tokens in (prefilled) and out (generated), at full load."""
+    def cost_per_million_tokens(self) -> TokenCosts:
+        """Dollars per million tokens at full load."""
         prices = self.problem.prefill_server.price_usd_per_hour, self.problem.slice.price_usd_per_hour
         prompts_per_s = 1 / self.prompt_interval_s
         rates = self.problem.workload.prompt * prompts_per_s, self.tokens_per_s
-        costs = (
+        into, out = (
             None if price is None else price / 3600 / rate * 1e6 for price, rate in zip(prices, rates, strict=True)
         )
-        return dict(zip(("input", "output"), costs, strict=True))
+        return TokenCosts(input=into, output=out)
 
     @cached_property
     def reasons(self) -> list[Reason]:

@@ -30,7 +30,7 @@ def _matmuls(problem: ServingProblem, batch: int) -> Iterator[Reason]:
     rates, numerics = problem.rates, problem.numerics
     flops, hbm = rates.flops_per_s[numerics.flops], rates.hbm_bytes_per_s
     need = rules.critical_batch(flops, hbm, weight_dtype=numerics.shared_weights)
-    yield Reason(
+    yield Reason.at_least(
         rule="matmuls bound by FLOPs, not HBM",
         source="chapter 7",
         formula="B >= C x bytes of a weight / (2 W_hbm)",
@@ -44,7 +44,7 @@ def _matmuls(problem: ServingProblem, batch: int) -> Iterator[Reason]:
         of_experts = rules.critical_batch(flops, hbm, weight_dtype=numerics.weights)
         more = rules.critical_moe_tokens(of_experts, moe.experts, moe.active)
         used = float(rules.distinct_experts(moe.experts, moe.active, float(batch)))
-        yield Reason(
+        yield Reason.at_least(
             rule="experts bound by FLOPs, not HBM",
             source="chapter 4",
             formula="B >= B_crit E / k",
@@ -64,7 +64,7 @@ def _widths(problem: ServingProblem, placement: Placement, batch: int) -> Iterat
     if problem.model.mla is None and len(heads.cached) > heads.kv_heads:
         wide.append(f"key/value heads {heads.kv_heads} as {len(heads.cached)}")
     if wide:
-        yield Reason(
+        yield Reason.at_least(
             rule="padded widths",
             source="JAX shards evenly",
             formula="width / padded width >= 1 / 1.2",
@@ -78,7 +78,7 @@ def _cache(problem: ServingProblem, placement: Placement, batch: int, step: Ledg
     kv = sum(float(row.count * row.hbm_bytes) for row in step if row.scope in ("layers/attn/core", "kv_cache"))
     every = sum(float(row.count * row.hbm_bytes) for row in step)
     weights = every - kv
-    yield Reason(
+    yield Reason.at_least(
         rule="a larger batch pays",
         source="chapter 7",
         formula="weights read >= KV read",
@@ -88,7 +88,7 @@ def _cache(problem: ServingProblem, placement: Placement, batch: int, step: Ledg
         + ("." if weights >= kv else ": more sequences add little to tokens/s."),
     )
     longest = problem.model.max_seq_len
-    yield Reason(
+    yield Reason.at_least(
         rule="sequences no longer than the model's",
         source="the model's config",
         formula="prompt + answer <= longest sequence",
@@ -103,7 +103,7 @@ def _cache(problem: ServingProblem, placement: Placement, batch: int, step: Ledg
     holders = "a latent that all heads share," if heads is None else counted(heads, "KV head")
     text = f"{holders} over {counted(ways, 'way')}"
     limit = heads or 1
-    yield Reason(
+    yield Reason.at_least(
         rule="the cache is not copied",
         source="chapter 7",
         formula="tensor <= KV heads" if heads else "tensor <= 1: a latent has no heads",
@@ -126,7 +126,7 @@ def _network(problem: ServingProblem, placement: Placement, batch: int) -> Itera
     hidden = model.d_ff if model.moe is None else model.moe.d_ff
     beta = chip.hbm_bytes_per_s / (2 * chip.ici_bytes_per_s)
     limit = rules.generate_tensor_limit(hidden, batch, beta)
-    yield Reason(
+    yield Reason.at_least(
         rule="tensor parallelism while HBM binds",
         source="chapter 7",
         formula="Y <= F / (B beta), beta = W_hbm / W_ici",
@@ -137,7 +137,7 @@ def _network(problem: ServingProblem, placement: Placement, batch: int) -> Itera
     )
     axes = sum(1 for axis in problem.slice.physical_axes if axis.kind == "torus" and axis.size > 1)
     busy = rules.tensor_limit(hidden, rules.network_intensity(chip, problem.numerics.flops), axes)
-    yield Reason(
+    yield Reason.at_least(
         rule="tensor parallelism while FLOPs bind",
         source="chapter 8",
         formula="Y <= M F / alpha",
@@ -147,7 +147,7 @@ def _network(problem: ServingProblem, placement: Placement, batch: int) -> Itera
     )
     two_d = rules.weight_stationary_2d_chips(hidden / model.d_model, axes)
     used = placement.mesh.size(*GATHER_AXES) > 1
-    yield Reason(
+    yield Reason.at_least(
         rule="2-D weight-stationary sharding",
         source="chapter 7",
         formula="N > 2 (F/D) axes^2",
@@ -158,7 +158,7 @@ def _network(problem: ServingProblem, placement: Placement, batch: int) -> Itera
     )
     shard = batch * model.d_model * 2.0 / max(ways, 1)
     small = rules.latency_bound_bytes(chip.ici_bytes_per_s, chip.hop_s)
-    yield Reason(
+    yield Reason.at_least(
         rule="collectives bound by bytes, not latency",
         source="chapter 7, appendix C",
         formula="B D bytes / Y >= W hop",

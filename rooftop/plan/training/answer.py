@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,10 @@ from rooftop.core.errors import Infeasible
 from rooftop.core.records import Record, field_values
 from rooftop.frameworks.programs import training_obstacles
 from rooftop.hardware import Slice
+from rooftop.plan.documents import PipelineFigures
 from rooftop.plan.layouts import Layouts
 from rooftop.plan.pricing import OnProgress
+from rooftop.plan.training.comparison import ComparisonDocument
 from rooftop.plan.training.nearest import NearestPlan, nearest_executable, nearest_with_room, refusal
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
@@ -44,7 +46,7 @@ class WhatIf(Record):
     step_s: float
     tokens_per_s: float
     gain: float
-    obstacle: str | None
+    obstacle: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +62,23 @@ class OtherBatch(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingAnswerDocument(TrainingPlanDocument):
-    """plan.json of a training run."""
+    """plan.json of a training run.
 
-    alternatives: tuple[PlanSummary, ...]
-    what_if: tuple[WhatIf, ...]
-    nearest_executable: NearestPlan | None
+    ``comparison`` is there if slices were compared, and ``pipeline`` if the mesh has stages. A plan alone has none of
+    these fields.
+    """
+
+    sparse = frozenset({"comparison", "pipeline", "request"})
+
+    alternatives: tuple[PlanSummary, ...] = ()
+    what_if: tuple[WhatIf, ...] = ()
+    nearest_executable: NearestPlan | None = None
     nearest_with_room: NearestPlan | None = None
     other_batches: tuple[OtherBatch, ...] = ()
-    searched: int
+    searched: int = 0
+    comparison: ComparisonDocument | None = None
+    pipeline: PipelineFigures | None = None
+    request: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,6 @@ from rooftop.core.records import Record, field_values
 from rooftop.hardware import Slice
 from rooftop.models import flops_per_token
 from rooftop.plan.pricing import OnProgress
-from rooftop.plan.training.answer import TrainingAnswerDocument
 from rooftop.plan.training.nearest import OUTLINE_AXES, NearestPlan, nearest_executable, refusal, smallest_chips
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
@@ -155,13 +154,6 @@ class ComparisonDocument(Record):
     others: tuple[OfferDocument, ...]
     left_out: tuple[LeftOut, ...]
     planned: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparedAnswerDocument(TrainingAnswerDocument):
-    """plan.json of the recommended slice, with the comparison that it comes from."""
-
-    comparison: ComparisonDocument
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,7 +157,7 @@ class TrainingPlanDocument(Record):
     slice: PlannedSlice
     framework: PlannedFramework = PlannedFramework()
     workload: Workload
-    padding: Padding
+    padding: Padding | None = None
     mesh: MeshLayout
     rules: Rules
     dtypes: Dtypes
@@ -179,7 +179,24 @@ class TrainingPlanDocument(Record):
     executable: bool
     obstacles: tuple[str, ...]
     ledger: tuple[Row, ...]
-    reasons: tuple[Reason, ...]
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def summary(self) -> PlanSummary:
+        """The fields in which alternatives differ."""
+        return PlanSummary(
+            mesh={name: size for name, size in self.mesh.axes.items() if size > 1},
+            layout=self.mesh.on(self.slice.hardware).layout,
+            remat=self.remat.name,
+            microbatches=self.microbatches,
+            collective_matmuls=self.collective_matmuls,
+            experts_over_tensor=self.experts_over_tensor,
+            expected_s=self.step.expected_s,
+            mfu=self.mfu,
+            memory_bytes=self.memory.total,
+            fits=self.memory.fits,
+            executable=self.executable,
+        )
 
     @property
     def plan(self) -> TrainingPlan:

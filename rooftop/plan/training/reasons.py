@@ -12,7 +12,7 @@ from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params, flops_per_token
 from rooftop.models.attention import parameters
 from rooftop.models.widths import MOST_PADDING
-from rooftop.plan.documents import Balance, Reason
+from rooftop.plan.documents import Reason
 from rooftop.plan.pricing import scalar
 from rooftop.plan.training.memory import HEADROOM
 from rooftop.plan.training.problem import Problem
@@ -44,7 +44,7 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
     parameters = count_params(problem.model).total
     per_parameter = numerics.weight_bytes + numerics.optimizer_bytes + numerics.gradient_bytes
     state = parameters * per_parameter
-    yield Reason(
+    yield Reason.at_least(
         rule="data parallelism alone",
         source="chapter 5",
         formula="HBM / bytes per parameter >= parameters",
@@ -56,7 +56,7 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
     )
     total = scalar(problem.memory(step).total)
     if problem.roomy_bytes < total <= problem.capacity:
-        yield Reason(
+        yield Reason.at_least(
             rule="room for the compiler",
             source="bench/compiler/compile_random.py",
             formula=f"planned bytes <= {1 - HEADROOM:.0%} of usable HBM",
@@ -72,7 +72,7 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         # A device reads E / (ways of expert parallelism) experts for the k that each of its tokens uses.
         ways = float(np.ravel(step.expert_ways)[0])
         batch = max(batch, rules.critical_moe_tokens(batch, moe.experts, moe.active) / ways)
-    yield Reason(
+    yield Reason.at_least(
         rule="matmuls bound by FLOPs, not HBM",
         source="chapter 1",
         formula="tokens per device >= C / W_hbm" + ("" if moe is None else " x E / (k x expert ways)"),
@@ -95,7 +95,7 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         parameters = count_params(model)
         sparsity = parameters.total / parameters.active
         fsdp = rules.fsdp_tokens_per_chip(alpha, axes, sparsity=sparsity)
-        yield Reason(
+        yield Reason.at_least(
             rule="FSDP alone",
             source="chapter 5",
             formula="B/N >= C / (W_ici axes)" + ("" if model.moe is None else " x parameters / active parameters"),
@@ -108,7 +108,7 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         spans = [step.strategies.layouts.ways(axis).spans for axis in COLUMN_AXES]
         used = sum(float(np.sum(np.where(span.size > 1, span.ports / 2, 0.0))) for span in spans)
         limit = rules.tensor_limit(f_eff, alpha, max(used, 0.5))
-        yield Reason(
+        yield Reason.at_least(
             rule="tensor parallelism",
             source="chapter 5",
             formula="Y <= M_Y F_eff / alpha",
@@ -122,7 +122,7 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
                 over: rules.mixed_tokens_per_chip(alpha, f_eff, axes - 1, 1, overlapped=over, sparsity=sparsity)
                 for over in (False, True)
             }
-            yield Reason(
+            yield Reason.at_least(
                 rule="FSDP and tensor parallelism mixed",
                 source="chapter 5",
                 formula="B/N >= 4 alpha^2 / (M_X M_Y F_eff); alpha^2 / (M_X M_Y F_eff) if they overlap",
@@ -133,7 +133,7 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             )
             best = rules.best_fsdp(problem.workload.batch_tokens, f_eff * sparsity, devices, axes - 1, 1)
             chosen = float(step.strategies.devices(*GATHER_AXES)[0, 0])
-            yield Balance(
+            yield Reason.balanced(
                 rule="fewest bytes moved",
                 source="chapter 5",
                 formula="X = sqrt(B M_X N / (F_eff M_Y))",
@@ -146,7 +146,7 @@ def _networks(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
     if np.any(within < copies) and problem.slice.num_slices > 1:
         need = rules.dcn_tokens_per_slice(chip.flops_per_s[dtype], chip.dcn_bytes_per_s)
         own = problem.workload.batch_tokens / problem.slice.num_slices
-        yield Reason(
+        yield Reason.at_least(
             rule="data parallelism over DCN",
             source="chapter 5",
             formula="B per slice >= C / W_dcn",
@@ -173,7 +173,7 @@ def _nodes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
     )
     if tensor * experts * stages < problem.slice.chips:
         ways = f" within {tensor * experts * stages} ways of other axes" if tensor * experts * stages > 1 else ""
-        yield Reason(
+        yield Reason.at_least(
             rule="FSDP and data parallelism",
             source="chapter 12",
             formula="B/N >= C max over levels of (X-1)/X / W" + ("" if model.moe is None else " x parameters / active"),
@@ -184,7 +184,7 @@ def _nodes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         )
     f_eff = _f_eff(model)
     limit = rules.tensor_limit_on_gpus(f_eff, *rates)
-    yield Reason(
+    yield Reason.at_least(
         rule="tensor parallelism",
         source="chapter 12",
         formula="Y <= 1 + F_eff W / C in a node, n + F_eff W_node / C beyond",
@@ -197,7 +197,7 @@ def _nodes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         columns = rules.expert_d_ff(*rates, expert_ways=experts, active=model.moe.active)
         # The rule's two matrices of an expert, of which models have three.
         hidden = model.moe.d_ff * model.mlp_matrices / 2
-        yield Reason(
+        yield Reason.at_least(
             rule="expert parallelism",
             source="chapter 12",
             formula="F >= C/W min(k, M)/k (M-1)/M, M the GPUs of a node or the nodes",
@@ -210,7 +210,7 @@ def _nodes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         inside, outside = (gpus * rate for rate in (chip.ici_bytes_per_s, chip.dcn_bytes_per_s))
         slower = "NVLink" if outside >= chip.ici_bytes_per_s else "the network"
         across = rules.bisection_bytes_per_s(problem.slice.chips, chip.dcn_bytes_per_s)
-        yield Reason(
+        yield Reason.at_least(
             rule="egress of a node",
             source="chapter 12",
             formula="n W_network >= W_GPU",
@@ -226,7 +226,7 @@ def _nodes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
 def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
     model, workload = problem.model, problem.workload
     devices = problem.slice.devices
-    yield Reason(
+    yield Reason.at_least(
         rule="a sequence for every device",
         source="chapter 6",
         formula="sequences >= devices / (tensor x stage)",
@@ -236,7 +236,7 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         f"stage axes at most {counted(workload.batch_seqs, 'device')} could each take a whole one.",
     )
     long = 8 * model.d_model
-    yield Reason(
+    yield Reason.at_least(
         rule="attention against matmuls",
         source="chapter 4",
         formula="T < 8 D",
@@ -245,7 +245,7 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         text=f"Attention FLOPs exceed those of the matmuls above {format_count(long)} tokens of context; "
         f"yours is {workload.seq_len}.",
     )
-    yield Reason(
+    yield Reason.at_least(
         rule="sequences no longer than the model's",
         source="the model's config",
         formula="T <= longest sequence",
@@ -256,7 +256,7 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
     stages = float(step.strategies.devices(*STAGE_AXES)[0, 0])
     if stages > 1:
         counts = float(step.strategies.microbatches[0, 0])
-        yield Reason(
+        yield Reason.at_least(
             rule="pipeline bubble",
             source="chapter 5",
             formula="microbatches >= 4 (stages - 1)",
@@ -267,7 +267,7 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
     padded = {name: (size, float(np.ravel(stored)[0])) for name, (size, stored) in step.widths.padded.items()}
     if wide := [f"{name} {size} as {stored:.0f}" for name, (size, stored) in padded.items() if stored > size]:
         flops = _padded_flops(step)
-        yield Reason(
+        yield Reason.at_least(
             rule="padded widths",
             source="JAX shards evenly",
             formula="FLOPs of the widths / FLOPs of padded ones >= 1 / 1.2",
@@ -280,7 +280,7 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         batch = rules.critical_batch(step.rates.flops_per_s[problem.numerics.compute], step.rates.hbm_bytes_per_s)
         need = rules.critical_moe_tokens(batch, model.moe.experts, model.moe.active)
         group = float(np.ravel(step.tokens * step.strategies.devices(*EXPERT_AXES))[0])
-        yield Reason(
+        yield Reason.at_least(
             rule="experts bound by FLOPs, not HBM",
             source="chapter 4",
             formula="tokens per expert group >= C / W_hbm x E / k",

@@ -1,4 +1,4 @@
-"""Builders of documents: one for each kind of answer, from the data that ``--json`` prints.
+"""Builders of documents: one for each kind of answer, from its record. Data that ``--json`` prints is read as one.
 
 A builder is imported when its kind is asked for.
 """
@@ -6,44 +6,113 @@ A builder is imported when its kind is asked for.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.core.errors import unknown
-from rooftop.core.ledger import Ledger
+from rooftop.core.records import Record, read_record
 from rooftop.core.timelines import Lanes
 from rooftop.present.document import MOST_LANES, Document, Timeline
-from rooftop.simulate.planned import step_lanes
 
-#: Kind of an answer -> its name in words, and its builder.
-KINDS: dict[str, tuple[str, str]] = {
-    "train": ("a plan of a training run", "training:training_plan"),
-    "serve": ("a plan of a server", "serving:serving_plan"),
-    "pareto": ("a front of servers", "serving:front"),
-    "embed": ("a plan of embedding tables", "embedding:embedding_plan"),
-    "compiled_embed": ("a compilation of embedding tables", "embedding:compiled_embedding"),
-    "simulation": ("a simulation", "serving:simulation"),
-    "compiled": ("a compilation", "compiled:compilation"),
-    "script": ("a script on a slice", "scripts:script"),
-    "check": ("a checked program", "checked:checked"),
-    "tuned": ("a tuned program", "tuned:tuned"),
-    "explained": ("an explained run", "explained:explained"),
-    "difference": ("a difference of two runs", "explained:difference"),
-    "calibration": ("a calibration", "calibration:calibration"),
-    "operations": ("operations", "explained:operations"),
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of answer: its name in words, and its builder as MODULE:FUNCTION.
+
+    ``record`` is the record that the builder takes, as MODULE:CLASS, or a function that picks the class for some data.
+    ``lanes`` is a function of the record that yields its timelines.
+    """
+
+    what: str
+    builder: str
+    record: str
+    lanes: str = ""
+
+    def read(self, data: Mapping[str, Any]) -> Record:
+        """The record in plain JSON. Raises RooftopError naming the field that is wrong."""
+        named = _load(self.record)
+        record: Record = read_record(
+            named if isinstance(named, type) else named(data), data, self.what.removeprefix("a ").removeprefix("an ")
+        )
+        return record
+
+
+def _load(name: str) -> Any:
+    module, _, member = name.partition(":")
+    return getattr(importlib.import_module(module), member)
+
+
+#: Kinds of answers whose data names their kind.
+KINDS: dict[str, Kind] = {
+    "train": Kind(
+        what="a plan of a training run",
+        builder="training:training_plan",
+        record="rooftop.plan.training.answer:TrainingAnswerDocument",
+        lanes="training:training_lanes",
+    ),
+    "serve": Kind(
+        what="a plan of a server",
+        builder="serving:serving_plan",
+        record="rooftop.plan.serving.fleet:FleetAnswerDocument",
+        lanes="serving:serving_lanes",
+    ),
+    "pareto": Kind(
+        what="a front of servers", builder="serving:front", record="rooftop.plan.serving.fleet:ServingFrontDocument"
+    ),
+    "embed": Kind(
+        what="a plan of embedding tables",
+        builder="embedding:embedding_plan",
+        record="rooftop.plan.embedding.plan:EmbedPlanDocument",
+    ),
+    "compiled_embed": Kind(
+        what="a compilation of embedding tables",
+        builder="embedding:compiled_embedding",
+        record="rooftop.explain.embedding.compiled:record_kind",
+    ),
+    "simulation": Kind(
+        what="a simulation",
+        builder="serving:simulation",
+        record="rooftop.simulate.serving.metrics:SimulationReport",
+    ),
+    "compiled": Kind(
+        what="a compilation", builder="compiled:compilation", record="rooftop.explain.compiled.report:record_kind"
+    ),
+    "script": Kind(what="a script on a slice", builder="scripts:script", record="rooftop.explain.scripts:ScriptRecord"),
+    "check": Kind(what="a checked program", builder="checked:checked", record="rooftop.check.report:CheckRecord"),
+    "tuned": Kind(what="a tuned program", builder="tuned:tuned", record="rooftop.tune.records:TuneRecord"),
+    "explained": Kind(
+        what="an explained run", builder="explained:explained", record="rooftop.explain.measured.report:ExplainedRecord"
+    ),
+    "difference": Kind(
+        what="a difference of two runs",
+        builder="explained:difference",
+        record="rooftop.explain.difference:Difference",
+    ),
+    "calibration": Kind(
+        what="a calibration", builder="calibration:calibration", record="rooftop.roofline.calibration:Calibration"
+    ),
+    "operations": Kind(
+        what="operations", builder="explained:operations", record="rooftop.explain.operations:OperationsRecord"
+    ),
 }
-
-
-def _planned(data: Mapping[str, Any]) -> Iterator[Lanes]:
-    """The timelines of a plan that follow from its ledgers. The timeline of a pipeline needs the plan itself."""
-    if data.get("kind") == "serve":
-        for name, title in (("generate", "planned: a step of generation"), ("prefill", "planned: a prefill")):
-            yield step_lanes(Ledger.from_json(data[name]["ledger"]), title=title)
-    elif data.get("kind") == "train" and ways(data["mesh"]["axes"], *STAGE_AXES) == 1:
-        title = f"planned: {data['model']['name']} on {data['slice']['name']}"
-        yield step_lanes(Ledger.from_json(data["ledger"]), title=title, microbatches=data["microbatches"])
+#: Kinds that only their verb prints: their data does not name them.
+_NAMELESS: dict[str, Kind] = {
+    "validation": Kind(
+        what="a validation", builder="validation:validation", record="rooftop.validation.report:ValidationRecord"
+    ),
+    "matmul": Kind(
+        what="a sharded product", builder="matmul:matmul", record="rooftop.explain.compiled.checks:ExpressionRecord"
+    ),
+    "bench collectives": Kind(
+        what="measured collectives",
+        builder="matmul:collectives",
+        record="rooftop.profile.microbench.records:CollectivesRecord",
+    ),
+    "bench serve": Kind(
+        what="a measured server", builder="serving:server", record="rooftop.serve.client.metrics:ServingBenchRecord"
+    ),
+}
 
 
 def timeline_about(lanes: Lanes) -> str:
@@ -53,34 +122,29 @@ def timeline_about(lanes: Lanes) -> str:
     return "; ".join(part for part in parts if part) or f"{lanes.source}, one step"
 
 
-#: Kinds that only their verb prints: their data does not name them.
-_NAMELESS: dict[str, tuple[str, str]] = {
-    "validation": ("a validation", "validation:validation"),
-    "matmul": ("a sharded product", "matmul:matmul"),
-    "bench collectives": ("measured collectives", "matmul:collectives"),
-    "bench serve": ("a measured server", "serving:server"),
-}
-
-
 def document(
-    data: Mapping[str, Any], *, kind: str | None = None, lanes: Sequence[Lanes] = (), **context: Any
+    answer: Mapping[str, Any] | Record, *, kind: str | None = None, lanes: Sequence[Lanes] = (), **context: Any
 ) -> Document:
-    """The document of an answer, with timelines. ``context`` goes to the builder, such as the ``plan`` next to it.
+    """The document of an answer, a record or its JSON, with timelines. ``context`` goes to the builder.
 
-    ``kind`` is that of data that does not name its own.
+    ``kind`` is that of an answer that does not name its own.
 
-    Raises RooftopError for a kind that has no document.
+    Raises RooftopError for a kind that has no document, and for JSON that is not of its kind.
     """
-    kind = kind or str(data.get("kind"))
-    builders = KINDS | _NAMELESS
-    if kind not in builders:
-        raise unknown("document", kind, builders)
-    module, _, name = builders[kind][1].partition(":")
-    builder: Callable[..., Document] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    built = builder(data, **context)
+    name = kind or str(getattr(answer, "kind", None) if isinstance(answer, Record) else answer.get("kind"))
+    kinds = KINDS | _NAMELESS
+    if name not in kinds:
+        raise unknown("document", name, kinds)
+    how = kinds[name]
+    record = answer if isinstance(answer, Record) else how.read(answer)
+    builder: Callable[..., Document] = _load(f"{__name__}.{how.builder}")
+    built = builder(record, **context)
+    if not lanes and how.lanes:
+        planned: Callable[[Any], Iterable[Lanes]] = _load(f"{__name__}.{how.lanes}")
+        lanes = tuple(planned(record))
     drawn = tuple(
         Timeline(title=item.title, about=timeline_about(item), section="Timeline", lanes=item, detail=True)
-        for item in lanes or _planned(data)
+        for item in lanes
     )
     at = next((at for at, chart in enumerate(built.charts) if chart.section == "Memory"), len(built.charts))
     return replace(built, charts=(*built.charts[:at], *drawn, *built.charts[at:]))

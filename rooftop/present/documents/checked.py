@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
+from rooftop.check.report import CheckRecord
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.present.document import Chart, Document, Item, Items, ShownFigure, Table, TableColumn
 from rooftop.present.documents.compiled import compilation, layered
@@ -13,60 +13,66 @@ from rooftop.present.documents.explained import difference
 from rooftop.present.documents.parts import place, sentence, table
 
 
-def checked(data: Mapping[str, Any], *, frames: bool = False, top: int = 0) -> Document:
+def checked(answer: CheckRecord, *, frames: bool = False, top: int = 0) -> Document:
     """A checked program. ``top`` rows of what changed are printed (0: all).
 
     With ``frames``, sources are whole stacks.
     """
-    whole = compilation(data["compiled"], cached=None, frames=frames)
-    broken = not all(gate["holds"] for gate in data["gates"])
+    whole = compilation(answer.compiled, cached=None, frames=frames)
+    broken = not all(gate.holds for gate in answer.gates)
     return replace(
         whole,
-        title=f"Check of {data['program']}",
+        title=f"Check of {answer.program}",
         verdict=replace(
             whole.verdict,
-            subject=f"{data['program']} on {whole.verdict.subject}",
-            says=sentence(data["verdict"]),
-            no=data["verdict"] if broken else "",
-            details=(*whole.verdict.details, *_ending(data)),
+            subject=f"{answer.program} on {whole.verdict.subject}",
+            says=sentence(answer.verdict),
+            no=answer.verdict if broken else "",
+            details=(*whole.verdict.details, *_ending(answer)),
         ),
-        figures=(*whole.figures, *_figures(data)),
-        charts=(*_findings(data, frames=frames), *_gates(data), *_changes(data, top), *_sums(data), *whole.charts),
+        figures=(*whole.figures, *_figures(answer)),
+        charts=(
+            *_findings(answer, frames=frames),
+            *_gates(answer),
+            *_changes(answer, top),
+            *_sums(answer),
+            *whole.charts,
+        ),
     )
 
 
-def _ending(data: Mapping[str, Any]) -> Iterator[str]:
-    if data.get("error"):
-        yield f"The script failed: {data['error']}"
-    if data.get("refused"):
-        yield f"Next to it, {data['refused']}"
+def _ending(answer: CheckRecord) -> Iterator[str]:
+    if answer.error:
+        yield f"The script failed: {answer.error}"
+    if answer.refused:
+        yield f"Next to it, {answer.refused}"
 
 
-def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
-    yield ShownFigure("mfu", "MFU", data["mfu"], "%", "expected", note="the program's own FLOPs, of the bf16 peak")
-    if data["tokens_per_s"] is not None:
-        rate = data["tokens_per_s"]
+def _figures(answer: CheckRecord) -> Iterator[ShownFigure]:
+    yield ShownFigure("mfu", "MFU", answer.mfu, "%", "expected", note="the program's own FLOPs, of the bf16 peak")
+    if answer.tokens_per_s is not None:
+        rate = answer.tokens_per_s
         yield ShownFigure("tokens_per_s", "tokens a second", rate, "", "expected", shown=format_count(rate))
 
 
-def _findings(data: Mapping[str, Any], *, frames: bool) -> Iterator[Chart]:
-    if not data["findings"]:
+def _findings(answer: CheckRecord, *, frames: bool) -> Iterator[Chart]:
+    if not answer.findings:
         return
-    layers = data["compiled"].get("layers", {})
+    layers = answer.compiled.layers
     rows, items = [], []
-    for number, finding in enumerate(data["findings"], start=1):
-        stack = " < ".join(map(place, finding["frames"])) if frames else ""
+    for number, finding in enumerate(answer.findings, start=1):
+        stack = " < ".join(map(place, finding.frames)) if frames else ""
         rows.append(
             (
                 str(number),
-                finding["rule"],
-                format_seconds(finding["seconds"]) if finding["seconds"] else "",
-                format_bytes(finding["bytes"]) if finding["bytes"] else "",
-                "" if finding["scope"] == "unscoped" else layered(finding["scope"], layers),
-                stack or place(finding["source"]),
+                finding.rule,
+                format_seconds(finding.seconds) if finding.seconds else "",
+                format_bytes(finding.bytes) if finding.bytes else "",
+                "" if finding.scope == "unscoped" else layered(finding.scope, layers),
+                stack or place(finding.source),
             )
         )
-        items.append(Item(finding["evidence"], mark=str(number), note=finding["what"]))
+        items.append(Item(finding.evidence, mark=str(number), note=finding.what))
     headings = (
         TableColumn("", "text"),
         TableColumn("finding", "text"),
@@ -79,30 +85,30 @@ def _findings(data: Mapping[str, Any], *, frames: bool) -> Iterator[Chart]:
     yield Items(title="", items=tuple(items))
 
 
-def _gates(data: Mapping[str, Any]) -> Iterator[Chart]:
+def _gates(answer: CheckRecord) -> Iterator[Chart]:
     rows = []
-    for gate in data["gates"]:
-        write = format_seconds if gate["unit"] == "s" else format_bytes
-        before = write(gate["before"]) if gate["before"] else ""
-        holds = "" if gate["holds"] else "over"
-        rows.append((gate["name"], before, write(gate["after"]), write(gate["limit"]), holds))
+    for gate in answer.gates:
+        write = format_seconds if gate.unit == "s" else format_bytes
+        before = write(gate.before) if gate.before else ""
+        holds = "" if gate.holds else "over"
+        rows.append((gate.name, before, write(gate.after), write(gate.limit), holds))
     if rows:
         yield table("Limits", ("", "before", "now", "at most", ""), rows, section="Limits")
 
 
-def _changes(data: Mapping[str, Any], top: int) -> Iterator[Chart]:
-    if data["difference"] is not None:
-        yield from difference(data["difference"], top=top).charts
+def _changes(answer: CheckRecord, top: int) -> Iterator[Chart]:
+    if answer.difference is not None:
+        yield from difference(answer.difference, top=top).charts
 
 
-def _sums(data: Mapping[str, Any]) -> Iterator[Chart]:
-    sums = data["sums"]
-    classes = list(dict.fromkeys([*sums["arguments"], *(sums["at_peak"] or {})]))
+def _sums(answer: CheckRecord) -> Iterator[Chart]:
+    sums = answer.sums
+    classes = list(dict.fromkeys([*sums.arguments, *(sums.at_peak or {})]))
     rows = [
         (
             name,
-            format_bytes(sums["arguments"][name]) if name in sums["arguments"] else "",
-            format_bytes((sums["at_peak"] or {})[name]) if name in (sums["at_peak"] or {}) else "",
+            format_bytes(sums.arguments[name]) if name in sums.arguments else "",
+            format_bytes((sums.at_peak or {})[name]) if name in (sums.at_peak or {}) else "",
         )
         for name in classes
     ]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
-from typing import Any
 
 from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
+from rooftop.explain.difference import Difference, MemoryChange
+from rooftop.explain.measured.columns import CollectiveColumns
+from rooftop.explain.measured.report import ExplainedRecord
+from rooftop.explain.operations import LayoutRecord, OperationRecord, OperationsRecord, OperationTimes, TrueMatmul
+from rooftop.plan.training.plan import TrainingPlanDocument
 from rooftop.present.document import (
     Bar,
     Bars,
@@ -33,186 +37,200 @@ from rooftop.present.documents.parts import (
     roofs_of_slice,
     sentence,
     table,
-    written_by,
+    version_note,
 )
 
-_PARTS = (
-    ("compute_s", "computing"), ("exposed_s", "waiting for collectives"), ("held_s", "between the ops of loops"),
-    ("idle_s", "idle"),
-)  # fmt: skip
 #: Steps and SparseCores that are drawn, rows that bars show, losses and changes that are listed.
 _STEPS, _CORES, _BARS, _LISTED = 12, 16, 12, 6
 
 
-def explained(data: Mapping[str, Any], *, plan: Mapping[str, Any] | None = None, top: int = 0) -> Document:
+def explained(answer: ExplainedRecord, *, plan: TrainingPlanDocument | None = None, top: int = 0) -> Document:
     """A trace: measured next to compiled next to planned. ``top`` rows of each table are printed (0: all)."""
-    lines = of_explained(data)
+    lines = of_explained(answer)
     sides = [side for side in ("measured", "compiled", "planned") if any(side in line.sides for line in lines)]
     return Document(
-        title=f"{_name(data)}: {', '.join(data['programs']) or 'a trace'}",
+        title=f"{_name(answer)}: {', '.join(answer.programs) or 'a trace'}",
         verdict=ShownVerdict(
-            subject=_subject(data),
-            says=sentence(data["verdict"]),
-            differs=(data["roofline"] or 0) <= 0.5,
+            subject=_subject(answer),
+            says=sentence(answer.verdict),
+            differs=(answer.roofline or 0) <= 0.5,
             details=(
-                *(f"Note: {note}." for note in data["notes"]),
-                f"Steps: {data['marked']}; {sum(step['counted'] for step in data['steps'])} of {len(data['steps'])} "
-                "counted.",
+                *(f"Note: {note}." for note in answer.notes),
+                f"Steps: {answer.marked}; {sum(step.counted for step in answer.steps)} of {len(answer.steps)} counted.",
             ),
         ),
-        figures=tuple(_figures(data)),
+        figures=tuple(_figures(answer)),
         charts=(
-            _step(data),
-            *_stragglers(data),
-            *_achieved(data),
-            _rows(data, top),
+            _step(answer),
+            *_stragglers(answer),
+            *_achieved(answer),
+            _rows(answer, top),
             ledger_table(lines, f"By scope and phase: {' beside '.join(sides)}"),
-            _longest(data),
-            *_roofline(data, plan, lines),
-            *_memory(data, plan),
-            *_collectives(data, top),
-            *_sparse_cores(data),
-            *_operations(data, top),
-            *_losses(data, top),
-            *_advice(data),
-            *_empty(data),
+            _longest(answer),
+            *_roofline(answer, plan, lines),
+            *_memory(answer, plan),
+            *_collectives(answer, top),
+            *_sparse_cores(answer),
+            *_operations(answer, top),
+            *_losses(answer, top),
+            *_advice(answer),
+            *_empty(answer),
         ),
-        sources=written_by(data),
+        sources=version_note(answer.rooftop_version),
     )
 
 
-def of_explained(data: Mapping[str, Any]) -> list[LedgerLine]:
-    """The rows of ``rooftop explain --json``."""
+def of_explained(answer: ExplainedRecord) -> list[LedgerLine]:
+    """The rows of an explained trace."""
     lines = []
-    for row in data["rows"]:
-        measured, compiled, planned = row["measured"], row["compiled"], row["planned"]
+    for row in answer.rows:
+        measured, compiled, planned = row.measured, row.compiled, row.planned
         sides: dict[str, SideFigures] = {}
-        if measured:
-            rates = {name: measured[f"{name}_per_s"] for name in ("flops", "hbm_bytes")}
-            amounts = {name: None if rate is None else rate * measured["time_s"] for name, rate in rates.items()}
-            sides["measured"] = SideFigures(time_s=measured["time_s"], exposed_s=measured["exposed_s"], **amounts)
-        if compiled:
-            peak = max(compiled["bound_s"].values(), default=None)
-            sides["compiled"] = SideFigures(flops=compiled["flops"], hbm_bytes=compiled["hbm_bytes"], at_peak_s=peak)
-        if planned:
-            sides["planned"] = SideFigures(**planned)
+        if measured is not None:
+            time_s = measured.time_s
+            sides["measured"] = SideFigures(
+                time_s=time_s,
+                exposed_s=measured.exposed_s,
+                flops=None if measured.flops_per_s is None else measured.flops_per_s * time_s,
+                hbm_bytes=None if measured.hbm_bytes_per_s is None else measured.hbm_bytes_per_s * time_s,
+            )
+        if compiled is not None:
+            peak = max(compiled.bound_s.values(), default=None)
+            sides["compiled"] = SideFigures(flops=compiled.flops, hbm_bytes=compiled.hbm_bytes, at_peak_s=peak)
+        if planned is not None:
+            sides["planned"] = SideFigures(
+                time_s=planned.time_s,
+                exposed_s=planned.exposed_s,
+                flops=planned.flops,
+                hbm_bytes=planned.hbm_bytes,
+            )
         lines.append(
             LedgerLine(
-                scope=row["scope"], phase=row["phase"], sides=sides, moves=tuple(map(_move, row["collectives"])),
-                slowest=(measured or {}).get("slowest") or "", source=(measured or {}).get("source") or "",
+                scope=row.scope, phase=row.phase, sides=sides, moves=tuple(map(_move, row.collectives)),
+                slowest="" if measured is None else measured.slowest or "",
+                source="" if measured is None else measured.source,
             )
         )  # fmt: skip
     return lines
 
 
-def _move(moved: Mapping[str, Any]) -> str:
+def _move(moved: CollectiveColumns) -> str:
     texts = [
-        f"{format_seconds(moved['exposed_s'])} exposed of {format_seconds(moved['in_flight_s'])}"
-        if moved["in_flight_s"] is not None
+        f"{format_seconds(moved.exposed_s)} exposed of {format_seconds(moved.in_flight_s)}"
+        if moved.in_flight_s is not None and moved.exposed_s is not None
         else "not measured",
-        f"{format_bytes(moved['compiled_bytes'])} compiled" if moved["compiled_bytes"] is not None else "not compiled",
-        f"{format_bytes(moved['planned_bytes'])} planned" if moved["planned_bytes"] is not None else "",
+        f"{format_bytes(moved.compiled_bytes)} compiled" if moved.compiled_bytes is not None else "not compiled",
+        f"{format_bytes(moved.planned_bytes)} planned" if moved.planned_bytes is not None else "",
     ]
-    return f"{moved['kind']} over {','.join(moved['axes'])}: {', '.join(text for text in texts if text)}"
+    return f"{moved.kind} over {','.join(moved.axes)}: {', '.join(text for text in texts if text)}"
 
 
-def _subject(data: Mapping[str, Any]) -> str:
-    devices = data["devices"]
-    kind = counted(devices["count"], f"{'emulated ' if devices['emulated'] else ''}{devices['kind']} device")
-    kind += f" of {devices['hosts']} hosts" if devices["hosts"] > 1 else ""
-    mesh = mesh_text(data["mesh"])
-    programs = ", ".join(data["programs"])
+def _subject(answer: ExplainedRecord) -> str:
+    devices = answer.devices
+    kind = counted(devices.count, f"{'emulated ' if devices.emulated else ''}{devices.kind} device")
+    kind += f" of {devices.hosts} hosts" if devices.hosts > 1 else ""
+    mesh = mesh_text(answer.mesh)
+    programs = ", ".join(answer.programs)
     mesh = "" if mesh == "one device" else f", {mesh}"
-    return f"{_name(data)}: {kind}{mesh}" + (f"; {programs}" if programs else "")
+    return f"{_name(answer)}: {kind}{mesh}" + (f"; {programs}" if programs else "")
 
 
-def _name(data: Mapping[str, Any]) -> str:
+def _name(answer: ExplainedRecord) -> str:
     """The last part of the path of a trace: a heading has no room for the rest."""
-    return PurePath(data["trace"]).name or data["trace"]
+    return PurePath(answer.trace).name or answer.trace
 
 
-def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
-    step = data["step_s"]
+def _parts(answer: ExplainedRecord) -> tuple[tuple[str, str, float], ...]:
+    """Name, title and seconds of each part of a step."""
+    return (
+        ("compute_s", "computing", answer.compute_s),
+        ("exposed_s", "waiting for collectives", answer.exposed_s),
+        ("held_s", "between the ops of loops", answer.held_s),
+        ("idle_s", "idle", answer.idle_s),
+    )
+
+
+def _figures(answer: ExplainedRecord) -> Iterator[ShownFigure]:
+    step = answer.step_s
     yield ShownFigure("step_s", "step", step, "s", "measured")
-    for name, title in _PARTS:
-        if data[name]:
-            share = f"{data[name] / step:.1%}" if step else ""
-            yield ShownFigure(name, title, data[name], "s", "measured", note=share)
-    if data["roofline"] is not None:
-        yield ShownFigure("roofline", "of the roofline", data["roofline"], "%", "measured", note=data["bound"])
-    yield ShownFigure("attributed", "in a scope", data["attributed"], "%", "measured", note="of the busy time")
+    for name, title, seconds in _parts(answer):
+        if seconds:
+            share = f"{seconds / step:.1%}" if step else ""
+            yield ShownFigure(name, title, seconds, "s", "measured", note=share)
+    if answer.roofline is not None:
+        yield ShownFigure("roofline", "of the roofline", answer.roofline, "%", "measured", note=answer.bound)
+    yield ShownFigure("attributed", "in a scope", answer.attributed, "%", "measured", note="of the busy time")
 
 
-def _achieved(data: Mapping[str, Any]) -> tuple[Chart, ...]:
-    if data["roofs"] is None or not data["achieved"]:
+def _achieved(answer: ExplainedRecord) -> tuple[Chart, ...]:
+    if answer.roofs is None or not answer.achieved:
         return ()
     rows = []
-    for entry in data["achieved"]:
-        unit = "FLOP/s" if entry["resource"] == "mxu" else "B/s"
-        cells = [format_count(entry[name], unit) if entry[name] else "" for name in ("per_s", "peak")]
-        rows.append((entry["resource"], *cells, f"{entry['of_roof']:.0%}" if entry["of_roof"] is not None else ""))
-    return (table(f"Achieved, next to {data['roofs']['source']} roofs", ("", "a second", "roof", "of it"), rows),)
+    for entry in answer.achieved:
+        unit = "FLOP/s" if entry.resource == "mxu" else "B/s"
+        cells = [format_count(rate, unit) if rate else "" for rate in (entry.per_s, entry.peak)]
+        rows.append((entry.resource, *cells, f"{entry.of_roof:.0%}" if entry.of_roof is not None else ""))
+    return (table(f"Achieved, next to {answer.roofs.source} roofs", ("", "a second", "roof", "of it"), rows),)
 
 
-def _step(data: Mapping[str, Any]) -> Bars:
+def _step(answer: ExplainedRecord) -> Bars:
     """The mean of the counted steps, then each of them."""
-    bars = [Bar("a step", tuple((title, float(data[name])) for name, title in _PARTS))]
-    for step in data["steps"]:
-        if step["counted"] and step["busy_s"] is not None and len(bars) < _STEPS:
-            idle, busy = step["seconds"] - step["busy_s"], step["busy_s"] - step["exposed_s"]
-            parts = ("computing", busy), ("waiting for collectives", step["exposed_s"]), ("idle", max(0.0, idle))
-            bars.append(Bar(f"step {step['number']}", parts))
-    about = f"The mean of the counted steps, then each: {data['marked']}"
+    bars = [Bar("a step", tuple((title, float(seconds)) for _, title, seconds in _parts(answer)))]
+    for step in answer.steps:
+        if step.counted and step.busy_s is not None and step.exposed_s is not None and len(bars) < _STEPS:
+            idle, busy = step.seconds - step.busy_s, step.busy_s - step.exposed_s
+            parts = ("computing", busy), ("waiting for collectives", step.exposed_s), ("idle", max(0.0, idle))
+            bars.append(Bar(f"step {step.number}", parts))
+    about = f"The mean of the counted steps, then each: {answer.marked}"
     return Bars(title="Where a step goes", section="Step", about=about, unit="s", bars=tuple(bars))
 
 
-def _stragglers(data: Mapping[str, Any]) -> Iterator[Chart]:
+def _stragglers(answer: ExplainedRecord) -> Iterator[Chart]:
     """Devices of several hosts, and processes that the others waited for."""
-    devices = data["by_device"]
-    if len(devices) > 1 and data["devices"]["hosts"] > 1:
+    devices = answer.by_device
+    if len(devices) > 1 and answer.devices.hosts > 1:
         rows = [
-            (f"device {device['ordinal']} of {device['host']}", *_seconds(device, "compute_s", "exposed_s", "idle_s"))
+            (
+                f"device {device.ordinal} of {device.host}",
+                *map(format_seconds, (device.compute_s, device.exposed_s, device.idle_s)),
+            )
             for device in devices[:_LISTED]
         ]
         title = "By device, the one that computes longest first"
         yield table(title, ("", "computing", "waiting for collectives", "idle"), rows)
-    if data["processes"]:
+    if answer.processes:
         processes = [
             (
-                f"process {process['process']}", f"{process['steps']} of {process['of_steps']}",
-                *_seconds(process, "host_s", "median_host_s", "waited_s"),
+                f"process {process.process}", f"{process.steps} of {process.of_steps}",
+                *map(format_seconds, (process.host_s, process.median_host_s, process.waited_s)),
             )
-            for process in data["processes"][:_LISTED]
+            for process in answer.processes[:_LISTED]
         ]  # fmt: skip
         columns = ("", "slowest in steps", "on its host", "the median process", "others waited, a step")
         yield table("By process of the run: who was the slowest on its host", columns, processes)
 
 
-def _seconds(data: Mapping[str, Any], *names: str) -> Iterator[str]:
-    return (format_seconds(data[name]) for name in names)
-
-
-def _rows(data: Mapping[str, Any], top: int) -> Table:
-    planned = any(row["planned"] for row in data["rows"])
-    bound = any(row["compiled"] and row["compiled"]["bound_s"] for row in data["rows"])
+def _rows(answer: ExplainedRecord, top: int) -> Table:
+    planned = any(row.planned for row in answer.rows)
+    bound = any(row.compiled and row.compiled.bound_s for row in answer.rows)
     rows = []
-    for row in data["rows"]:
-        measured, compiled, plan = row["measured"], row["compiled"], row["planned"]
+    for row in answer.rows:
+        measured, compiled, plan = row.measured, row.compiled, row.planned
         cells = ["", "", ""]
         if measured:
-            exposed = format_seconds(measured["exposed_s"]) if measured["exposed_s"] else ""
-            cells = [format_seconds(measured["time_s"]), f"{measured['share']:.1%}", exposed]
+            exposed = format_seconds(measured.exposed_s) if measured.exposed_s else ""
+            cells = [format_seconds(measured.time_s), f"{measured.share:.1%}", exposed]
         if bound:
-            cells.append(format_seconds(max(compiled["bound_s"].values(), default=0.0)) if compiled else "")
+            cells.append(format_seconds(max(compiled.bound_s.values(), default=0.0)) if compiled else "")
         if planned:
-            cells.append(format_seconds(plan["time_s"]) if plan else "")
-        flops = compiled["flops"] if compiled else 0.0
-        moved = compiled["hbm_bytes"] if compiled else 0.0
+            cells.append(format_seconds(plan.time_s) if plan else "")
+        flops = compiled.flops if compiled else 0.0
+        moved = compiled.hbm_bytes if compiled else 0.0
         rows.append(
             (
-                row["scope"], row["phase"], *cells, format_count(flops) if flops else "",
-                format_bytes(moved) if moved else "", (measured or {}).get("slowest") or "",
-                place(measured["source"]) if measured else "",
+                row.scope, row.phase, *cells, format_count(flops) if flops else "",
+                format_bytes(moved) if moved else "", "" if measured is None else measured.slowest or "",
+                place(measured.source) if measured else "",
             )
         )  # fmt: skip
     return Table(
@@ -235,58 +253,54 @@ def _rows(data: Mapping[str, Any], top: int) -> Table:
     )
 
 
-def _longest(data: Mapping[str, Any]) -> Bars:
-    rows = [row for row in data["rows"] if row["measured"] is not None]
-    longest = sorted(rows, key=lambda row: -float(row["measured"]["time_s"]))[:_BARS]
+def _longest(answer: ExplainedRecord) -> Bars:
+    rows = [(row, row.measured) for row in answer.rows if row.measured is not None]
+    longest = sorted(rows, key=lambda entry: -entry[1].time_s)[:_BARS]
     return Bars(
         title="The longest rows",
         about="Measured seconds of a step, by scope and phase.",
         unit="s",
         bars=tuple(
             Bar(
-                f"{row['scope']} {row['phase']}",
+                f"{row.scope} {row.phase}",
                 (
-                    ("not waiting", max(0.0, row["measured"]["time_s"] - row["measured"]["exposed_s"])),
-                    ("waiting for collectives", min(row["measured"]["exposed_s"], row["measured"]["time_s"])),
+                    ("not waiting", max(0.0, measured.time_s - measured.exposed_s)),
+                    ("waiting for collectives", min(measured.exposed_s, measured.time_s)),
                 ),
             )
-            for row in longest
+            for row, measured in longest
         ),
     )
 
 
 def _roofline(
-    data: Mapping[str, Any], plan: Mapping[str, Any] | None, lines: Sequence[LedgerLine]
+    answer: ExplainedRecord, plan: TrainingPlanDocument | None, lines: Sequence[LedgerLine]
 ) -> tuple[Chart, ...]:
     roofs = list[Roof]()
-    if own := data["roofs"]:
-        bf16 = own["flops_per_s"]["bf16"]
-        roofs.append(
-            Roof(name=f"{own['source']} roofs, bf16", flops_per_s=bf16, hbm_bytes_per_s=own["hbm_bytes_per_s"])
-        )
+    if own := answer.roofs:
+        bf16 = own.peak("bf16")
+        roofs.append(Roof(name=f"{own.source} roofs, bf16", flops_per_s=bf16, hbm_bytes_per_s=own.hbm_bytes_per_s))
     elif plan is not None:
-        roofs += roofs_of_slice(plan["slice"]["name"], "that of the plan")
+        roofs += roofs_of_slice(plan.slice.name, "that of the plan")
     return rooflines(lines, roofs, section="Roofline")
 
 
-def _memory(data: Mapping[str, Any], plan: Mapping[str, Any] | None) -> tuple[Chart, ...]:
-    taken = [entry for entry in data["memory"] if entry["points"]]
+def _memory(answer: ExplainedRecord, plan: TrainingPlanDocument | None) -> tuple[Chart, ...]:
+    taken = [entry for entry in answer.memory if entry.points]
     if not taken:
         return ()
     series = [
         ChartSeries(
-            f"{entry['host']} {entry['allocator']}",
-            tuple((float(at_s), float(size)) for at_s, size in entry["points"]),
-            "line" if len(entry["points"]) > 1 else "point",
+            f"{entry.host} {entry.allocator}",
+            tuple((float(at_s), float(size)) for at_s, size in entry.points),
+            "line" if len(entry.points) > 1 else "point",
         )
         for entry in taken
     ]
-    times = [float(point[0]) for entry in taken for point in entry["points"]]
-    limits = {
-        f"capacity of {entry['allocator']}": entry["capacity_bytes"] for entry in taken if entry["capacity_bytes"]
-    }
+    times = [float(point[0]) for entry in taken for point in entry.points]
+    limits = {f"capacity of {entry.allocator}": entry.capacity_bytes for entry in taken if entry.capacity_bytes}
     if plan is not None:
-        limits["planned"] = plan["memory"]["total"]
+        limits["planned"] = plan.memory.total
     series += [
         ChartSeries(f"{name}, {format_bytes(size)}", ((min(times), float(size)), (max(times), float(size))), "dashed")
         for name, size in limits.items()
@@ -303,16 +317,16 @@ def _memory(data: Mapping[str, Any], plan: Mapping[str, Any] | None) -> tuple[Ch
     )
 
 
-def _collectives(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
+def _collectives(answer: ExplainedRecord, top: int) -> tuple[Chart, ...]:
     rows = [
         (
-            f"{entry['kind']} {','.join(entry['axes'])}", f"{entry['scope']} {entry['phase']}",
-            format_bytes(entry["bytes"]) if entry["bytes"] is not None else "", format_seconds(entry["in_flight_s"]),
-            format_seconds(entry["exposed_s"]),
-            f"{format_bytes(entry['wire_bytes_per_s'])}/s" if entry["wire_bytes_per_s"] else "",
-            f"{entry['of_roof']:.0%}" if entry["of_roof"] else "", entry["op"], place(entry["source"]),
+            f"{entry.kind} {','.join(entry.axes)}", f"{entry.scope} {entry.phase}",
+            format_bytes(entry.bytes) if entry.bytes is not None else "", format_seconds(entry.in_flight_s),
+            format_seconds(entry.exposed_s),
+            f"{format_bytes(entry.wire_bytes_per_s)}/s" if entry.wire_bytes_per_s else "",
+            f"{entry.of_roof:.0%}" if entry.of_roof else "", entry.op, place(entry.source),
         )
-        for entry in data["collectives"]
+        for entry in answer.collectives
     ]  # fmt: skip
     headings = (
         TableColumn("collective", "text"),
@@ -326,35 +340,35 @@ def _collectives(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
     return (Table(title=title, section="Collectives", columns=headings, rows=tuple(rows), top=top),) if rows else ()
 
 
-def _sparse_cores(data: Mapping[str, Any]) -> Iterator[Chart]:
-    sparse = data["sparse_cores"]
-    if not sparse["cores"]:
+def _sparse_cores(answer: ExplainedRecord) -> Iterator[Chart]:
+    sparse = answer.sparse_cores
+    if not sparse.cores:
         return
-    parts = (("beside_s", "busy beside compute"), ("alone_s", "busy alone"), ("idle_s", "idle"))
     yield Bars(
         title="SparseCores, a step",
         section="SparseCores",
         about="Busy while the TensorCore computes, busy while it does not, idle.",
         unit="s",
         bars=tuple(
-            Bar(f"TPU {core['device']} SC {core['core']}", tuple((title, float(core[name])) for name, title in parts))
-            for core in sparse["cores"][:_CORES]
+            Bar(
+                f"TPU {core.device} SC {core.core}",
+                (("busy beside compute", core.beside_s), ("busy alone", core.alone_s), ("idle", core.idle_s)),
+            )
+            for core in sparse.cores[:_CORES]
         ),
     )
     rows = [
         (
-            f"TPU {core['device']} SparseCore {core['core']}",
-            *(format_seconds(core[name]) for name in ("busy_s", "beside_s", "alone_s", "idle_s")),
-            core["ops"][0]["name"] if core["ops"] else "",
+            f"TPU {core.device} SparseCore {core.core}",
+            *map(format_seconds, (core.busy_s, core.beside_s, core.alone_s, core.idle_s)),
+            core.ops[0].name if core.ops else "",
         )
-        for core in sparse["cores"]
+        for core in sparse.cores
     ]
-    dropped = (
-        "nothing tells of dropped ids" if sparse["dropped_ids"] is None else f"{sparse['dropped_ids']} ids dropped"
-    )
+    dropped = "nothing tells of dropped ids" if sparse.dropped_ids is None else f"{sparse.dropped_ids} ids dropped"
     yield Table(
         title="SparseCores, a step",
-        about=f"At most {sparse['minibatches'] or 'an unknown number of'} passes over the tables a step; {dropped}.",
+        about=f"At most {sparse.minibatches or 'an unknown number of'} passes over the tables a step; {dropped}.",
         columns=(
             TableColumn("core", "text"),
             *(TableColumn(name) for name in ("busy", "beside compute", "alone", "idle")),
@@ -364,18 +378,18 @@ def _sparse_cores(data: Mapping[str, Any]) -> Iterator[Chart]:
     )
 
 
-def _operations(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
+def _operations(answer: ExplainedRecord, top: int) -> tuple[Chart, ...]:
     """The ops that take longest. They are printed where there are roofs, or no scopes to know them by."""
-    unscoped = data["attributed"] < 0.5
-    listed = data["operations"]
+    unscoped = answer.attributed < 0.5
+    listed = answer.operations
     if not listed:
         return ()
     rows = [
         (
-            op["op"], f"{op['scope']} {op['phase']}", format_seconds(op["time_s"]),
-            format_count(op["flops_per_s"]) if op["flops_per_s"] else "",
-            format_bytes(op["hbm_bytes_per_s"]) if op["hbm_bytes_per_s"] else "", op["bound"],
-            f"{op['of_roof']:.0%}" if op["of_roof"] else "", place(op["source"]),
+            op.op, f"{op.scope} {op.phase}", format_seconds(op.time_s),
+            format_count(op.flops_per_s) if op.flops_per_s else "",
+            format_bytes(op.hbm_bytes_per_s) if op.hbm_bytes_per_s else "", op.bound,
+            f"{op.of_roof:.0%}" if op.of_roof else "", place(op.source),
         )
         for op in listed
     ]  # fmt: skip
@@ -387,8 +401,8 @@ def _operations(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
         TableColumn("of roof"),
         TableColumn("from", "text", drop=1),
     )
-    roofs = "" if data["roofs"] is None else f", next to {data['roofs']['source']} roofs"
-    useful = unscoped or any(op["of_roof"] for op in listed)
+    roofs = "" if answer.roofs is None else f", next to {answer.roofs.source} roofs"
+    useful = unscoped or any(op.of_roof for op in listed)
     return (
         Table(
             title=f"The ops that take longest{roofs}", section="Operations", columns=headings, rows=tuple(rows),
@@ -397,13 +411,13 @@ def _operations(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
     )  # fmt: skip
 
 
-def _losses(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
+def _losses(answer: ExplainedRecord, top: int) -> tuple[Chart, ...]:
     rows = [
         (
-            format_seconds(loss["seconds"]), f"{loss['seconds'] / data['step_s']:.1%}" if data["step_s"] else "",
-            loss["what"], loss["waits_for"], place(loss["source"]),
+            format_seconds(loss.seconds), f"{loss.seconds / answer.step_s:.1%}" if answer.step_s else "",
+            loss.what, loss.waits_for, place(loss.source),
         )
-        for loss in data["losses"]
+        for loss in answer.losses
     ]  # fmt: skip
     headings = (
         TableColumn("time"),
@@ -415,36 +429,36 @@ def _losses(data: Mapping[str, Any], top: int) -> tuple[Chart, ...]:
     return (Table(title=title, section="Losses", columns=headings, rows=tuple(rows[:most])),) if rows else ()
 
 
-def _advice(data: Mapping[str, Any]) -> tuple[Chart, ...]:
+def _advice(answer: ExplainedRecord) -> tuple[Chart, ...]:
     """Changes to try. A change that helps against several losses is listed once."""
     evidence: dict[str, list[str]] = {}
-    for entry in data["advice"][:_LISTED]:
-        source = f" [{place(entry['source'])}]" if entry["source"] else ""
-        evidence.setdefault(entry["what"], []).append(f"  {entry['rule']}: {entry['evidence']}{source}.")
+    for entry in answer.advice[:_LISTED]:
+        source = f" [{place(entry.source)}]" if entry.source else ""
+        evidence.setdefault(entry.what, []).append(f"  {entry.rule}: {entry.evidence}{source}.")
     items = tuple(Item("\n".join((sentence(what), *lines)), mark="-") for what, lines in evidence.items())
     return (Items(title="What to try", section="What to try", items=items),) if items else ()
 
 
-def _empty(data: Mapping[str, Any]) -> tuple[Chart, ...]:
-    items = tuple(Item(f"{name}: {why}") for name, why in data["empty"].items())
+def _empty(answer: ExplainedRecord) -> tuple[Chart, ...]:
+    items = tuple(Item(f"{name}: {why}") for name, why in answer.empty.items())
     return (Items(title="Not there", section="Not there", items=items),) if items else ()
 
 
 # ---- differences ----------------------------------------------------------------------------------------------------
 
 
-def difference(data: Mapping[str, Any], *, top: int = 0) -> Document:
+def difference(answer: Difference, *, top: int = 0) -> Document:
     """Two sides and the rows that differ."""
-    before, after = data["before"], data["after"]
+    before, after = answer.before, answer.after
     rows = []
-    for change in data["changes"]:
-        seconds = change["change_s"]
-        sides = ("" if change[side] is None else format_seconds(change[side]["time_s"]) for side in ("before", "after"))
+    for change in answer.changes:
+        seconds = change.change_s
+        sides = ("" if side is None else format_seconds(side.time_s) for side in (change.before, change.after))
         sign = "+" if seconds > 0 else "-"
         rows.append(
             (
-                change["scope"], change["phase"], *sides, f"{sign}{format_seconds(abs(seconds))}",
-                "; ".join(change["collectives"]),
+                change.scope, change.phase, *sides, f"{sign}{format_seconds(abs(seconds))}",
+                "; ".join(change.collectives),
             )
         )  # fmt: skip
     headings = (
@@ -456,21 +470,21 @@ def difference(data: Mapping[str, Any], *, top: int = 0) -> Document:
     return Document(
         title="What changed",
         verdict=ShownVerdict(
-            subject=f"{before['name']} ({before['kind']}), then {after['name']} ({after['kind']})",
-            says=sentence(data["verdict"]),
+            subject=f"{before.name} ({before.kind}), then {after.name} ({after.kind})",
+            says=sentence(answer.verdict),
         ),
         charts=(
             *((Table(title=title, columns=headings, rows=tuple(rows), top=top),) if rows else ()),
-            *_memory_that_differs(data["memory"]),
+            *_memory_that_differs(answer.memory),
         ),
     )
 
 
-def _memory_that_differs(changes: Sequence[Mapping[str, Any]]) -> tuple[Chart, ...]:
+def _memory_that_differs(changes: Sequence[MemoryChange]) -> tuple[Chart, ...]:
     rows = []
     for change in changes:
-        more = f"{'+' if change['change'] > 0 else '-'}{format_bytes(abs(change['change']))}"
-        rows.append((change["name"], format_bytes(change["before"]), format_bytes(change["after"]), more))
+        more = f"{'+' if change.change > 0 else '-'}{format_bytes(abs(change.change))}"
+        rows.append((change.name, format_bytes(change.before), format_bytes(change.after), more))
     columns = (TableColumn("memory", "text"), *(TableColumn(name) for name in ("before", "after", "change")))
     title = "Memory at the peak of a device that differs"
     return (Table(title=title, columns=columns, rows=tuple(rows)),) if rows else ()
@@ -479,26 +493,26 @@ def _memory_that_differs(changes: Sequence[Mapping[str, Any]]) -> tuple[Chart, .
 # ---- operations -----------------------------------------------------------------------------------------------------
 
 
-def operations(data: Mapping[str, Any]) -> Document:
+def operations(answer: OperationsRecord) -> Document:
     """HLO instructions made readable, and what they say together."""
-    charts = [chart for op in data["operations"] for chart in _operation(op)]
-    for inferred in data["inferred"]:
-        apart = "" if inferred["step"] is None else f", {inferred['step']} devices apart"
+    charts = [chart for op in answer.operations for chart in _operation(op)]
+    for inferred in answer.inferred:
+        apart = "" if inferred.step is None else f", {inferred.step} devices apart"
         title = (
-            f"{inferred['ways']}-way model parallelism: {inferred['summed_by']} sums over {inferred['ways']} "
-            f"devices{apart}, of {inferred['devices']}"
+            f"{inferred.ways}-way model parallelism: {inferred.summed_by} sums over {inferred.ways} "
+            f"devices{apart}, of {inferred.devices}"
         )
-        items = [Item(_matmul(matmul)) for matmul in inferred["matmuls"]]
-        if any(len(matmul["left"]) == 1 for matmul in inferred["matmuls"]):
+        items = [Item(_matmul(matmul)) for matmul in inferred.matmuls]
+        if any(len(matmul.left) == 1 for matmul in inferred.matmuls):
             items.append(Item("B: the batch, of which these lines show one row on a device"))
         charts.append(Items(title=title, items=tuple(items)))
     return Document(title="Operations", verdict=ShownVerdict(), charts=tuple(charts))
 
 
-def _matmul(matmul: Mapping[str, Any]) -> str:
-    sizes = " x ".join(_array(matmul[side]) for side in ("left", "right"))
-    dim = "contracted" if matmul["contracts"] else "output"
-    return f"{matmul['name']}: {sizes} -> {_array(matmul['result'])}, the {dim} dim of {matmul['split']} split"
+def _matmul(matmul: TrueMatmul) -> str:
+    sizes = " x ".join(_array(side) for side in (matmul.left, matmul.right))
+    dim = "contracted" if matmul.contracts else "output"
+    return f"{matmul.name}: {sizes} -> {_array(matmul.result)}, the {dim} dim of {matmul.split} split"
 
 
 def _array(sizes: Sequence[int]) -> str:
@@ -506,28 +520,28 @@ def _array(sizes: Sequence[int]) -> str:
     return f"[{','.join(map(str, sizes))}]" if len(sizes) > 1 else f"[B,{sizes[0]}]" if sizes else "[B]"
 
 
-def _operation(op: Mapping[str, Any]) -> Iterator[Chart]:
-    texts = [sentence(op["does"])]
-    rows = [("result", *_layout(result)) for result in op["results"]]
-    for operand in op["operands"]:
+def _operation(op: OperationRecord) -> Iterator[Chart]:
+    texts = [sentence(op.does)]
+    rows = [("result", *_layout(result)) for result in op.results]
+    for operand in op.operands:
         empty = ("", "", "", "", "")
-        rows.append((f"%{operand['name']}", *(_layout(operand["layout"]) if operand["layout"] else empty)))
+        rows.append((f"%{operand.name}", *(_layout(operand.layout) if operand.layout else empty)))
     after = []
-    if matmul := op["matmul"]:
-        batch = f"{matmul['batch']} x " if matmul["batch"] > 1 else ""
-        sizes = f"{batch}[{matmul['m']}, {matmul['k']}] x [{matmul['k']}, {matmul['n']}]"
-        after.append(f"As its shapes tell, a matmul {sizes}: {format_count(matmul['flops'], 'FLOPs')}.")
-    if moved := op["collective"]:
-        over = f" over {moved['members']} devices" if moved["members"] else ""
-        after.append(f"It moves as {moved['kind']}{over} {format_bytes(moved['bytes'])} a device.")
-    if op["times"]:
+    if matmul := op.matmul:
+        batch = f"{matmul.batch} x " if matmul.batch > 1 else ""
+        sizes = f"{batch}[{matmul.m}, {matmul.k}] x [{matmul.k}, {matmul.n}]"
+        after.append(f"As its shapes tell, a matmul {sizes}: {format_count(matmul.flops, 'FLOPs')}.")
+    if moved := op.collective:
+        over = f" over {moved.members} devices" if moved.members else ""
+        after.append(f"It moves as {moved.kind}{over} {format_bytes(moved.bytes)} a device.")
+    if op.times:
         after += [
-            f"It does not fit: its arrays in {memory['memory'].upper()} are {format_bytes(memory['bytes'])}, and "
-            f"a device of {op['times']['chip']} has {format_bytes(memory['capacity'])}."
-            for memory in op["times"]["overfull"]
+            f"It does not fit: its arrays in {memory.memory.upper()} are {format_bytes(memory.bytes)}, and "
+            f"a device of {op.times.chip} has {format_bytes(memory.capacity)}."
+            for memory in op.times.overfull
         ]
-        after += _times(op["times"], op["hbm_bytes"])
-    title = f"{op['op']}: {op['opcode']}" + (f", calls {op['calls']}" if op["calls"] else "")
+        after += _times(op.times, op.hbm_bytes)
+    title = f"{op.op}: {op.opcode}" + (f", calls {op.calls}" if op.calls else "")
     yield Items(title=title, items=tuple(Item(text) for text in texts))
     headings = (
         TableColumn("", "text"),
@@ -542,30 +556,28 @@ def _operation(op: Mapping[str, Any]) -> Iterator[Chart]:
         yield Items(title="", items=tuple(Item(text) for text in after))
 
 
-def _layout(layout: Mapping[str, Any]) -> tuple[str, ...]:
-    order = "row-major" if layout["order"] == list(range(len(layout["shape"]))) else f"order {layout['order']}"
-    tiles = "".join(f"({','.join(map(str, tile))})" for tile in layout["tiles"])
-    padded = layout["padded_shape"] != layout["shape"]
+def _layout(layout: LayoutRecord) -> tuple[str, ...]:
+    order = "row-major" if layout.order == tuple(range(len(layout.shape))) else f"order {list(layout.order)}"
+    tiles = "".join(f"({','.join(map(str, tile))})" for tile in layout.tiles)
+    padded = layout.padded_shape != layout.shape
     stored = order + (f" in tiles of {tiles}" if tiles else "")
-    stored += (
-        f", padded to [{','.join(map(str, layout['padded_shape']))}], {layout['expansion']:.2f}x" if padded else ""
-    )
+    stored += f", padded to [{','.join(map(str, layout.padded_shape))}], {layout.expansion:.2f}x" if padded else ""
     return (
-        f"{layout['dtype']}[{','.join(map(str, layout['shape']))}]",
+        f"{layout.dtype}[{','.join(map(str, layout.shape))}]",
         stored,
-        layout["memory"].upper() if layout["memory"].isalpha() else f"space {layout['memory']}",
-        format_bytes(layout["element_bytes"]),
-        format_bytes(layout["bytes"]),
+        layout.memory.upper() if layout.memory.isalpha() else f"space {layout.memory}",
+        format_bytes(layout.element_bytes),
+        format_bytes(layout.bytes),
     )
 
 
-def _times(times: Mapping[str, Any], hbm_bytes: float) -> Iterator[str]:
-    parts = [f"{name} {format_seconds(seconds)}" for name, seconds in times["bound_s"].items() if seconds]
-    wrapped = "" if times["wrapped_s"] is None else f" ({format_seconds(times['wrapped_s'])} on a ring)"
-    bound = f": bound by {times['bound']}" if times["bound"] else ""
-    yield f"On a device of {times['chip']} at least {', '.join(parts) or 'no time'}{wrapped}{bound}."
-    if times["intensity"] is not None:
+def _times(times: OperationTimes, hbm_bytes: float) -> Iterator[str]:
+    parts = [f"{name} {format_seconds(seconds)}" for name, seconds in times.bound_s.items() if seconds]
+    wrapped = "" if times.wrapped_s is None else f" ({format_seconds(times.wrapped_s)} on a ring)"
+    bound = f": bound by {times.bound}" if times.bound else ""
+    yield f"On a device of {times.chip} at least {', '.join(parts) or 'no time'}{wrapped}{bound}."
+    if times.intensity is not None:
         yield (
-            f"{times['intensity']:.0f} FLOPs a byte of HBM ({format_bytes(hbm_bytes)}); the chip needs "
-            f"{times['critical_intensity']:.0f} to be bound by its matrix unit."
+            f"{times.intensity:.0f} FLOPs a byte of HBM ({format_bytes(hbm_bytes)}); the chip needs "
+            f"{times.critical_intensity:.0f} to be bound by its matrix unit."
         )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from rooftop.arrays import Mesh
-from rooftop.core.ledger import Ledger, Row
+from rooftop.arrays.mesh import MeshLayout
+from rooftop.core.ledger import Row
 from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
 from rooftop.hardware import GIVEN, Slice
+from rooftop.models.stored import StoredWeights
+from rooftop.plan.documents import PlannedSlice, Reason
+from rooftop.plan.evidence import Evidence
 from rooftop.present.document import (
     Bar,
     Bars,
@@ -40,9 +43,9 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one device"
 
 
-def layout_text(slice_: str, mesh: Mapping[str, Any]) -> str:
+def layout_text(slice_: str, mesh: MeshLayout) -> str:
     """The layout of a mesh on its slice, as ``--layout`` takes it."""
-    return Mesh.from_json(Slice.parse(slice_), mesh).layout or "one device"
+    return mesh.on(Slice.parse(slice_)).layout or "one device"
 
 
 def place(source: str) -> str:
@@ -50,11 +53,11 @@ def place(source: str) -> str:
     return source.rpartition("/")[2]
 
 
-def stored_figures(model: Mapping[str, Any], loaded: str) -> Iterator[ShownFigure]:
+def stored_figures(stored: StoredWeights | None, loaded: str) -> Iterator[ShownFigure]:
     """The bytes of a quantised checkpoint, in its format and in bf16; ``loaded`` says as what a program loads it."""
-    if (stored := model.get("stored")) is not None:
-        note = f"{stored['format']}; {format_bytes(stored['bf16_bytes'])} in bf16; {loaded}"
-        yield ShownFigure("checkpoint_bytes", "checkpoint", stored["bytes"], "B", note=note)
+    if stored is not None:
+        note = f"{stored.format}; {format_bytes(stored.bf16_bytes)} in bf16; {loaded}"
+        yield ShownFigure("checkpoint_bytes", "checkpoint", stored.bytes, "B", note=note)
 
 
 def sentence(text: str) -> str:
@@ -72,7 +75,7 @@ def milliseconds(seconds: float, digits: int = 2) -> str:
     return f"{seconds * 1e3:.{digits}f}" if seconds else ""
 
 
-def reasons(data: Mapping[str, Any]) -> Items:
+def reasons(rules: Iterable[Reason]) -> Items:
     """The rules of a plan: the verdict, formula and source of each."""
     return Items(
         title="Why",
@@ -80,27 +83,27 @@ def reasons(data: Mapping[str, Any]) -> Items:
         items=tuple(
             Item(
                 # Without its rule a yes or no has no sense.
-                reason["text"] if reason["text"].startswith(reason["rule"]) else f"{reason['rule']}: {reason['text']}",
-                mark="yes" if reason["holds"] else "no",
-                note=f"{reason['source']}; {reason['formula']}",
-                good=reason["holds"],
+                reason.text if reason.text.startswith(reason.rule) else f"{reason.rule}: {reason.text}",
+                mark="yes" if reason.holds else "no",
+                note=f"{reason.source}; {reason.formula}",
+                good=reason.holds,
             )
-            for reason in data.get("reasons", ())
+            for reason in rules
         ),
     )
 
 
-def obstacles(data: Mapping[str, Any], *more: str) -> tuple[Items, ...]:
+def obstacles(texts: Sequence[str], *more: str) -> tuple[Items, ...]:
     """The obstacles to running a plan as it stands, and ``more`` lines."""
-    items = tuple(Item(text) for text in (*data["obstacles"], *more))
-    if not data["obstacles"]:
+    if not texts:
         return ()
+    items = tuple(Item(text) for text in (*texts, *more))
     return (Items(title="Not executable as it stands:", section="Obstacles", items=items, warns=True),)
 
 
-def written_by(data: Mapping[str, Any], more: str = "") -> tuple[str, ...]:
-    """The version of rooftop that wrote the data."""
-    return (f"Written by rooftop {data['rooftop_version']}{more}.",)
+def version_note(version: str, more: str = "") -> tuple[str, ...]:
+    """The version of rooftop that wrote an answer."""
+    return (f"Written by rooftop {version}{more}.",)
 
 
 # ---- ledgers --------------------------------------------------------------------------------------------------------
@@ -149,41 +152,56 @@ class Roof:
     hbm_bytes_per_s: float
 
 
-def of_ledgers(
-    sides: Mapping[str, Iterable[Mapping[str, Any]]], notes: Mapping[Any, str] | None = None
+@dataclass(kw_only=True)
+class _SideSums:
+    time_s: float = 0.0
+    exposed_s: float = 0.0
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    at_peak_s: float = 0.0
+
+    def add(self, row: Row) -> None:
+        """Add a row, its count applied."""
+        count = float(row.count)
+        self.time_s += count * float(row.expected_s)
+        self.exposed_s += count * sum(float(moved.exposed_s) for moved in row.collectives)
+        self.flops += count * float(sum(row.flops.values()) + row.kernel_flops)
+        self.hbm_bytes += count * float(row.hbm_bytes)
+        self.at_peak_s += count * max(map(float, row.time_s.values()), default=0.0)
+
+
+@dataclass(kw_only=True)
+class _LineSums:
+    sides: dict[str, _SideSums] = field(default_factory=dict)
+    moves: list[str] = field(default_factory=list)
+
+
+def ledger_lines(
+    ledgers: Mapping[str, Iterable[Row]], notes: Mapping[tuple[str, str], str] | None = None
 ) -> list[LedgerLine]:
-    """Rows of ledgers in JSON, joined on scope and phase in the order of the first; ``notes`` by scope and phase."""
-    sums: dict[tuple[str, str], dict[str, list[float]]] = {}
-    moves: dict[tuple[str, str], list[str]] = {}
-    for side, ledger in sides.items():
+    """Rows of the ledgers of several sides, joined on scope and phase in the order of the first; ``notes`` by both."""
+    lines: dict[tuple[str, str], _LineSums] = {}
+    for side, ledger in ledgers.items():
         for row in ledger:
-            key, count = (row["scope"], row["phase"]), row["count"]
-            totals = sums.setdefault(key, {}).setdefault(side, [0.0] * 5)
-            exposed = sum(moved["exposed_s"] for moved in row["collectives"])
-            peak = max(row["time_s"].values(), default=0.0)
-            flops = sum(row["flops"].values()) + row["kernel_flops"]
-            for at, value in enumerate((row["expected_s"], exposed, flops, row["hbm_bytes"], peak)):
-                totals[at] += count * value
-            moves.setdefault(key, []).extend(
-                f"{moved['kind']} over {','.join(moved['axes'])}: {format_bytes(count * moved['bytes'])} {side}"
-                for moved in row["collectives"]
+            line = lines.setdefault(row.key, _LineSums())
+            line.sides.setdefault(side, _SideSums()).add(row)
+            line.moves += (
+                f"{moved.kind} over {','.join(moved.axes)}: {format_bytes(float(row.count * moved.bytes))} {side}"
+                for moved in row.collectives
             )
     return [
         LedgerLine(
             scope=key[0],
             phase=key[1],
-            sides={
-                side: SideFigures(time_s=s[0], exposed_s=s[1], flops=s[2], hbm_bytes=s[3], at_peak_s=s[4])
-                for side, s in totals.items()
-            },
-            moves=tuple(moves[key]),
+            sides={side: SideFigures(**vars(sums)) for side, sums in line.sides.items()},
+            moves=tuple(line.moves),
             notes=(notes[key],) if notes and key in notes else (),
         )
-        for key, totals in sums.items()
+        for key, line in lines.items()
     ]
 
 
-def ledger_bars(ledger: Ledger, *, title: str = "Where the step goes", section: str = "") -> Bars:
+def ledger_bars(ledger: Iterable[Row], *, title: str = "Where the step goes", section: str = "") -> Bars:
     """Seconds by scope, a part for each phase, counts applied."""
     scopes: dict[str, dict[str, float]] = {}
     for row in ledger:
@@ -374,7 +392,7 @@ def _point_note(figures: SideFigures, roofs: Sequence[Roof]) -> str:
     return "\n".join(texts)
 
 
-# ---- memory and fronts ----------------------------------------------------------------------------------------------
+# ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 def memory_bars(
@@ -395,53 +413,6 @@ def memory_bars(
         ),
         limit=(float(capacity), "usable"),
     )
-
-
-def front_chart(points: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any] | None = None) -> Lines:
-    """Tokens/s per chip over the seconds of a step, a line for each context, or for each slice and its dtypes."""
-    formats = {(point.get("weights"), point.get("kv")) for point in points}
-    lines: dict[str, list[Mapping[str, Any]]] = {}
-    for point in points:
-        name = f"context {point['context']:,.0f}"
-        if "slice" in point:
-            name = point["slice"] + (f", {point['weights']}, KV {point['kv']}" if len(formats) > 1 else "")
-        lines.setdefault(name, []).append(point)
-    series = [
-        ChartSeries(
-            name,
-            tuple((float(point["step_s"]), float(point["tokens_per_s_per_chip"])) for point in members),
-            "marked",
-            names=tuple(f"batch {point['batch']}" for point in members),
-            notes=tuple(_front_note(point) for point in members),
-        )
-        for name, members in lines.items()
-    ]
-    if chosen is not None:
-        step_s, rate = chosen["step_s"]["expected_s"], chosen["tokens_per_s_per_chip"]
-        note = f"step: {format_seconds(step_s)}\ntokens/s per chip: {format_count(rate)}"
-        series.append(
-            ChartSeries("this plan", ((step_s, rate),), "point", names=(f"batch {chosen['batch']}",), notes=(note,))
-        )  # fmt: skip
-    return Lines(
-        title="Latency against throughput",
-        section="Pareto",
-        about="Tokens/s per chip over the time of a step. Each point is a batch on its best mesh.",
-        x=ChartAxis("step", "s", "log"),
-        y=ChartAxis("tokens/s per chip"),
-        series=tuple(series),
-    )
-
-
-def _front_note(point: Mapping[str, Any]) -> str:
-    texts = [
-        f"step: {format_seconds(point['step_s'])}",
-        f"tokens/s per chip: {format_count(point['tokens_per_s_per_chip'])}",
-    ]
-    if point.get("usd_per_million_tokens") is not None:
-        texts.append(f"a million tokens: ${point['usd_per_million_tokens']:.2f}")
-    if "mesh" in point:
-        texts.append(f"mesh: {mesh_text(point['mesh'])}")
-    return "\n".join(texts)
 
 
 def bound_text(resource: str) -> str:
@@ -471,29 +442,43 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], *, te
 # ---- evidence -------------------------------------------------------------------------------------------------------
 
 
-def calibrated_text(where: Mapping[str, Any]) -> str:
-    """The calibration of a plan's slice, after its subject; empty without one."""
-    calibrated = where.get("calibrated")
-    return "" if calibrated is None else f", calibrated by {calibrated['by']}"
+class PricedChip(Protocol):
+    """A thing of one chip with the price of a chip-hour, and the source of that price: "given", or a list and date."""
+
+    @property
+    def chip(self) -> str:
+        """Name of the chip."""
+
+    @property
+    def price_usd_per_hour(self) -> float | None:
+        """Dollars of one chip."""
+
+    @property
+    def price_source(self) -> str | None:
+        """Where the price is from."""
 
 
-def price_text(priced: Mapping[str, Any]) -> str:
+def calibrated_by(where: PlannedSlice) -> str:
+    """The calibration of a slice, after its subject; empty without one."""
+    return "" if where.calibrated is None else f", calibrated by {where.calibrated.by}"
+
+
+def price_text(usd_per_hour: float, source: str | None) -> str:
     """The price of a chip-hour with its source and date: '$4.2 a chip-hour (list: Scaling Book, ch. 8, 2025-02)'."""
-    source = priced.get("price_source")
     cited = "" if source is None else " (given)" if source == GIVEN else f" (list: {source})"
-    return f"${priced['price_usd_per_hour']:g} a chip-hour{cited}"
+    return f"${usd_per_hour:g} a chip-hour{cited}"
 
 
-def prices_text(priced: Iterable[Mapping[str, Any]]) -> str:
+def prices_text(priced: Iterable[PricedChip]) -> str:
     """Prices of a chip-hour by chip, those of one source together: 'v5e $1.2, v5p $4.2 (list: Scaling Book, 2025-02)'.
 
     Empty where no source is known.
     """
     by_source: dict[str, dict[str, None]] = {}
     for one in priced:
-        if (source := one.get("price_source")) is not None:
-            cited = source if source == GIVEN else f"list: {source}"
-            by_source.setdefault(cited, {})[f"{one['chip']} ${one['price_usd_per_hour']:g}"] = None
+        if one.price_source is not None:
+            cited = one.price_source if one.price_source == GIVEN else f"list: {one.price_source}"
+            by_source.setdefault(cited, {})[f"{one.chip} ${one.price_usd_per_hour:g}"] = None
     return "; ".join(f"{', '.join(prices)} ({cited})" for cited, prices in by_source.items())
 
 
@@ -502,17 +487,16 @@ def level_of(evidence: str) -> Level:
     return "bound" if evidence == "bound" else "estimate" if evidence == "estimate" else "expected"
 
 
-def interval_text(evidence: Mapping[str, Any], interval_s: Sequence[float] | None) -> str:
-    """The interval of a planned time: 'expected; 90% interval 1.9 s to 2.3 s'."""
-    level = evidence["level"]
+def interval_text(level: str, interval_s: Sequence[float] | None) -> str:
+    """The interval of a planned time with evidence of a ``level``: 'expected; 90% interval 1.9 s to 2.3 s'."""
     if interval_s is None:
         return {"bound": "a bound", "estimate": "an estimate"}.get(level, f"{level}; no interval")
     low, high = interval_s
     return f"{level}; 90% interval {format_seconds(low)} to {format_seconds(high)}"
 
 
-def evidence_figure(evidence: Mapping[str, Any], name: str = "evidence") -> ShownFigure:
+def evidence_figure(evidence: Evidence, name: str = "evidence") -> ShownFigure:
     """The runs that speak for a planned time, or that none does."""
-    runs = evidence["runs"]
-    return ShownFigure(name, "evidence", runs or None, "runs", "measured", note=evidence["text"],
+    runs = evidence.runs
+    return ShownFigure(name, "evidence", runs or None, "runs", "measured", note=evidence.text,
         shown=counted(runs, "run") if runs else "")  # fmt: skip

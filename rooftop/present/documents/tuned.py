@@ -2,78 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.present.document import Chart, Document, Item, Items, ShownFigure, ShownVerdict, Table, TableColumn
 from rooftop.present.documents.explained import difference
 from rooftop.present.documents.parts import prose, sentence
+from rooftop.tune.records import TuneRecord
 
 
-def tuned(data: Mapping[str, Any], *, top: int = 0) -> Document:
+def tuned(answer: TuneRecord, *, top: int = 0) -> Document:
     """A search. ``top`` trials, and rows that differ, are printed (0: all)."""
-    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in answer.versions.items())
     return Document(
-        title=f"Tuned: {data['program']}",
+        title=f"Tuned: {answer.program}",
         verdict=ShownVerdict(
-            subject=data["program"], says=sentence(data["verdict"]), details=(f"XLA ({versions})", *_proxies(data))
+            subject=answer.program, says=sentence(answer.verdict), details=(f"XLA ({versions})", *_proxies(answer))
         ),
-        figures=tuple(_figures(data)),
-        charts=(*_lines(data), *_difference(data, top), *_trials(data, top), *_recipes(data)),
+        figures=tuple(_figures(answer)),
+        charts=(*_lines(answer), *_difference(answer, top), *_trials(answer, top), *_recipes(answer)),
     )
 
 
-def _proxies(data: Mapping[str, Any]) -> Iterator[str]:
-    if data["layers"] is None:
+def _proxies(answer: TuneRecord) -> Iterator[str]:
+    if answer.layers is None:
         return
-    layers = f"{data['layers']} {'layer' if data['layers'] == 1 else 'layers'}"
-    if data["whole"] is None:
+    layers = f"{answer.layers} {'layer' if answer.layers == 1 else 'layers'}"
+    if answer.whole is None:
         yield f"Trials have {layers}: no time was left to compile the best with all of them, its gain is a proxy's."
     else:
         yield f"Trials have {layers}; baseline and best were then compiled with all of them."
 
 
-def _figures(data: Mapping[str, Any]) -> Iterator[ShownFigure]:
-    before, after = data["whole"] or (data["baseline"], data["best"])
-    name = "estimated_s" if data["estimates"] == "xla" else "expected_s"
-    by = "XLA's cycles" if data["estimates"] == "xla" else "the compiled schedule"
-    if after[name] is not None:
-        was = "the baseline does not fit" if before[name] is None else f"{format_seconds(before[name])} before"
-        waits = f"; {format_seconds(after['exposed_s'])} waiting for collectives"
-        yield ShownFigure("expected_s", "expected time", after[name], "s", "expected", note=f"of {by}, {was}{waits}")
-        was = "" if before["peak_bytes"] is None else f"{format_bytes(before['peak_bytes'])} before"
-        yield ShownFigure("peak_bytes", "peak memory", after["peak_bytes"], "B", "expected", note=was)
-    ran = f"compiled in this run: {data['compiled']}, in {data['seconds'] / 60:.1f} minutes"
-    note = f"distinct schedules: {data['schedules']}; refused: {data['refused']}; {ran}"
-    yield ShownFigure("tried", "trials", data["tried"], note=note)
+def _figures(answer: TuneRecord) -> Iterator[ShownFigure]:
+    before, after = answer.whole or (answer.baseline, answer.best)
+    by_xla = answer.estimates == "xla"
+    before_s, after_s = (trial.estimated_s if by_xla else trial.expected_s for trial in (before, after))
+    by = "XLA's cycles" if by_xla else "the compiled schedule"
+    if after_s is not None:
+        was = "the baseline does not fit" if before_s is None else f"{format_seconds(before_s)} before"
+        waits = f"; {_seconds(after.exposed_s)} waiting for collectives"
+        yield ShownFigure("expected_s", "expected time", after_s, "s", "expected", note=f"of {by}, {was}{waits}")
+        was = "" if before.peak_bytes is None else f"{format_bytes(before.peak_bytes)} before"
+        yield ShownFigure("peak_bytes", "peak memory", after.peak_bytes, "B", "expected", note=was)
+    ran = f"compiled in this run: {answer.compiled}, in {answer.seconds / 60:.1f} minutes"
+    note = f"distinct schedules: {answer.schedules}; refused: {answer.refused}; {ran}"
+    yield ShownFigure("tried", "trials", answer.tried, note=note)
 
 
-def _lines(data: Mapping[str, Any]) -> Iterator[Chart]:
-    if data["lines"]:
-        yield Items(title="To set it", section="To set it", items=tuple(Item(line) for line in data["lines"]))
+def _seconds(seconds: float | None) -> str:
+    """Seconds in words; '' for a trial without a time."""
+    return "" if seconds is None else format_seconds(seconds)
 
 
-def _difference(data: Mapping[str, Any], top: int) -> Iterator[Chart]:
-    if data["difference"] is not None:
-        yield from difference(data["difference"], top=top).charts
+def _lines(answer: TuneRecord) -> Iterator[Chart]:
+    if answer.lines:
+        yield Items(title="To set it", section="To set it", items=tuple(Item(line) for line in answer.lines))
 
 
-def _trials(data: Mapping[str, Any], top: int) -> Iterator[Chart]:
+def _difference(answer: TuneRecord, top: int) -> Iterator[Chart]:
+    if answer.difference is not None:
+        yield from difference(answer.difference, top=top).charts
+
+
+def _trials(answer: TuneRecord, top: int) -> Iterator[Chart]:
     rows = []
-    for entry in data["trials"]:
-        trial = entry["trial"]
-        gain = entry["gain_s"]
-        timed = trial["expected_s"] is not None
+    for entry in answer.trials:
+        trial = entry.trial
+        gain = entry.gain_s
         rows.append(
             (
-                "" if entry["rank"] is None else str(entry["rank"]),
-                " + ".join(trial["factors"]) or "baseline",
-                format_seconds(trial["expected_s"]) if timed else "",
-                format_seconds(trial["estimated_s"]) if timed else "",
+                "" if entry.rank is None else str(entry.rank),
+                " + ".join(trial.factors) or "baseline",
+                _seconds(trial.expected_s),
+                _seconds(trial.estimated_s),
                 "" if not gain else f"{'-' if gain > 0 else '+'}{format_seconds(abs(gain))}",
-                format_bytes(trial["peak_bytes"]) if timed else "",
-                entry["why"],
+                "" if trial.peak_bytes is None else format_bytes(trial.peak_bytes),
+                entry.why,
             )
         )
     columns = (
@@ -95,16 +100,14 @@ def _trials(data: Mapping[str, Any], top: int) -> Iterator[Chart]:
     )
 
 
-def _recipes(data: Mapping[str, Any]) -> Iterator[Chart]:
+def _recipes(answer: TuneRecord) -> Iterator[Chart]:
     """Where the options stand that published recipes for the chip set."""
     items = []
-    for entry in data["trials"]:
-        if entry["recipe"]:
-            rank = "without a rank" if entry["rank"] is None else f"rank {entry['rank']}"
-            items.append(
-                Item(f"{entry['trial']['factors'][0]}: {rank}, {entry['why']}", note="; ".join(entry["sources"]))
-            )
+    for entry in answer.trials:
+        if entry.recipe:
+            rank = "without a rank" if entry.rank is None else f"rank {entry.rank}"
+            items.append(Item(f"{entry.trial.factors[0]}: {rank}, {entry.why}", note="; ".join(entry.sources)))
     if items:
         yield Items(title="Options that published recipes set for this chip", section="Recipes", items=tuple(items))
-    if data["out_of_time"]:
+    if answer.out_of_time:
         yield prose("The same command goes on with what is left.")

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, Protocol
 
 from rooftop.core.quantities import format_seconds
 from rooftop.present.document import HYPHEN, Chart, Document, Item, Items, ShownVerdict, Table, TableColumn, columns
 from rooftop.present.documents.parts import prose
+from rooftop.validation.accuracy import LEVELS, ComparisonRecord, Errors, Group
+from rooftop.validation.compiled import LEVELS as COMPILED_LEVELS
+from rooftop.validation.compiled import CompiledRuns
+from rooftop.validation.engines import EngineGroup, EngineLevel, EnginesRecord, Metric
+from rooftop.validation.memory import MemoryRecord
+from rooftop.validation.report import ValidationRecord
+from rooftop.validation.serving import ServingLevel, ServingRecord
 
-_SERVING = {
+_SERVING: dict[ServingLevel, str] = {
     "max_hbm_flops": "max(HBM, FLOPs)",
     "bound": "bound",
     "uncalibrated": f"uncali{HYPHEN}brated",
@@ -18,22 +25,31 @@ _SERVING = {
     "left_out": "left out",
     "null": "null model",
 }
+_ENGINES: dict[EngineLevel, str] = {
+    "bound": "bound", "kernels": f"ker{HYPHEN}nels", "expected": f"expec{HYPHEN}ted", "null": "null"
+}  # fmt: skip
+_EXPECTED: Literal["expected"] = "expected"
+_NULL: Literal["null"] = "null"
 
 
-_ENGINE_LEVELS = {"bound": "bound", "kernels": f"ker{HYPHEN}nels", "expected": f"expec{HYPHEN}ted", "null": "null"}
+class _Unusable(Protocol):
+    """A row that is not used, and the reason."""
+
+    @property
+    def why(self) -> str: ...
 
 
-def validation(data: Mapping[str, Any], *, worst: int = 10) -> Document:
+def validation(answer: ValidationRecord, *, worst: int = 10) -> Document:
     """Errors of predictions by group, the ``worst`` runs, and what is missing."""
     return Document(
         title="Predictions next to published measurements",
-        verdict=ShownVerdict(subject=f"calibrated by {data['calibrated_by']}" if data["calibrated_by"] else ""),
+        verdict=ShownVerdict(subject=f"calibrated by {answer.calibrated_by}" if answer.calibrated_by else ""),
         charts=(
-            *(_compiled(data["compiled"]) if data["compiled"] else ()),
-            *(_training(data, worst) if data["rows"] or data["summary"]["unusable"] else ()),
-            *(_memory(data["memory"]) if data["memory"]["rows"] else ()),
-            *(_serving(data["serving"], worst) if data["serving"]["rows"] or data["serving"]["unusable"] else ()),
-            *(_engines(data["engines"]) if data["engines"]["rows"] or data["engines"]["unusable"] else ()),
+            *(_compiled(answer.compiled) if answer.compiled else ()),
+            *(_training(answer, worst) if answer.rows or answer.summary.unusable else ()),
+            *(_memory(answer.memory) if answer.memory.rows else ()),
+            *(_serving(answer.serving, worst) if answer.serving.rows or answer.serving.unusable else ()),
+            *(_engines(answer.engines) if answer.engines.rows or answer.engines.unusable else ()),
         ),
     )
 
@@ -41,33 +57,31 @@ def validation(data: Mapping[str, Any], *, worst: int = 10) -> Document:
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-def _training(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
-    summary = data["summary"]
-    if data["rows"]:
-        yield from _errors(data, worst)
-    lines = [f"measured below the bound, so an input is wrong: {run}" for run in summary["beats_bound"]]
-    lines += _not_used(summary["unusable"])
+def _training(answer: ValidationRecord, worst: int) -> Iterator[Chart]:
+    summary = answer.summary
+    if answer.rows:
+        yield from _errors(answer, worst)
+    lines = [f"measured below the bound, so an input is wrong: {run}" for run in summary.beats_bound]
+    lines += _not_used(summary.unusable)
     lines.append(
-        f"{summary['runs']} runs compared, {len(summary['unusable'])} not used; {summary['serving_rows']} rows of "
+        f"{summary.runs} runs compared, {len(summary.unusable)} not used; {summary.serving_rows} rows of "
         "serving are in tables of their own. --json has every run, reading and reason."
     )
     yield prose("\n".join(lines))
 
 
-def _not_used(unusable: Sequence[Mapping[str, Any]]) -> list[str]:
+def _not_used(unusable: Iterable[_Unusable]) -> list[str]:
     """A line for each reason why rows are not used."""
-    reasons = Counter(entry["why"] for entry in unusable)
+    reasons = Counter(entry.why for entry in unusable)
     return [f"not used: {count} with {why}" if count > 1 else f"not used: {why}" for why, count in reasons.items()]
 
 
-def _errors(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
+def _errors(answer: ValidationRecord, worst: int) -> Iterator[Chart]:
     """Errors by group, and the ``worst`` runs."""
-    summary = data["summary"]
-    yield _groups(summary["groups"])
+    summary = answer.summary
+    yield _groups(summary.groups)
     notes = [
-        f"{group['name']}: {group['note']}."
-        for group in summary["groups"]
-        if group["note"] is not None and group["by"] == "chip"
+        f"{group.name}: {group.note}." for group in summary.groups if group.note is not None and group.by == "chip"
     ]
     about = (
         "Errors of the step time in % (predicted / measured - 1), mean absolute where no other is named. In 90%: the "
@@ -75,39 +89,33 @@ def _errors(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
     )
     yield prose("\n".join((about, *notes)))
     if worst:
-        yield _worst(data["rows"], worst)
+        yield _worst(answer.rows, worst)
 
 
-def _compiled(compiled: Mapping[str, Any]) -> Iterator[Chart]:
+def _compiled(compiled: CompiledRuns) -> Iterator[Chart]:
     """Published, planned and compiled times of runs, and errors by chip and kind of model."""
-    rows = tuple(
-        (
-            row["id"],
-            format_seconds(row["measured_s"]),
-            format_seconds(row["planned_s"]),
-            f"{100 * row['error']['planned']:+.1f}",
-            format_seconds(row["compiled_s"]),
-            f"{100 * row['error']['compiled']:+.1f}",
-        )
-        for row in compiled["rows"]
-        if row["compiled_s"] is not None
-    )
+    rows = []
+    for row in compiled.rows:
+        if row.compiled_s is not None:
+            planned, real = (_percent(row.error[level]) for level in COMPILED_LEVELS)
+            seconds = (row.measured_s, row.planned_s, row.compiled_s)
+            published_s, planned_s, compiled_s = map(format_seconds, seconds)
+            rows.append((row.id, published_s, planned_s, planned, compiled_s, real))
     names = ("published", "planned", "error %", "compiled", "error %")
     if rows:
         yield Table(
             title="Published, planned and compiled step times", section="Compiled",
-            columns=(TableColumn("run", "text", wrap=True), *columns(*names, text=0)), rows=rows,
+            columns=(TableColumn("run", "text", wrap=True), *columns(*names, text=0)), rows=tuple(rows),
         )  # fmt: skip
-    lines = [
-        f"{group['name']}: {group['runs']} compiled; planned {_mean(group['errors']['planned'])} % off, compiled "
-        f"{_mean(group['errors']['compiled'])} %, mean absolute."
-        for group in compiled["groups"]
-    ]
-    lines += [f"not compiled: {row['id']}: {row['why']}" for row in compiled["rows"] if row["why"]]
+    lines = []
+    for group in compiled.groups:
+        planned, real = (_mean(group.errors[level]) for level in COMPILED_LEVELS)
+        lines.append(f"{group.name}: {group.runs} compiled; planned {planned} % off, compiled {real} %, mean absolute.")
+    lines += [f"not compiled: {row.id}: {row.why}" for row in compiled.rows if row.why]
     yield prose("\n".join(lines))
 
 
-def _memory(memory: Mapping[str, Any]) -> Iterator[Chart]:
+def _memory(memory: MemoryRecord) -> Iterator[Chart]:
     """Errors of planned memory by chip and kind, next to the null model."""
     names = ("runs", "planned", "signed", "largest", "null model")
     for title, statistics in (
@@ -116,15 +124,15 @@ def _memory(memory: Mapping[str, Any]) -> Iterator[Chart]:
     ):
         rows = tuple(
             (
-                f"{group['chip']}, {group['kind']}",
-                str(group["errors"]["runs"]),
-                _mean(group["errors"]),
-                f"{100 * group['errors']['mean']:+.1f}",
-                f"{100 * group['errors']['largest_absolute']:.1f}",
-                _mean(group["null"]),
+                f"{group.chip}, {group.kind}",
+                str(group.errors.runs),
+                _mean(group.errors),
+                f"{100 * group.errors.mean:+.1f}",
+                f"{100 * group.errors.largest_absolute:.1f}",
+                _mean(group.null),
             )
-            for group in memory["groups"]
-            if group["statistics"] == statistics
+            for group in memory.groups
+            if group.statistics == statistics
         )
         if rows:
             yield Table(title=title, section="Memory", columns=columns("chip and kind", *names), rows=rows)
@@ -132,36 +140,34 @@ def _memory(memory: Mapping[str, Any]) -> Iterator[Chart]:
         "Errors of bytes in % (planned / published - 1), mean absolute where no other is named. Null model: the median "
         "of other models' runs on the chip."
     ]
-    if any(group["statistics"] for group in memory["groups"]):
-        least, most = memory["statistics_over_heap"]
+    if any(group.statistics for group in memory.groups):
+        least, most = memory.statistics_over_heap
         lines.append(
             f"XLA:TPU's statistics have {least:.2f} to {most:.2f} times the temporaries that a program takes, nine "
             "times in ten."
         )
-    lines += [f"not compared: {name}" for name in memory["not_compared"]]
+    lines += [f"not compared: {name}" for name in memory.not_compared]
     yield prose("\n".join(lines))
 
 
-def _groups(groups: Sequence[Mapping[str, Any]]) -> Table:
+def _groups(groups: Sequence[Group]) -> Table:
     rows: list[tuple[str, ...]] = []
     by = None
     for group in groups:
-        if by is not None and group["by"] != by:
+        if by is not None and group.by != by:
             rows.append(())
-        by = group["by"]
-        bound, uncalibrated, calibrated, null = (
-            group["errors"][level] for level in ("bound", "uncalibrated", "calibrated", "null")
-        )
+        by = group.by
+        bound, uncalibrated, calibrated, null = (group.errors[level] for level in LEVELS)
         rows.append(
             (
-                group["name"],
-                str(group["runs"]),
+                group.name,
+                str(group.runs),
                 *map(_mean, (bound, uncalibrated, calibrated)),
-                "-" if calibrated is None else f"{100 * calibrated['median_absolute']:.1f}",
-                "-" if calibrated is None else f"{100 * calibrated['mean']:+.1f}",
+                "-" if calibrated is None else f"{100 * calibrated.median_absolute:.1f}",
+                "-" if calibrated is None else f"{100 * calibrated.mean:+.1f}",
                 _mean(null),
-                "-" if null is None else f"{100 * null['median_absolute']:.1f}",
-                "-" if group["covered"] is None else f"{100 * group['covered']:.0f}% of {group['with_interval']}",
+                "-" if null is None else f"{100 * null.median_absolute:.1f}",
+                "-" if group.covered is None else f"{100 * group.covered:.0f}% of {group.with_interval}",
             )
         )
     names = (
@@ -186,30 +192,26 @@ def _groups(groups: Sequence[Mapping[str, Any]]) -> Table:
     )
 
 
-def _mean(errors: Mapping[str, Any] | None) -> str:
-    return "-" if errors is None else f"{100 * errors['mean_absolute']:.1f}"
+def _mean(errors: Errors | None) -> str:
+    return "-" if errors is None else f"{100 * errors.mean_absolute:.1f}"
 
 
-def _worst(runs: Sequence[Mapping[str, Any]], worst: int) -> Table:
+def _worst(runs: Sequence[ComparisonRecord], worst: int) -> Table:
     """The runs with the largest errors, each with its reason below it."""
-
-    def level(run: Mapping[str, Any]) -> str:
-        return "uncalibrated" if run["calibrated_s"] is None else "calibrated"
-
-    listed = sorted(runs, key=lambda run: -abs(run["error"][level(run)] or 0.0))[:worst]
+    listed = sorted(runs, key=lambda run: -abs(run.error[run.best_level] or 0.0))[:worst]
     rows = [
         (
-            run["id"] if run["reason"] is None else f"{run['id']}\n{run['reason']}",
-            format_seconds(run["measured_s"]),
-            format_seconds(run[f"{level(run)}_s"]),
-            _percent(run["error"][level(run)]) + ("*" if run["calibrated_s"] is None else " "),
-            _percent(run["error"]["null"]),
+            run.id if run.reason is None else f"{run.id}\n{run.reason}",
+            format_seconds(run.measured_s),
+            format_seconds(run.best_s),
+            _percent(run.error[run.best_level]) + ("*" if run.calibrated_s is None else " "),
+            _percent(run.error[_NULL]),
         )
         for run in listed
     ]
     return Table(
         title="Predicted worst",
-        about="* not calibrated" if any(run["calibrated_s"] is None for run in listed) else "",
+        about="* not calibrated" if any(run.calibrated_s is None for run in listed) else "",
         columns=(
             TableColumn("run, and the reason", "text", wrap=True),
             *columns("measured", "predicted", "error %", "null %", text=0),
@@ -225,40 +227,40 @@ def _percent(error: float | None) -> str:
 # ---- serving --------------------------------------------------------------------------------------------------------
 
 
-def _serving(data: Mapping[str, Any], worst: int) -> Iterator[Chart]:
+def _serving(serving: ServingRecord, worst: int) -> Iterator[Chart]:
     """Errors by phase, every decode row, what beats its bound, and reasons for the ``worst`` rows."""
-    if not data["rows"]:
-        yield Items(title="Serving", items=tuple(Item(line) for line in _not_used(data["unusable"])))
+    if not serving.rows:
+        yield Items(title="Serving", items=tuple(Item(line) for line in _not_used(serving.unusable)))
         return
-    yield _phases(data["summary"])
+    yield _phases(serving.summary)
     # Some figures were chosen with measurements in sight: what the levels next to them take instead.
     lines = ["Errors of the time of a step or prefill in %, mean absolute; in parentheses the largest."]
     lines += [
-        f"{chip} {name} {share['expected']:g}: {share['source']}. Uncalibrated {share['uncalibrated']:g}; left out: as "
+        f"{chip} {name} {share.expected:g}: {share.source}. Uncalibrated {share.uncalibrated:g}; left out: as "
         "the decode rows of other shardings have it."
-        for chip, shares in data["shares"].items()
+        for chip, shares in serving.shares.items()
         for name, share in shares.items()
-        if share["calibrated"]
+        if share.calibrated
     ]
     yield prose("\n".join(lines))
-    yield _decode(data)
+    yield _decode(serving)
     # A reason once, however many runs it explains.
     reasons: dict[str, list[float]] = {}
-    for run in sorted(data["rows"], key=lambda run: -abs(run["error"]["expected"] or 0.0))[:worst]:
-        why = f"{run['source']}, {run['phase']}: {run['reason'] or 'no reason is known'}"
-        reasons.setdefault(why, []).append(run["error"]["expected"] or 0.0)
+    for run in sorted(serving.rows, key=lambda run: -abs(run.error[_EXPECTED] or 0.0))[:worst]:
+        why = f"{run.source}, {run.phase}: {run.reason or 'no reason is known'}"
+        reasons.setdefault(why, []).append(run.error[_EXPECTED] or 0.0)
     items = [Item(f"{', '.join(map(_percent, errors))} %: {why}") for why, errors in reasons.items()]
-    items += [Item(line) for line in _not_used(data["unusable"])]
+    items += [Item(line) for line in _not_used(serving.unusable)]
     if items:
         yield Items(title="Reasons", items=tuple(items))
 
 
-def _phases(summary: Mapping[str, Any]) -> Table:
+def _phases(summary: Mapping[str, Mapping[ServingLevel, Errors | None]]) -> Table:
     rows = []
     for name, levels in summary.items():
-        counts = [errors["runs"] for errors in levels.values() if errors is not None]
+        counts = [errors.runs for errors in levels.values() if errors is not None]
         cells = [
-            "-" if errors is None else f"{100 * errors['mean_absolute']:.1f} ({100 * errors['largest_absolute']:.1f})"
+            "-" if errors is None else f"{100 * errors.mean_absolute:.1f} ({100 * errors.largest_absolute:.1f})"
             for errors in (levels[level] for level in _SERVING)
         ]
         rows.append((name, str(max(counts)), *cells))
@@ -270,27 +272,27 @@ def _phases(summary: Mapping[str, Any]) -> Table:
     )
 
 
-def _decode(data: Mapping[str, Any]) -> Table:
+def _decode(serving: ServingRecord) -> Table:
     rows: list[tuple[str, ...]] = []
     before = None
-    for run in data["rows"]:
-        if run["phase"] != "decode":
+    for run in serving.rows:
+        if run.phase != "decode":
             continue
-        if before != (before := f"{run['model']} on {run['slice']}"):
+        if before != (before := f"{run.model} on {run.slice}"):
             rows.append((before, *[""] * (len(_SERVING) + 2)))
-        mesh = " ".join(f"{axis} {size}" for axis, size in (run["mesh"] or {}).items()) or "mesh searched"
+        mesh = " ".join(f"{axis} {size}" for axis, size in (run.mesh or {}).items()) or "mesh searched"
         rows.append(
             (
-                f"{mesh}, {run['batch']} x {run['context']}",
-                format_seconds(run["measured_s"]),
+                f"{mesh}, {run.batch} x {run.context}",
+                format_seconds(run.measured_s),
                 *(
-                    _percent(run["error"][level]) + ("!" if level == "bound" and run["beats_bound"] else "")
+                    _percent(run.error[level]) + ("!" if level == "bound" and run.beats_bound else "")
                     for level in _SERVING
                 ),
-                "-" if run["implied_context"] is None else f"{run['implied_context']:,.0f}",
+                "-" if run.implied_context is None else f"{run.implied_context:,.0f}",
             )
         )
-    about = "! measured below the bound, so an input is wrong." if data["beats_bound"] else ""
+    about = "! measured below the bound, so an input is wrong." if serving.beats_bound else ""
     return Table(
         title="Decode steps: errors in %",
         about=about,
@@ -306,43 +308,43 @@ def _decode(data: Mapping[str, Any]) -> Table:
 # ---- engines under load ---------------------------------------------------------------------------------------------
 
 
-def _engines(data: Mapping[str, Any]) -> Iterator[Chart]:
+def _engines(engines: EnginesRecord) -> Iterator[Chart]:
     """Errors of mean TPOT and TTFT by engine, chip and model, what beats its bound, and rows that are not used."""
-    if not data["rows"]:
-        yield Items(title="Engines", items=tuple(Item(line) for line in _not_used(data["unusable"])))
+    if not engines.rows:
+        yield Items(title="Engines", items=tuple(Item(line) for line in _not_used(engines.unusable)))
         return
-    yield _latency(data["groups"], "tpot", "Predicted against published TPOT of engines under load", "Engines")
-    yield _latency(data["groups"], "ttft", "Predicted against published TTFT of engines under load", "")
+    yield _latency(engines.groups, "tpot", "Predicted against published TPOT of engines under load", "Engines")
+    yield _latency(engines.groups, "ttft", "Predicted against published TTFT of engines under load", "")
     lines = [
         "Errors of mean TPOT and TTFT in %, mean absolute; clients wait for each answer. Kernels: the engine's kernels "
         "alone, measured one by one; expected: with the overheads of a kernel that other models' runs have."
     ]
     lines += [
-        f"measured below the bound of its {', '.join(run['beats_bound']).upper()}, so an input is wrong: {run['id']}"
-        for run in data["rows"]
-        if run["beats_bound"]
+        f"measured below the bound of its {', '.join(run.beats_bound).upper()}, so an input is wrong: {run.id}"
+        for run in engines.rows
+        if run.beats_bound
     ]
-    read = Counter(run["source"] for run in data["rows"] if run["from_source"])
+    read = Counter(run.source for run in engines.rows if run.from_source)
     lines += [
         f"{count} rows do not say attention DP and experts of their servers: taken as {source} has them"
         for source, count in read.items()
     ]
-    lines += _not_used(data["unusable"])
+    lines += _not_used(engines.unusable)
     yield prose("\n".join(lines))
 
 
-def _latency(groups: Sequence[Mapping[str, Any]], metric: str, title: str, section: str) -> Table:
+def _latency(groups: Sequence[EngineGroup], metric: Metric, title: str, section: str) -> Table:
     rows = [
         (
-            group["name"],
-            str(group["runs"]),
-            *(_mean(group["errors"][metric][level]) for level in _ENGINE_LEVELS),
-            *(_of_errors(group["errors"][metric]["expected"])),
+            group.name,
+            str(group.runs),
+            *(_mean(group.errors[metric][level]) for level in _ENGINES),
+            *(_of_errors(group.errors[metric][_EXPECTED])),
             _covered(group, metric),
         )
         for group in groups
     ]
-    names = ("runs", *_ENGINE_LEVELS.values(), "median", "signed", "in 90%")
+    names = ("runs", *_ENGINES.values(), "median", "signed", "in 90%")
     return Table(
         title=title,
         section=section,
@@ -351,13 +353,13 @@ def _latency(groups: Sequence[Mapping[str, Any]], metric: str, title: str, secti
     )
 
 
-def _of_errors(errors: Mapping[str, Any] | None) -> tuple[str, str]:
+def _of_errors(errors: Errors | None) -> tuple[str, str]:
     """Median absolute and mean signed error."""
     if errors is None:
         return "-", "-"
-    return f"{100 * errors['median_absolute']:.1f}", f"{100 * errors['mean']:+.1f}"
+    return f"{100 * errors.median_absolute:.1f}", f"{100 * errors.mean:+.1f}"
 
 
-def _covered(group: Mapping[str, Any], metric: str) -> str:
-    covered = group["covered"][metric]
-    return "-" if covered is None else f"{100 * covered:.0f}% of {group['with_interval'][metric]}"
+def _covered(group: EngineGroup, metric: Metric) -> str:
+    covered = group.covered[metric]
+    return "-" if covered is None else f"{100 * covered:.0f}% of {group.with_interval[metric]}"

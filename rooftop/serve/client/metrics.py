@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from rooftop.core.records import Record
-from rooftop.simulate.serving.metrics import Goodput, Spread
+from rooftop.simulate.serving.metrics import Goodput, ServingFigures, SimulatedTrace, Spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +44,26 @@ class ReplayMetrics(Record):
     itl_s: Spread | None
     e2e_s: Spread | None
     goodput: Goodput
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ServingBenchRecord(Record):
+    """Latencies that clients of a server measured, next to a simulation of the same requests.
+
+    ``predicted_by`` names the step times of the simulation, or says why there is none. ``outside_engine_ttft_s`` is the
+    part of the mean TTFT that the engine did not measure; None if the server does not tell.
+    """
+
+    kind: Literal["bench serve"] = "bench serve"
+    schema: Literal[1] = 1
+    rooftop_version: str
+    command: str
+    date: str
+    request: Mapping[str, Any]
+    url: str
+    model: str
+    trace: SimulatedTrace
+    measured: ReplayMetrics
+    outside_engine_ttft_s: float | None
+    predicted: ServingFigures | None
+    predicted_by: str

@@ -15,9 +15,10 @@ The duration is from the first arrival to the last token. Nothing is left out as
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -159,7 +160,7 @@ class SimulatedPlan(Record):
     batch: int
     ttft_s: float
     tpot_s: float
-    tpot_together_s: float | None
+    tpot_together_s: float | None = None
     tokens_per_s: float
     requests_per_second: float | None
     calibrated_by: str | None = None
@@ -260,7 +261,10 @@ class SimulationReport(ServingFigures, _SimulationInput):
     ``notes`` say where requests come faster than planned or served, and why figures are not the plan's.
     """
 
-    notes: tuple[str, ...]
+    sparse = frozenset({"request"})
+
+    notes: tuple[str, ...] = ()
+    request: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, plan: ServingPlan, deployment: Deployment, metrics: ServingMetrics) -> SimulationReport:

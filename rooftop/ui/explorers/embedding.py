@@ -9,7 +9,7 @@ from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.embed.host.limits import expected
 from rooftop.hardware import Slice
 from rooftop.models.embedding_tables.files import tables_from_toml
-from rooftop.plan.embedding.plan import EmbedPlan, Pipelining
+from rooftop.plan.embedding.plan import EmbedMemory, EmbedPlan, Pipelining
 from rooftop.plan.embedding.problem import EmbedProblem, stacking_on
 from rooftop.present.document import (
     Bar,
@@ -71,6 +71,7 @@ def answer(state: State) -> Document:
     )
     plan = EmbedPlan(problem=problem)
     memory, step, obstacles = plan.memory, plan.step, plan.obstacles
+    in_hbm = embedding_memory(EmbedMemory(**memory))
     sequential, pipelined = step["sequential"], step["pipelined"]
     figures = (
         ShownFigure("pipelined_s", "Step, pipelined", pipelined.expected_s, "s", "estimate",
@@ -93,7 +94,7 @@ def answer(state: State) -> Document:
             no=obstacles[0] if obstacles else "",
         ),
         figures=figures,
-        charts=(_limits(plan), _units(plan), _over_batches(problem), _tiles(plan), embedding_memory(memory)),
+        charts=(_limits(plan), _units(plan), _over_batches(problem), _tiles(plan), in_hbm),
         notes=("Limits follow from ids_per_sample, spread evenly; rooftop embed stats finds them in data.",),
         command=PlanEmbedding(
             "tables.toml",

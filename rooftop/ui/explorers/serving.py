@@ -162,7 +162,7 @@ def _nearest(plan: ServingPlan) -> tuple[ShownFigure, ...]:
 
 
 def _figures(plan: ServingPlan, rate: float, memory: dict[str, float]) -> tuple[ShownFigure, ...]:
-    cost = plan.cost_per_million_tokens["output"]
+    cost = plan.cost_per_million_tokens.output
     level, prefill = (level_of(evidence.level) for evidence in (plan.evidence.decode, plan.evidence.prefill))
     return (
         ShownFigure(

@@ -66,7 +66,7 @@ def answer(state: State) -> Document:
         ShownFigure("tokens_per_chip", "Tokens per chip", seqs * seq / slice_.chips, "tokens", formula="B / N",
             source="chapter 5"),
         memory,
-        *padding_figure(plan.padding.to_json(), seq, "Padding"),
+        *padding_figure(plan.padding, seq, "Padding"),
         ShownFigure("exposed_s", "Not hidden", sum(exposed.values()), "s", level,
             formula=", ".join(f"{name} {format_seconds(item)}" for name, item in exposed.items()) or "nothing"),
     )  # fmt: skip

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rooftop.core.amounts import Amount
-from rooftop.core.errors import RooftopError, misread
+from rooftop.core.errors import RooftopError
 from rooftop.core.files import read_json_object
 from rooftop.core.ledger import Ledger
 from rooftop.core.quantities import format_bytes, format_seconds
-from rooftop.core.records import Record, derived
+from rooftop.core.records import Record, derived, read_record
+from rooftop.explain.compiled.report import CompiledRecord, SavedAnswer, saved_compilation
 from rooftop.explain.measured.columns import Key, Moves, RowFigures, planned_rows
-from rooftop.explain.measured.report import SCHEMA, explain
-from rooftop.plan.training.plan import TrainingPlan
+from rooftop.explain.measured.report import SCHEMA, ExplainedRecord, explain
+from rooftop.plan.serving.plan import ServingPlanDocument
+from rooftop.plan.training.plan import TrainingPlanDocument
 
 #: A row whose figures differ by a smaller share is the same.
 _SAME = 1e-3
@@ -29,7 +31,7 @@ class DifferenceSide(Record):
     name: str
     kind: Literal["measured", "compiled", "planned"]
     step_s: Amount
-    peak_bytes: Amount | None
+    peak_bytes: Amount | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ class Difference(Record):
     before: DifferenceSide
     after: DifferenceSide
     changes: tuple[Change, ...]
-    memory: tuple[MemoryChange, ...]
+    memory: tuple[MemoryChange, ...] = ()
 
     @derived
     def verdict(self) -> str:
@@ -169,72 +171,78 @@ def _changed_collectives(old: Mapping[Moves, float], new: Mapping[Moves, float])
 def read_side(path: Path) -> Side:
     """A side from a path. Raises RooftopError unless it is a run, a trace, a plan or a report."""
     if path.suffix != ".json":
-        return _of_report(str(path), explain(path).to_json())
+        return trace_side(str(path), explain(path).record())
     return side_of(str(path), read_json_object(path, field="diff", accepted=_ACCEPTED))
 
 
 def side_of(name: str, data: Mapping[str, Any]) -> Side:
-    """A side from the JSON of a plan, a compilation or an explained trace. Raises RooftopError for other JSON."""
-    kind = data.get("kind")
-    try:
-        if kind == "explained":
-            return _of_report(name, data)
-        if kind == "check":
-            return side_of(name, data["compiled"])
-        if kind == "compiled" and data.get("fits"):
-            job = "train" if data.get("planned_step") else ""
-            memory = data.get("memory") or {}
-            return _of_ledger(name, "compiled", Ledger.from_json(data["ledger"]), job, data["peak_bytes"], memory)
-        if kind == "train" and "model" in data:
-            plan = TrainingPlan.from_json(data)
-            return _of_ledger(name, "planned", plan.ledger, "train", plan.memory_bytes, plan.memory)
-        if kind == "serve" and "generate" in data:
-            rows = [row for phase in ("prefill", "generate") for row in data[phase]["ledger"]]
-            per_device = data["memory"]["per_device"]
-            memory = {name: per_device[name] for name in ("weights", "scales", "kv", "activations")}
-            return _of_ledger(name, "planned", Ledger.from_json(rows), "serve", per_device["total"], memory)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise misread(f"diff {name}", error, _ACCEPTED) from None
-    raise RooftopError("diff", name, _ACCEPTED)
+    """A side from the JSON of a plan, a compilation, a check or an explained trace.
+
+    Raises RooftopError for other JSON, naming the field of an answer that is wrong.
+    """
+    kind, called = SavedAnswer.of(data).kind, f"diff {name}"
+    if kind == "explained":
+        return trace_side(name, read_record(ExplainedRecord, data, called))
+    if kind == "train":
+        plan = read_record(TrainingPlanDocument, data, called, amounts=True).plan
+        return ledger_side(name, "planned", plan.ledger, plan.memory_bytes, job="train", memory=plan.memory)
+    if kind == "serve":
+        return _serving_side(name, read_record(ServingPlanDocument, data, called, amounts=True))
+    compiled = saved_compilation(data, called)
+    if compiled is None:
+        raise RooftopError("diff", name, _ACCEPTED)
+    return compiled_side(name, compiled)
 
 
-def _of_report(name: str, data: Mapping[str, Any]) -> Side:
+def compiled_side(name: str, compiled: CompiledRecord) -> Side:
+    """A compiled side; one next to a plan is of training."""
+    job = "" if compiled.planned_step is None else "train"
+    ledger, memory = Ledger(compiled.ledger), compiled.memory or {}
+    return ledger_side(name, "compiled", ledger, compiled.peak_bytes, job=job, memory=memory)
+
+
+def _serving_side(name: str, plan: ServingPlanDocument) -> Side:
+    memory = plan.memory.per_device
+    classes = {
+        "weights": memory.weights, "scales": memory.scales, "kv": memory.kv, "activations": memory.activations,
+    }  # fmt: skip
+    ledger = Ledger((*plan.prefill.ledger, *plan.generate.ledger))
+    return ledger_side(name, "planned", ledger, memory.total, job="serve", memory=classes)
+
+
+def trace_side(name: str, explained: ExplainedRecord) -> Side:
     """A measured side. FLOPs and bytes are those that were compiled, as a trace alone has none."""
     rows: dict[Key, tuple[RowFigures, Mapping[Moves, float]]] = {}
-    for row in data["rows"]:
-        measured, compiled = row["measured"], row["compiled"]
+    for row in explained.rows:
+        measured, compiled = row.measured, row.compiled
         if measured is not None:
             figures = RowFigures(
-                time_s=measured["time_s"],
-                exposed_s=measured["exposed_s"],
-                flops=None if compiled is None else compiled["flops"],
-                hbm_bytes=None if compiled is None else compiled["hbm_bytes"],
+                time_s=measured.time_s,
+                exposed_s=measured.exposed_s,
+                flops=None if compiled is None else compiled.flops,
+                hbm_bytes=None if compiled is None else compiled.hbm_bytes,
             )
-            rows[row["scope"], row["phase"]] = (
-                figures,
-                {
-                    (item["kind"], tuple(item["axes"])): item["compiled_bytes"]
-                    for item in row["collectives"]
-                    if item["compiled_bytes"]
-                },
-            )
-    rows["idle", ""] = RowFigures(time_s=data["idle_s"], exposed_s=0.0, flops=None, hbm_bytes=None), {}
-    peak = max((allocator["peak_bytes"] for allocator in data.get("memory", ())), default=None)
-    side = DifferenceSide(name=name, kind="measured", step_s=data["step_s"], peak_bytes=peak)
+            moved = {(item.kind, item.axes): item.compiled_bytes for item in row.collectives if item.compiled_bytes}
+            rows[row.scope, row.phase] = figures, moved
+    rows["idle", ""] = RowFigures(time_s=explained.idle_s, exposed_s=0.0, flops=None, hbm_bytes=None), {}
+    peak = max((allocator.peak_bytes for allocator in explained.memory), default=None)
+    side = DifferenceSide(name=name, kind="measured", step_s=explained.step_s, peak_bytes=peak)
     return Side(figures=side, rows=rows)
 
 
-def _of_ledger(
+def ledger_side(
     name: str,
     kind: Literal["compiled", "planned"],
     ledger: Ledger,
-    job: str,
     peak_bytes: float | None,
-    memory: Mapping[str, float],
+    *,
+    job: str = "",
+    memory: Mapping[str, float] | None = None,
 ) -> Side:
+    """A compiled or planned side; ``memory`` are its bytes at the peak by class, where they are known."""
     rows = {key: (RowFigures.of(sums), sums.bytes) for key, sums in planned_rows(ledger).items()}
     side = DifferenceSide(name=name, kind=kind, step_s=float(ledger.expected_s), peak_bytes=peak_bytes)
-    return Side(figures=side, job=job, memory=memory, rows=rows)
+    return Side(figures=side, job=job, memory=memory or {}, rows=rows)
 
 
 def _time(row: RowFigures | None) -> float:
