@@ -72,10 +72,9 @@ def collectives(*, output: Path | None, as_json: bool, **options: Unpack[_Collec
 
     with progress_bar(shown=not as_json) as on_progress:
         result = bench_collectives(**options, on_progress=on_progress)
-    data = result.to_json()
     if output is not None:
-        write_json(output, data)
-    show(data, {"report": output}, as_json=as_json, kind="bench collectives")
+        write_json(output, result.to_json())
+    show(result, {"report": output}, as_json=as_json, kind="bench collectives")
     return 0
 
 

@@ -33,5 +33,5 @@ def command(*, request: Matmul, as_json: bool) -> int:
 
     with progress_bar(shown=not as_json) as on_progress:
         result = matmul(request, on_progress=on_progress)
-    show(result.to_json(), as_json=as_json, kind="matmul")
+    show(result, as_json=as_json, kind="matmul")
     return 0

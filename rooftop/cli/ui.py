@@ -38,8 +38,11 @@ def command(
     from rooftop.ui.explorers import EXPLORERS, explorer
 
     if listed:
-        data = [explorer(name).form.to_json() for name in EXPLORERS]
-        emit_json({"kind": "ui", "explorers": data}) if as_json else show_document(explorers(data))
+        forms = [explorer(name).form for name in EXPLORERS]
+        if as_json:
+            emit_json({"kind": "ui", "explorers": [form.to_json() for form in forms]})
+            return 0
+        show_document(explorers((form.name, form.title, [one.name for one in form.controls]) for form in forms))
         return 0
     if as_json:
         raise RooftopError("json", "--json", "--json with --list: the page has no JSON")

@@ -35,18 +35,25 @@ class Provenance(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveTiming(TimedRecord):
-    """One collective over ``axes``, ``devices`` in a group: payload, bytes sent by one device, and times.
+class PlannedSeconds(Record):
+    """Priced seconds of a collective, the bound and the expectation; None without a slice to plan for."""
 
-    ``planned`` has the priced seconds, by the name of the price.
-    """
+    sparse = frozenset({"bound_s", "expected_s"})
+
+    bound_s: Amount | None = None
+    expected_s: Amount | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveTiming(TimedRecord):
+    """One collective over ``axes``, ``devices`` in a group: payload, bytes sent by one device, and times."""
 
     kind: str
     axes: tuple[str, ...]
     devices: Positive
     bytes: Count
     wire_bytes: Amount
-    planned: Mapping[str, Amount]
+    planned: PlannedSeconds
 
     @derived
     def wire_bytes_per_s(self) -> Amount:

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from rooftop.algebra.einsums import Case, Einsum, cases
+from rooftop.algebra.einsums import Einsum, cases
 from rooftop.algebra.expression import dims_of, parse
 from rooftop.algebra.pricing import Prices
 from rooftop.arrays import Mesh, ShardedArray
 from rooftop.arrays.mesh import MeshLayout
-from rooftop.core.amounts import Count
 from rooftop.core.errors import RooftopError, refuse, unknown
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_dtype
-from rooftop.core.records import Record
-from rooftop.explain.compiled.checks import EinsumCheck
+from rooftop.explain.compiled.checks import ExpressionRecord
 from rooftop.explain.compiled.einsum import check
 from rooftop.hardware import Slice
 from rooftop.library.inputs import axes_of, chip_of, mesh_on, slice_of
 from rooftop.library.results import Result, flat
+from rooftop.present.documents import document
 from rooftop.requests.function import of_request
-from rooftop.requests.likes import RequestJson
 from rooftop.requests.measuring import Matmul
 from rooftop.runs.environment import prefer_cpus, uninterrupted
 from rooftop.simulate.expressions import (
     ArrayFacts,
-    ExpressionKind,
-    MeasuredStrategies,
     PricedStrategy,
     ShardedExpression,
     parse_sizes,
@@ -34,33 +31,18 @@ from rooftop.simulate.expressions import (
     simulate_strategies,
 )
 
+if TYPE_CHECKING:
+    from rooftop.present.document import Document
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class MatmulResult(Record, Result):
-    """Arrays of an expression and the strategies that do it, the fastest first, as many as were asked for.
+class MatmulResult(ExpressionRecord, Result):
+    """Arrays of an expression and the strategies that do it, the fastest first, as many as were asked for."""
 
-    ``level`` is the kind of the prices; without a ``slice`` there are neither prices nor a layout of the ``mesh``, and
-    of a product without a mesh only its ``cases``.
-    ``strategies_found`` counts all strategies. ``backward`` has the programs of the derivatives: of an einsum that of
-    the output, then of the left and the right operand, of a collective that of its input.
-    """
-
-    document_kind = "matmul"
-
-    request: RequestJson
-    expression: str
-    kind: ExpressionKind
-    dims: Mapping[str, int]
-    mesh: MeshLayout
-    slice: str | None = None
-    level: str | None = None
-    arrays: tuple[ArrayFacts, ...]
-    cases: tuple[Case, ...] = ()
-    strategies_found: Count = 0
-    strategies: tuple[PricedStrategy, ...] = ()
-    backward: Mapping[str, PricedStrategy] = field(default_factory=dict)
-    compiled: EinsumCheck | None = None
-    measured: MeasuredStrategies | None = None
+    @property
+    def document(self) -> Document:
+        """Arrays, strategies, and the steps of the best one."""
+        return document(self, kind="matmul")
 
     @property
     def rows(self) -> list[dict[str, object]]:

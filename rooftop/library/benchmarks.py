@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from rooftop.core.files import parse_json, read_text, write_json
 from rooftop.core.ledger import COLLECTIVES
 from rooftop.core.measurements import MeasuredCollectives
 from rooftop.core.quantities import format_bytes, format_seconds, parse_bytes, parse_count, parse_dtype, parse_quantity
-from rooftop.core.records import Record
 from rooftop.hardware import Calibrated, Slice, slice_sizes
 from rooftop.library.inputs import axes_of, slice_of
 from rooftop.library.results import Result, flat
@@ -35,6 +34,7 @@ from rooftop.library.serving import Progress
 from rooftop.library.simulation import read_serving_plan, targets_of, trace_of
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.present.documents import document
+from rooftop.profile.microbench.records import CollectivesRecord
 from rooftop.requests.function import of_request
 from rooftop.requests.likes import AxesLike, CountLike, SliceLike
 from rooftop.requests.measuring import BenchServing
@@ -60,17 +60,13 @@ _VOCAB = 1000
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class CollectivesResult(Record, Result):
+class CollectivesResult(CollectivesRecord, Result):
     """Times of collectives over ``axes`` of a mesh; with a ``slice``, next to what is planned for it."""
 
-    document_kind = "bench collectives"
-
-    kind: Literal["collectives"] = "collectives"
-    mesh: MeshLayout
-    axes: tuple[str, ...]
-    dtype: str
-    slice: str | None
-    measured: MeasuredCollectives
+    @property
+    def document(self) -> Document:
+        """The times of each kind and size."""
+        return document(self, kind="bench collectives")
 
     @property
     def rows(self) -> list[dict[str, object]]:

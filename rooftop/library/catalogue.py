@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 from rooftop.capabilities import SERVING, TRAINING, ServingSpec, TrainingSpec, obstacles
 from rooftop.core.errors import RooftopError
-from rooftop.core.ledger import Number
 from rooftop.core.quantities import counted, format_bytes, format_count, parse_count
 from rooftop.core.records import Record
 from rooftop.hardware import Chip, Slice, catalogue
@@ -27,6 +26,7 @@ from rooftop.models import (
     presets,
 )
 from rooftop.models.stored import StoredWeights
+from rooftop.plan.catalogue import KvBytes, ModelRecord, ModelTotals, Supported, SupportRecord, TokenFlops
 from rooftop.plan.evidence import Evidence, Phase, Question, evidence_for
 from rooftop.plan.shapes import require_planned
 from rooftop.requests.likes import ChipLike, CountLike, ModelLike
@@ -37,12 +37,8 @@ if TYPE_CHECKING:
 
 #: Tokens of the sequence for which FLOPs are counted by default; fewer for models with shorter sequences.
 _DEFAULT_SEQ = 4096
-Standing = Literal["yes", "no"]
 #: Tokens of the sequences that are asked about, or the longest of the model.
 _ASKED_SEQ = 4096
-
-#: Dtypes of the KV cache that are counted.
-KV_DTYPES = ("bf16", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,44 +192,6 @@ class ChipsResult(Result):
         return f"{counted(len(self.chips), 'chip')}: {', '.join(spec.name for spec in self.chips)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelTotals(Record):
-    """The figures that a list of models shows. KV bytes are of all layers, by dtype."""
-
-    name: str
-    family: str
-    params: int
-    active_params: int
-    kv_bytes_per_token: Mapping[str, Number]
-    max_seq_len: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenFlops(Record):
-    """FLOPs of training on one token: those of ``forward`` are of matmuls and of attention."""
-
-    convention: str
-    forward: Number
-    backward: Number
-    total: Number
-    forward_matmul: Number
-    forward_attention: Number
-    total_full_attention: Number
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelRecord(ModelTotals):
-    """A model with its configuration: parameters, FLOPs and the KV cache of sequences of ``seq_len`` tokens."""
-
-    source: str | None
-    params_by_component: Mapping[str, int]
-    seq_len: int
-    flops_per_token: TokenFlops
-    kv_cache_bytes: Mapping[str, Number]
-    stored: StoredWeights | None
-    config: ModelConfig
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ModelResult(Result):
     """A model's parameters, FLOPs per token in sequences of ``seq_len`` tokens, and KV cache.
@@ -254,11 +212,14 @@ class ModelResult(Result):
             family=self.config.family,
             params=counts.total,
             active_params=counts.active,
-            kv_bytes_per_token={dtype: kv_bytes_per_token(self.config, dtype) for dtype in KV_DTYPES},
+            kv_bytes_per_token=KvBytes(
+                bf16=kv_bytes_per_token(self.config, "bf16"), int8=kv_bytes_per_token(self.config, "int8")
+            ),
             max_seq_len=self.config.max_seq_len,
         )
 
-    def to_json(self) -> dict[str, object]:
+    @cached_property
+    def record(self) -> ModelRecord:
         """Parameters by component, FLOPs and their convention, KV bytes, and the configuration."""
         config, seq_len = self.config, self.seq_len
         flops = flops_per_token(config, seq_len)
@@ -276,10 +237,16 @@ class ModelResult(Result):
                 forward_attention=flops.attention,
                 total_full_attention=flops_per_token(config, seq_len, attention="full").total,
             ),
-            kv_cache_bytes={dtype: kv_cache_bytes(config, dtype, seq_len) for dtype in KV_DTYPES},
+            kv_cache_bytes=KvBytes(
+                bf16=kv_cache_bytes(config, "bf16", seq_len), int8=kv_cache_bytes(config, "int8", seq_len)
+            ),
             stored=StoredWeights.of(config),
             config=config,
-        ).to_json()
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """The record as plain JSON values."""
+        return self.record.to_json()
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -292,7 +259,7 @@ class ModelResult(Result):
         """Parameters, FLOPs and KV bytes."""
         from rooftop.present.documents import catalogue
 
-        return catalogue.model(self.config, self.to_json())
+        return catalogue.model(self.record)
 
     @property
     def summary(self) -> str:
@@ -327,7 +294,7 @@ class ModelsResult(Result):
         """A model a row."""
         from rooftop.present.documents import catalogue
 
-        return catalogue.models([entry.totals.to_json() for entry in self.models])
+        return catalogue.models([entry.totals for entry in self.models])
 
     @property
     def summary(self) -> str:
@@ -373,29 +340,6 @@ def models() -> ModelsResult:
     return ModelsResult(models=tuple(model(name) for name in presets()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Supported(Record):
-    """One thing that rooftop does: ``verb``, whether it does it for this model and chip, and how or why not."""
-
-    verb: str
-    answer: Standing
-    note: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SupportRecord(Record):
-    """A model on a chip: verbs, evidence by phase, and the source of each fraction of peak by resource.
-
-    A model that is not planned has no evidence.
-    """
-
-    model: str
-    chip: str
-    verbs: tuple[Supported, ...]
-    evidence: Mapping[str, Evidence]
-    rates: Mapping[str, str]
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SupportResult(Result):
     """A model on a chip: the verbs that work, and the evidence of its times."""
@@ -421,7 +365,7 @@ class SupportResult(Result):
         """Verbs, evidence, and what the rates of the chip rest on."""
         from rooftop.present.documents import catalogue
 
-        return catalogue.support(self.to_json())
+        return catalogue.support(self.record)
 
     @property
     def summary(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from rooftop.core.ledger import Ledger
 
@@ -18,11 +18,9 @@ _SHOWN_ROWS = 40
 class Result(ABC):
     """An answer. ``repr`` is its summary, and a notebook shows its document.
 
-    Subclasses are frozen dataclasses, declared with ``repr=False``. ``document_kind`` names the builder of the document
-    in ``rooftop.present.documents``; without one the document is a table of the rows.
+    Subclasses are frozen dataclasses, declared with ``repr=False``. Without another one their document is a table of
+    the rows.
     """
-
-    document_kind: ClassVar[str | None] = None
 
     @abstractmethod
     def to_json(self) -> dict[str, object]:
@@ -49,10 +47,7 @@ class Result(ABC):
     def document(self) -> Document:
         """The answer as the verb prints it: verdict, figures, tables and charts."""
         from rooftop.present.document import Document, ShownVerdict, Table, columns
-        from rooftop.present.documents import document
 
-        if self.document_kind is not None:
-            return document(self.to_json(), kind=self.document_kind)
         rows = self.rows
         names = list(dict.fromkeys(name for row in rows for name in row))
         cells = tuple(tuple(_cell(row.get(name)) for name in names) for row in rows[:_SHOWN_ROWS])

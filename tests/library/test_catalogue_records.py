@@ -7,8 +7,9 @@ import pytest
 
 import rooftop
 from rooftop.core.records import Record, schema
-from rooftop.library.catalogue import ChipRecord, ModelRecord, SliceRecord
+from rooftop.library.catalogue import ChipRecord, SliceRecord
 from rooftop.library.results import Result
+from rooftop.plan.catalogue import ModelRecord
 
 
 @pytest.mark.parametrize(

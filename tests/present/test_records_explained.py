@@ -30,12 +30,10 @@ from tests.explain.test_traces import MODULE, V5E
 from tests.support.traces import tpu, xspace
 
 ROOFTOP = Path(rooftop.__file__).parent
-#: Builders that still read JSON, and the place where the kind of JSON is looked up.
-OTHERS = ("__init__", "catalogue", "matmul")
 #: Builders of documents, and what makes the records that they take.
 BUILT_FROM_RECORDS = (
-    *(f"present/documents/{file.name}" for file in sorted((ROOFTOP / "present" / "documents").glob("*.py"))
-      if file.stem not in OTHERS),
+    # All but the place where the kind of JSON is looked up.
+    *(f"present/documents/{file.name}" for file in sorted((ROOFTOP / "present" / "documents").glob("[!_]*.py"))),
     *(f"check/{name}.py" for name in ("gates", "report")),
     *(f"explain/{name}.py" for name in ("difference", "operations", "scripts")),
     *(f"explain/compiled/{name}.py" for name in ("report", "training")),

@@ -1,14 +1,18 @@
-"""The check of an einsum: the program that XLA:TPU compiles, next to a strategy of the algebra."""
+"""The answer about an expression of sharded arrays, and the check of an einsum: what XLA:TPU compiles of a strategy."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from rooftop.algebra.einsums import Case
+from rooftop.arrays.mesh import MeshLayout
 from rooftop.core.amounts import Amount, Count
 from rooftop.core.ledger import Collective
 from rooftop.core.records import Record, derived
+from rooftop.simulate.expressions import ArrayFacts, ExpressionKind, MeasuredStrategies, PricedStrategy
 
 #: A collective by what must agree: kind, mesh axes and payload.
 Key = tuple[str, frozenset[str], int]
@@ -81,3 +85,29 @@ class EinsumCheck(Record):
     peak_bytes: Count
     compile_s: Amount
     versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ExpressionRecord(Record):
+    """Arrays of an expression and the strategies that do it, the fastest first, as many as were asked for.
+
+    ``level`` is the kind of the prices; without a ``slice`` there are neither prices nor a layout of the ``mesh``, and
+    of a product without a mesh only its ``cases``.
+    ``strategies_found`` counts all strategies. ``backward`` has the programs of the derivatives: of an einsum that of
+    the output, then of the left and the right operand, of a collective that of its input.
+    """
+
+    request: Mapping[str, Any]
+    expression: str
+    kind: ExpressionKind
+    dims: Mapping[str, int]
+    mesh: MeshLayout
+    slice: str | None = None
+    level: str | None = None
+    arrays: tuple[ArrayFacts, ...]
+    cases: tuple[Case, ...] = ()
+    strategies_found: Count = 0
+    strategies: tuple[PricedStrategy, ...] = ()
+    backward: Mapping[str, PricedStrategy] = field(default_factory=dict)
+    compiled: EinsumCheck | None = None
+    measured: MeasuredStrategies | None = None

@@ -21,22 +21,18 @@ class Kind:
     """A kind of answer: its name in words, and its builder as MODULE:FUNCTION.
 
     ``record`` is the record that the builder takes, as MODULE:CLASS, or a function that picks the class for some data.
-    Without one the builder takes plain JSON. ``lanes`` is a function of the record that yields its timelines.
+    ``lanes`` is a function of the record that yields its timelines.
     """
 
     what: str
     builder: str
-    record: str = ""
+    record: str
     lanes: str = ""
 
     def read(self, data: Mapping[str, Any]) -> Any:
-        """The record in plain JSON, or the JSON itself. Raises RooftopError naming the field that is wrong."""
-        if not self.record:
-            return data
-        found = _load(self.record)
-        return read_record(
-            found if isinstance(found, type) else found(data), data, self.what.removeprefix("a ").removeprefix("an ")
-        )
+        """The record in plain JSON. Raises RooftopError naming the field that is wrong."""
+        record, name = _load(self.record), self.what.removeprefix("a ").removeprefix("an ")
+        return read_record(record if isinstance(record, type) else record(data), data, name)
 
 
 def _load(name: str) -> Any:
@@ -102,8 +98,14 @@ _NAMELESS: dict[str, Kind] = {
     "validation": Kind(
         what="a validation", builder="validation:validation", record="rooftop.validation.report:ValidationRecord"
     ),
-    "matmul": Kind(what="a sharded product", builder="matmul:matmul"),
-    "bench collectives": Kind(what="measured collectives", builder="matmul:collectives"),
+    "matmul": Kind(
+        what="a sharded product", builder="matmul:matmul", record="rooftop.explain.compiled.checks:ExpressionRecord"
+    ),
+    "bench collectives": Kind(
+        what="measured collectives",
+        builder="matmul:collectives",
+        record="rooftop.profile.microbench.records:CollectivesRecord",
+    ),
     "bench serve": Kind(
         what="a measured server", builder="serving:server", record="rooftop.serve.client.metrics:ServingBenchRecord"
     ),
@@ -122,7 +124,7 @@ def document(
 ) -> Document:
     """The document of an answer, a record or its JSON, with timelines. ``context`` goes to the builder.
 
-    ``kind`` is that of an answer that does not name its own. JSON is read as the record of its kind, where it has one.
+    ``kind`` is that of an answer that does not name its own. JSON is read as the record of its kind.
 
     Raises RooftopError for a kind that has no document, and for JSON that is not of its kind.
     """
@@ -130,11 +132,7 @@ def document(
     kinds = KINDS | _NAMELESS
     if kind not in kinds:
         raise unknown("document", kind, kinds)
-    data: Any = answer
-    if not isinstance(answer, Record):
-        data = kinds[kind].read(answer)
-    elif not kinds[kind].record:
-        data = answer.to_json()
+    data = answer if isinstance(answer, Record) else kinds[kind].read(answer)
     builder: Callable[..., Document] = _load(f"{__name__}.{kinds[kind].builder}")
     built = builder(data, **context)
     if not lanes and kinds[kind].lanes:

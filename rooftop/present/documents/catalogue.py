@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
 from rooftop.hardware import Chip, Figure, Slice
 from rooftop.models import ModelConfig
+from rooftop.plan.catalogue import ModelRecord, ModelTotals, SupportRecord
 from rooftop.present.document import Document, ShownVerdict, Table, TableColumn, columns
 from rooftop.present.documents.parts import prose, table
-
-_KV_DTYPES = ("bf16", "int8")
 
 
 def chips(every: list[Chip]) -> Document:
@@ -123,16 +122,16 @@ def _shape(value: tuple[Any, ...]) -> str:
     return ", ".join(_shape(shape) for shape in value) if nested else "x".join(str(size) for size in value)
 
 
-def models(every: Sequence[Mapping[str, Any]]) -> Document:
+def models(every: Iterable[ModelTotals]) -> Document:
     """All models that ship with rooftop."""
     rows = [
         (
-            model["name"],
-            model["family"],
-            format_count(model["params"]),
-            format_count(model["active_params"]) if model["active_params"] != model["params"] else "",
-            format_bytes(model["kv_bytes_per_token"]["bf16"]),
-            f"{model['max_seq_len']:,}",
+            model.name,
+            model.family,
+            format_count(model.params),
+            format_count(model.active_params) if model.active_params != model.params else "",
+            format_bytes(float(model.kv_bytes_per_token.bf16)),
+            f"{model.max_seq_len:,}",
         )
         for model in every
     ]
@@ -140,53 +139,54 @@ def models(every: Sequence[Mapping[str, Any]]) -> Document:
     return Document(title="Models", verdict=ShownVerdict(), charts=(table("", names, rows, text=2),))
 
 
-def model(config: ModelConfig, figures: Mapping[str, Any]) -> Document:
+def model(record: ModelRecord) -> Document:
     """One model: parameters, FLOPs and KV bytes."""
-    flops = figures["flops_per_token"]
-    counts = [("total", figures["params"]), ("active per token", figures["active_params"])]
-    counts += [(f"  {part}", count) for part, count in figures["params_by_component"].items()]
+    config, flops, stored = record.config, record.flops_per_token, record.stored
+    counts = [("total", record.params), ("active per token", record.active_params)]
+    counts += [(f"  {part}", count) for part, count in record.params_by_component.items()]
     rows: list[tuple[str, ...]] = [(title, f"{count:,}", format_count(count)) for title, count in counts]
-    rows += [(), (f"FLOPs per token at S = {figures['seq_len']:,}", "", "")]
+    rows += [(), (f"FLOPs per token at S = {record.seq_len:,}", "", "")]
     rows += [
-        (title, f"{flops[key]:,.0f}", format_count(flops[key]))
-        for title, key in (
-            ("forward", "forward"),
-            ("  matmuls with weights", "forward_matmul"),
-            ("  attention over the context", "forward_attention"),
-            ("forward and backward", "total"),
-            ("  with full attention", "total_full_attention"),
+        (title, f"{amount:,.0f}", format_count(float(amount)))
+        for title, amount in (
+            ("forward", flops.forward),
+            ("  matmuls with weights", flops.forward_matmul),
+            ("  attention over the context", flops.forward_attention),
+            ("forward and backward", flops.total),
+            ("  with full attention", flops.total_full_attention),
         )
     ]
+    token, sequence = record.kv_bytes_per_token, record.kv_cache_bytes
     rows += [(), ("KV cache", "", "")]
     rows += [
-        (title, f"{amount:,.0f}", format_bytes(amount))
-        for dtype in _KV_DTYPES
+        (title, f"{amount:,.0f}", format_bytes(float(amount)))
         for title, amount in (
-            (f"bytes per token, {dtype}", figures["kv_bytes_per_token"][dtype]),
-            (f"bytes of one sequence, {dtype}", figures["kv_cache_bytes"][dtype]),
+            ("bytes per token, bf16", token.bf16),
+            ("bytes of one sequence, bf16", sequence.bf16),
+            ("bytes per token, int8", token.int8),
+            ("bytes of one sequence, int8", sequence.int8),
         )
     ]
-    if (stored := figures["stored"]) is not None:
-        rows += [(), (f"Checkpoint, {stored['format']}", "", "")]
+    if stored is not None:
+        rows += [(), (f"Checkpoint, {stored.format}", "", "")]
         rows += [
-            (title, f"{stored[key]:,}", format_bytes(stored[key]))
-            for title, key in (("bytes of its weights", "bytes"), ("bytes in bf16", "bf16_bytes"))
+            (title, f"{amount:,}", format_bytes(amount))
+            for title, amount in (("bytes of its weights", stored.bytes), ("bytes in bf16", stored.bf16_bytes))
         ]
     return Document(
-        title=config.name,
+        title=record.name,
         verdict=ShownVerdict(
-            subject=f"{config.name}  {_dims(config)}{_too_long(config, figures['seq_len'])}",
-            details=(f"source: {figures['source']}",) if figures["source"] else (),
+            subject=f"{record.name}  {_dims(config)}{_too_long(config, record.seq_len)}",
+            details=(f"source: {record.source}",) if record.source else (),
         ),
-        charts=(table("", ("parameters", "", ""), rows), prose(f"FLOPs: {flops['convention']}")),
+        charts=(table("", ("parameters", "", ""), rows), prose(f"FLOPs: {flops.convention}")),
     )
 
 
-def support(data: Mapping[str, Any]) -> Document:
+def support(record: SupportRecord) -> Document:
     """A model on a chip: verbs, evidence, and the source of each rate."""
-    verbs = [(entry["verb"], entry["answer"], entry["note"]) for entry in data["verbs"]]
-    evidence = [(phase, one["level"], one["text"]) for phase, one in data["evidence"].items()]
-    rates = list(data["rates"].items())
+    verbs = [(entry.verb, entry.answer, entry.note) for entry in record.verbs]
+    evidence = [(phase, one.level, one.text) for phase, one in record.evidence.items()]
     tables = (("", "verb", "", verbs), ("Evidence for its times", "phase", "times are", evidence))
     wide = tuple(
         Table(
@@ -200,11 +200,11 @@ def support(data: Mapping[str, Any]) -> Document:
     sources = Table(
         title="Rates of the chip, and what each rests on",
         columns=(TableColumn("rate", "text"), TableColumn("source", "text", wrap=True)),
-        rows=tuple(rates),
+        rows=tuple(record.rates.items()),
     )
     return Document(
-        title=f"{data['model']} on {data['chip']}",
-        verdict=ShownVerdict(subject=f"{data['model']} on {data['chip']}"),
+        title=f"{record.model} on {record.chip}",
+        verdict=ShownVerdict(subject=f"{record.model} on {record.chip}"),
         charts=(*wide, sources),
     )
 
@@ -227,12 +227,9 @@ def _dims(config: ModelConfig) -> str:
     return f"{dims} V={config.vocab}"
 
 
-def explorers(forms: Sequence[Mapping[str, Any]]) -> Document:
-    """The explorers of the page, with their addresses and controls."""
-    rows = []
-    for form in forms:
-        controls = ", ".join(control["name"] for control in form["controls"])
-        rows.append((f"/{form['name']}", form["title"], controls))
+def explorers(forms: Iterable[tuple[str, str, Iterable[str]]]) -> Document:
+    """The explorers of the page: the name, the title and the names of the controls of each."""
+    rows = [(f"/{name}", title, ", ".join(controls)) for name, title, controls in forms]
     headings = (*columns("address", "explorer", text=2), TableColumn("controls", "text", wrap=True))
     shown = Table(title="", columns=headings, rows=tuple(rows))
     return Document(title="Explorers", verdict=ShownVerdict(), charts=(shown,))

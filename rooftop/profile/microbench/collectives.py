@@ -20,7 +20,7 @@ from rooftop.algebra.pricing import Prices
 from rooftop.arrays.mesh import span
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import COLLECTIVES
-from rooftop.core.measurements import CollectiveTiming
+from rooftop.core.measurements import CollectiveTiming, PlannedSeconds
 from rooftop.core.quantities import dtype_bytes
 from rooftop.hardware import PhysicalAxis
 from rooftop.profile.microbench.timing import Progress, compile_program, time_program
@@ -125,5 +125,7 @@ def measure(
             median_s=timing.median_s,
             fastest_s=timing.fastest_s,
             runs=timing.runs,
-            planned={f"{price.kind}_s": price.collective_s(kind, tuple(axes), payload) for price in prices},
+            planned=PlannedSeconds(
+                **{f"{price.kind}_s": price.collective_s(kind, tuple(axes), payload) for price in prices}
+            ),
         )
