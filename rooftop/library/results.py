@@ -18,8 +18,8 @@ _SHOWN_ROWS = 40
 class Result(ABC):
     """An answer. ``repr`` is its summary, and a notebook shows its document.
 
-    Subclasses are frozen dataclasses, declared with ``repr=False``. Without another one their document is a table of
-    the rows.
+    Subclasses are frozen dataclasses, declared with ``repr=False``. Those whose answer has no document of its own show
+    a table of the rows.
     """
 
     @abstractmethod

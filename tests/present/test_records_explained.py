@@ -37,6 +37,12 @@ BUILT_FROM_RECORDS = (
     *(f"check/{name}.py" for name in ("gates", "report")),
     *(f"explain/{name}.py" for name in ("difference", "operations", "scripts")),
     *(f"explain/compiled/{name}.py" for name in ("report", "training")),
+    *(f"plan/training/{name}.py" for name in ("answer", "comparison", "plan")),
+    *(f"plan/serving/{name}.py" for name in ("answer", "fleet", "plan")),
+    *(f"plan/{name}.py" for name in ("catalogue", "documents")),
+    *(f"library/{name}.py" for name in ("arrays", "benchmarks", "catalogue", "planning", "results", "simulation")),
+    "simulate/serving/metrics.py", "serve/client/metrics.py", "profile/microbench/records.py", "library/serving.py",
+    "present/document.py", "library/training.py",
     "explain/measured/report.py", "library/explaining.py", "tune/records.py", "tune/report.py", "tune/trials.py",
     "validation/report.py",
 )  # fmt: skip

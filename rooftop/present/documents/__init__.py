@@ -1,4 +1,4 @@
-"""Builders of documents: one for each kind of answer, from its record or from the data that ``--json`` prints.
+"""Builders of documents: one for each kind of answer, from its record. Data that ``--json`` prints is read as one.
 
 A builder is imported when its kind is asked for.
 """
@@ -29,10 +29,13 @@ class Kind:
     record: str
     lanes: str = ""
 
-    def read(self, data: Mapping[str, Any]) -> Any:
+    def read(self, data: Mapping[str, Any]) -> Record:
         """The record in plain JSON. Raises RooftopError naming the field that is wrong."""
-        record, name = _load(self.record), self.what.removeprefix("a ").removeprefix("an ")
-        return read_record(record if isinstance(record, type) else record(data), data, name)
+        named = _load(self.record)
+        record: Record = read_record(
+            named if isinstance(named, type) else named(data), data, self.what.removeprefix("a ").removeprefix("an ")
+        )
+        return record
 
 
 def _load(name: str) -> Any:
@@ -124,20 +127,21 @@ def document(
 ) -> Document:
     """The document of an answer, a record or its JSON, with timelines. ``context`` goes to the builder.
 
-    ``kind`` is that of an answer that does not name its own. JSON is read as the record of its kind.
+    ``kind`` is that of an answer that does not name its own.
 
     Raises RooftopError for a kind that has no document, and for JSON that is not of its kind.
     """
-    kind = kind or str(getattr(answer, "kind", None) if isinstance(answer, Record) else answer.get("kind"))
+    name = kind or str(getattr(answer, "kind", None) if isinstance(answer, Record) else answer.get("kind"))
     kinds = KINDS | _NAMELESS
-    if kind not in kinds:
-        raise unknown("document", kind, kinds)
-    data = answer if isinstance(answer, Record) else kinds[kind].read(answer)
-    builder: Callable[..., Document] = _load(f"{__name__}.{kinds[kind].builder}")
-    built = builder(data, **context)
-    if not lanes and kinds[kind].lanes:
-        planned: Callable[[Any], Iterable[Lanes]] = _load(f"{__name__}.{kinds[kind].lanes}")
-        lanes = tuple(planned(data))
+    if name not in kinds:
+        raise unknown("document", name, kinds)
+    how = kinds[name]
+    record = answer if isinstance(answer, Record) else how.read(answer)
+    builder: Callable[..., Document] = _load(f"{__name__}.{how.builder}")
+    built = builder(record, **context)
+    if not lanes and how.lanes:
+        planned: Callable[[Any], Iterable[Lanes]] = _load(f"{__name__}.{how.lanes}")
+        lanes = tuple(planned(record))
     drawn = tuple(
         Timeline(title=item.title, about=timeline_about(item), section="Timeline", lanes=item, detail=True)
         for item in lanes
