@@ -82,15 +82,15 @@ class EmbeddingPlanResult(Result):
     @property
     def summary(self) -> str:
         """Stacks, step times and memory."""
-        problem, memory = self.plan.problem, self.plan.memory
+        problem, memory = self.plan.problem, self.record.memory
         steps = ", ".join(
             f"{mode} {format_seconds(step.expected_s)} (bound by {step.bound})" for mode, step in self.plan.step.items()
         )
         return (
             f"{len(problem.tables.tables)} tables in {len(problem.stacking.stacks)} stacks on {problem.slice.name}, "
             f"{problem.batch:,} samples a step\n"
-            f"step {steps}; {format_bytes(max(memory['total'].values()))} of "
-            f"{format_bytes(memory['capacity'])} a device"
+            f"step {steps}; {format_bytes(max(memory.total.values()))} of "
+            f"{format_bytes(memory.capacity)} a device"
         )
 
     def raise_if_infeasible(self) -> None:

@@ -88,9 +88,9 @@ def flat(data: Mapping[str, object], prefix: str = "") -> dict[str, object]:
 def ledger_rows(ledger: Ledger) -> list[dict[str, object]]:
     """Rows of a ledger, flat. ``collectives`` names each collective and its axes."""
     rows = []
-    for row in ledger.to_json():
-        collectives = [f"{entry['kind']} {'+'.join(entry['axes'])}" for entry in row["collectives"]]
-        rows.append(flat(row | {"collectives": collectives}))
+    for row in ledger:
+        collectives = [f"{moved.kind} {'+'.join(moved.axes)}" for moved in row.collectives]
+        rows.append(flat(row.to_json() | {"collectives": collectives}))
     return rows
 
 

@@ -20,7 +20,7 @@ from rooftop.hardware import MOST_CHIPS
 from rooftop.library.inputs import rate_of, recalibrated, seconds_of
 from rooftop.library.results import Result
 from rooftop.library.serving import Progress, ServingPlanResult
-from rooftop.plan.serving.fleet import RecommendationDocument
+from rooftop.plan.serving.fleet import Fleet, FleetDocument, RecommendationDocument
 from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.search import MOST_SEQUENCES
 from rooftop.present.documents import document
@@ -165,7 +165,7 @@ def simulate(request: Simulate, on_progress: Progress | None = None) -> Simulati
     return SimulationResult(request=request, plan=plan, deployment=deployment, metrics=metrics)
 
 
-def _deployment(request: Simulate, plan: ServingPlan, fleet: Mapping[str, float | None]) -> Deployment:
+def _deployment(request: Simulate, plan: ServingPlan, fleet: Fleet | FleetDocument | None) -> Deployment:
     """The servers. Raises RooftopError, and Infeasible if they have no room for a cache."""
     batching, batch_seqs, chunk_tokens = request.batching or plan.problem.mode, request.batch_seqs, request.chunk_tokens
     host_dram = request.host_dram
@@ -175,14 +175,15 @@ def _deployment(request: Simulate, plan: ServingPlan, fleet: Mapping[str, float 
         chunk_tokens=None if chunk_tokens is None else parse_count(chunk_tokens, "chunk-tokens"),
         preemption=request.preemption,
     )
-    generators = math.ceil(fleet.get("generate_servers") or 1)
+    generators = 1 if fleet is None else math.ceil(fleet.generate_servers or 1)
     if request.replicas is not None:
         generators = parse_count(request.replicas, "replicas", largest=MOST_SERVERS)
     prefillers = 0
     if request.prefill_servers is not None:
         prefillers = parse_count(request.prefill_servers, "prefill-servers", largest=MOST_SERVERS)
     elif batching == "disaggregated":
-        prefillers = math.ceil(fleet.get("prefill_servers") or plan.prefill_per_generate * generators)
+        planned = 0.0 if fleet is None else fleet.prefill_servers
+        prefillers = math.ceil(planned or plan.prefill_per_generate * generators)
     chips = generators * plan.problem.slice.chips + prefillers * plan.problem.prefill_server.chips
     if chips > MOST_CHIPS:
         raise RooftopError("replicas", f"{generators:,} ({chips:,} chips)", f"at most {MOST_CHIPS:,} chips")
@@ -276,27 +277,26 @@ def _lengths(lengths: LengthsLike, field: str) -> Lengths:
     return lengths if isinstance(lengths, Lengths) else Lengths.parse(str(lengths), field)
 
 
-def _planned(plan: ServingPlanLike) -> tuple[ServingPlan, Mapping[str, float | None]]:
-    """A plan, and the servers of the fleet that it recommends (empty: none). Raises RooftopError."""
+def _planned(plan: ServingPlanLike) -> tuple[ServingPlan, Fleet | FleetDocument | None]:
+    """A plan, and the fleet that it recommends. Raises RooftopError."""
     if isinstance(plan, ServingPlan):
-        return plan, {}
+        return plan, None
     if isinstance(plan, ServingPlanResult):
-        best = None if plan.recommendation is None else plan.recommendation.best
-        return plan.plan, {} if best is None else {
-            "generate_servers": best.generate_servers, "prefill_servers": best.prefill_servers
-        }  # fmt: skip
+        return plan.plan, None if plan.recommendation is None else plan.recommendation.best
     data: Mapping[str, object]
     if isinstance(plan, (str, Path)):
         data = read_json_object(Path(plan), field="plan", accepted="a plan.json written by rooftop plan serve")
     elif isinstance(plan, Mapping):
         data = plan
     else:
-        return plan.plan, {}
+        return plan.plan, None
     planned = ServingPlan.from_json(data)
-    recommendation = data.get("recommendation")
-    if recommendation is None:
-        return planned, {}
-    best_fleet = read_record(RecommendationDocument, recommendation, "plan recommendation", amounts=True).best
-    return planned, {
-        "generate_servers": best_fleet.generate_servers, "prefill_servers": best_fleet.prefill_servers
-    }  # fmt: skip
+    recommended = read_record(_Recommended, data, "plan", amounts=True).recommendation
+    return planned, None if recommended is None else recommended.best
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recommended:
+    """The part of plan.json that says which fleet is recommended."""
+
+    recommendation: RecommendationDocument | None = None
