@@ -14,7 +14,7 @@ import rooftop
 from rooftop.core.errors import RooftopError
 from rooftop.core.records import Record
 from rooftop.explain.compiled.report import RefusedRecord
-from rooftop.explain.difference import difference, trace_side
+from rooftop.explain.difference import difference, side_of, trace_side
 from rooftop.explain.measured.report import explain
 from rooftop.hardware import Slice, chip
 from rooftop.library.explaining import explain_operations
@@ -135,6 +135,16 @@ ADDED = {
 def test_answers_of_earlier_versions_open(answers: Mapping[str, Record], name: str) -> None:
     data = {field: value for field, value in answers[name].to_json().items() if field not in ADDED[name]}
     assert opened_json("x.json", json.loads(json.dumps(data))).answer.title == document(answers[name]).title
+
+
+@pytest.mark.parametrize("count", [-5, 10**400])
+def test_an_impossible_figure_of_a_saved_ledger_is_refused(answers: Mapping[str, Record], count: int) -> None:
+    data: Any = json.loads(json.dumps(answers["compiled"].to_json()))
+    data["options"] = {"xla_level": -1}
+    assert side_of("one", data).figures.step_s > 0
+    data["ledger"][0]["count"] = count
+    with pytest.raises(RooftopError, match=r"diff one ledger\[0\].count: got .*; accepted: a number from 0 to 1e\+36"):
+        side_of("one", data)
 
 
 WRONG: dict[str, tuple[tuple[str, ...], str]] = {

@@ -20,7 +20,7 @@ from rooftop.compiler.sparsecore import embedding_calls
 from rooftop.core.amounts import Amount, Count
 from rooftop.core.ledger import CollectiveKind, Ledger, Row
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
-from rooftop.core.records import Record, read_record
+from rooftop.core.records import AtLeast, Record, read_record
 from rooftop.explain.compiled.findings import IN_STEPS, SMALL, Finding, Findings, find
 from rooftop.explain.compiled.rooflines import CalledKernel, OperationRoofline, called_kernels, operations
 from rooftop.explain.join import JoinedRow, join
@@ -31,6 +31,8 @@ from rooftop.roofline.rates import Rates
 SCHEMA: Literal[1] = 1
 #: Versions of jax, jaxlib and the compiler; empty for a module alone.
 Versions = Mapping[str, str]
+#: A number that an option of the compiler is set to. It may be negative.
+OptionNumber = Annotated[int, AtLeast(ge=-(2**63))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +152,7 @@ class CompiledRecord(CompilationRecord):
 
     fits: Literal[True]
     versions: Versions
-    options: Mapping[str, bool | int | str] = field(default_factory=dict)
+    options: Mapping[str, bool | OptionNumber | str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     compile_s: Amount
     flops: Amount
@@ -201,7 +203,9 @@ def saved_compilation(data: Mapping[str, Any], name: str) -> CompiledRecord | No
     answer = SavedAnswer.of(data)
     if answer.kind == "check" and isinstance(answer.compiled, Mapping):
         return saved_compilation(answer.compiled, name)
-    return read_record(CompiledRecord, data, name) if answer.kind == "compiled" and answer.fits else None
+    if answer.kind != "compiled" or not answer.fits:
+        return None
+    return read_record(CompiledRecord, data, name, amounts=True)
 
 
 @dataclass(frozen=True, kw_only=True)
