@@ -43,10 +43,10 @@ def main() -> None:
             trained = [run for run in ratios if run.phase == "train"]
             groups = dict.fromkeys((run.framework, run.family, run.kind) for run in trained)
             for left_out, key in _KEYS.items():
-                held = {run.run: is_inside(run, [one for one in ratios if key(one) != key(run)]) for run in trained}
+                is_held = {run.run: is_inside(run, [one for one in ratios if key(one) != key(run)]) for run in trained}
                 for group in groups:
                     runs = [run for run in trained if (run.framework, run.family, run.kind) == group]
-                    inside = [held[run.run] for run in runs if held[run.run] is not None]
+                    inside = [is_held[run.run] for run in runs if is_held[run.run] is not None]
                     row = dict(zip(("framework", "family", "kind"), group, strict=True)) | {
                         "price": price,
                         "left_out": left_out,

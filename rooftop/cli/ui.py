@@ -42,7 +42,7 @@ def command(
         if as_json:
             emit_json({"kind": "ui", "explorers": [form.to_json() for form in forms]})
             return 0
-        show_document(explorers((form.name, form.title, [one.name for one in form.controls]) for form in forms))
+        show_document(explorers((form.name, form.title, [control.name for control in form.controls]) for form in forms))
         return 0
     if as_json:
         raise RooftopError("json", "--json", "--json with --list: the page has no JSON")

@@ -435,7 +435,7 @@ def _closing(text: str, opening: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Meanings(Record):
-    """What opcodes do, and what kinds of fusions are, in words."""
+    """Meanings of opcodes and of kinds of fusions, in words."""
 
     opcodes: Mapping[str, str]
     fusions: Mapping[str, str]

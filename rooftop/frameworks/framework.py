@@ -90,7 +90,7 @@ class Framework:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class FrameworkSetting:
     """An option of a framework: its values in words, or 'N', and its default for a job."""
 
     name: str
@@ -151,10 +151,10 @@ def framework_of(
     )
 
 
-def settings_of(framework: Framework) -> Iterator[Setting]:
+def settings_of(framework: Framework) -> Iterator[FrameworkSetting]:
     """The settings of a framework, with the values that apply."""
     for name, facts in framework_data(framework.name).get("setting", {}).items():
-        yield Setting(
+        yield FrameworkSetting(
             name=name,
             about=facts["about"],
             accepted=accepted_values(facts),

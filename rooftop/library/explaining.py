@@ -303,6 +303,7 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
     on.
     """
     from rooftop import validation
+    from rooftop.plan.training.assumptions import Assumptions
     from rooftop.validation.engine_runs import is_engine_table
     from rooftop.validation.engines import EngineReport, engine_report
     from rooftop.validation.memory import compare_memory
@@ -315,6 +316,9 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
 
         require_compiler("tpu")
     fractions, only = calibration_of(request.calibration), request.only
+    if request.assume is not None:
+        # Refused here, and not run by run.
+        Assumptions().with_hidden(request.assume)
     path = None if request.runs is None else Path(request.runs)
     # Reading takes little time: what is refused is refused before anything is priced.
     of_engines = path is not None and is_engine_table(path)

@@ -31,7 +31,7 @@ _SEQ = 4096
 _LEAST_BATCH, _MOST_STEPS = 4 * 2**20, 1e6
 
 
-def training_problem(request: PlanTraining, where: Slice, *, comparing: bool = False) -> Problem:
+def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = False) -> Problem:
     """The problem on a slice, with everything read and checked. Raises RooftopError naming the field that is wrong."""
     config, mesh, layout, microbatches = model_of(request.model), request.mesh, request.layout, request.microbatches
     seq = min(_SEQ, config.max_seq_len) if request.seq is None else parse_count(request.seq, "seq")
@@ -45,12 +45,12 @@ def training_problem(request: PlanTraining, where: Slice, *, comparing: bool = F
     if mesh is not None and layout is not None:
         raise RooftopError("layout", layout, "--mesh or --layout, not both: a layout says the sizes too")
     if layout is not None:
-        mesh = Mesh.from_layout(where, layout)
+        mesh = Mesh.from_layout(slice_, layout)
     name = one_of("framework", request.framework, FRAMEWORKS)
     chunks = parse_count(request.chunks, "chunks")
     problem = Problem(
         model=config,
-        slice=where,
+        slice=slice_,
         workload=_workload(request.batch_tokens, batch_seqs, seq, request.tokens),
         numerics=Numerics(
             matmul=parse_dtype(request.matmul_dtype, "matmul-dtype"),

@@ -16,8 +16,8 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.core.records import Record
 from rooftop.plan.evidence import model_key
 from rooftop.plan.pricing import scalar
+from rooftop.plan.training.memory import stored_weights
 from rooftop.plan.training.plan import TrainingPlan
-from rooftop.plan.training.states import stored_weights
 from rooftop.validation.accuracy import Errors
 from rooftop.validation.readings import source_facts
 from rooftop.validation.runs import PublishedRun

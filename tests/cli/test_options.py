@@ -20,7 +20,7 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import DTYPE_BYTES
 from rooftop.hardware import catalogue
 from rooftop.models import presets
-from rooftop.plan.training.workload import OPTIMIZERS
+from rooftop.models.optimizers import OPTIMIZERS
 from rooftop.requests import kinds, words
 from rooftop.scheduling.pipeline import SCHEDULES
 from rooftop.scheduling.serving.scheduler import BATCHING

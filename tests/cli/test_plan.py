@@ -226,7 +226,7 @@ def test_bad_arguments_are_one_line(rooftop: Run, change: dict[int, str], messag
         (("--remat", "block,qkv=keep"), "save"),
         (("--microbatches", "300"), "at most the 256 sequences"),
         (("--schedule", "2f2b"), "1f1b"),
-        (("--chunks", "2"), "interleaved"),
+        (("--chunks", "2", "--schedule", "gpipe"), "interleaved"),
         (("--optimizer", "adamww"), "did you mean adamw"),
         (("--matmul-dtype", "int3"), "int8"),
         (("--price", "-1"), "positive number"),

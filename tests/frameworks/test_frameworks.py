@@ -48,15 +48,15 @@ def test_defaults_are_settings_that_a_user_can_give(name: str) -> None:
         for model in MODELS.values():
             for release in facts(name)["releases"]:
                 plain = framework_of(name, chip=spec, model=model, release=release, matmul="f8_e4m3")
-                given = framework_of(
+                named = framework_of(
                     name, chip=spec, model=model, release=release, matmul="f8_e4m3", settings=plain.settings
                 )
-                assert (given.habits, given.assumptions, given.hidden) == (
+                assert (named.habits, named.assumptions, named.hidden) == (
                     plain.habits,
                     plain.assumptions,
                     plain.hidden,
                 )
-                assert (given.numerics, given.switches) == (plain.numerics, plain.switches)
+                assert (named.numerics, named.switches) == (plain.numerics, plain.switches)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -68,8 +68,8 @@ def test_every_value_of_a_setting_is_read(name: str) -> None:
             "number": ["1.5"], "parts": ["none", *GRAPH_PARTS, "attn+mlp"], "tiles": ["128,256,256/128,256,512/0"],
         }[next(kind for kind in ("number", "parts", "tiles") if kind in setting)]  # fmt: skip
         for value in values:
-            found = framework_of(name, chip=spec, model=MODELS["experts"], settings={key: value})
-            assert found.settings[key] == value
+            applied = framework_of(name, chip=spec, model=MODELS["experts"], settings={key: value})
+            assert applied.settings[key] == value
         assert shown[key].about
         assert shown[key].accepted
 

@@ -395,8 +395,8 @@ class _RunJob(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run(Record):
-    """What run.json says of a run's trace."""
+class _TracedRun(Record):
+    """The part of run.json that is about a run's trace."""
 
     mesh: Mapping[str, int] | None = None
     devices: _RunDevices = _RunDevices()
@@ -483,13 +483,13 @@ def _refuse_others(path: Path) -> None:
         raise RooftopError("trace", str(path), "a trace or a run; plans and reports go to --diff, or to rooftop ui")
 
 
-def _run(path: Path) -> _Run | None:
+def _run(path: Path) -> _TracedRun | None:
     """Description of a run; None if the path is no run's folder."""
     try:
         result = parse_json(read_text(path / RUN_FILE))
     except (OSError, ValueError, RecursionError):
         return None
-    return read_record(_Run, result, "run") if isinstance(result, dict) else None
+    return read_record(_TracedRun, result, "run") if isinstance(result, dict) else None
 
 
 def _sizes(mesh: Mapping[str, int]) -> str:

@@ -254,9 +254,8 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
             yield JobChange(text=text, problem=replace(problem, assumptions=hidden))
     if problem.pinned("collective_matmuls") is False and overlap(chip.name).collective_matmuls:
         yield JobChange(text="collective matmuls over tensor", problem=replace(problem, collective_matmuls=True))
-    faster_dtypes = (
-        dtype for dtype in MATMUL_DTYPES if chip.flops_per_s.get(dtype, 0.0) > chip.flops_per_s.get("bf16", 0.0)
-    )
+    able = MATMUL_DTYPES if problem.program.is_ours else MATMUL_DTYPES[1:]
+    faster_dtypes = (dtype for dtype in able if chip.flops_per_s.get(dtype, 0.0) > chip.flops_per_s.get("bf16", 0.0))
     if problem.numerics.matmul == "bf16" and (dtype := next(faster_dtypes, None)) is not None:
         narrow = replace(problem, numerics=replace(problem.numerics, matmul=dtype))
         yield JobChange(text=f"{dtype} matmuls in the layers", problem=narrow)

@@ -17,8 +17,7 @@ from rooftop.models.numerics import Numerics
 from rooftop.plan.pricing import Bounds
 from rooftop.plan.shapes import require_planned
 from rooftop.plan.training.assumptions import Assumptions
-from rooftop.plan.training.memory import HEADROOM, Memory, book_memory
-from rooftop.plan.training.states import step_memory
+from rooftop.plan.training.memory import HEADROOM, Memory, book_memory, step_memory
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Workload

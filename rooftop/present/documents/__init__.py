@@ -17,7 +17,7 @@ from rooftop.present.document import MOST_LANES, Document, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class AnswerKind:
     """A kind of answer: its name in words, and its builder as MODULE:FUNCTION.
 
     ``record`` is the record that the builder takes, as MODULE:CLASS, or a function that picks the class for some data.
@@ -44,72 +44,74 @@ def _load(name: str) -> Any:
 
 
 #: Kinds of answers whose data names their kind.
-KINDS: dict[str, Kind] = {
-    "train": Kind(
+KINDS: dict[str, AnswerKind] = {
+    "train": AnswerKind(
         what="a plan of a training run",
         builder="training:training_plan",
         record="rooftop.plan.training.answer:TrainingAnswerDocument",
         lanes="training:training_lanes",
     ),
-    "serve": Kind(
+    "serve": AnswerKind(
         what="a plan of a server",
         builder="serving:serving_plan",
         record="rooftop.plan.serving.fleet:FleetAnswerDocument",
         lanes="serving:serving_lanes",
     ),
-    "pareto": Kind(
+    "pareto": AnswerKind(
         what="a front of servers", builder="serving:front", record="rooftop.plan.serving.fleet:ServingFrontDocument"
     ),
-    "embed": Kind(
+    "embed": AnswerKind(
         what="a plan of embedding tables",
         builder="embedding:embedding_plan",
         record="rooftop.plan.embedding.plan:EmbedPlanDocument",
     ),
-    "compiled_embed": Kind(
+    "compiled_embed": AnswerKind(
         what="a compilation of embedding tables",
         builder="embedding:compiled_embedding",
         record="rooftop.explain.embedding.compiled:record_kind",
     ),
-    "simulation": Kind(
+    "simulation": AnswerKind(
         what="a simulation",
         builder="serving:simulation",
         record="rooftop.simulate.serving.metrics:SimulationReport",
     ),
-    "compiled": Kind(
+    "compiled": AnswerKind(
         what="a compilation", builder="compiled:compilation", record="rooftop.explain.compiled.report:record_kind"
     ),
-    "script": Kind(what="a script on a slice", builder="scripts:script", record="rooftop.explain.scripts:ScriptRecord"),
-    "check": Kind(what="a checked program", builder="checked:checked", record="rooftop.check.report:CheckRecord"),
-    "tuned": Kind(what="a tuned program", builder="tuned:tuned", record="rooftop.tune.records:TuneRecord"),
-    "explained": Kind(
+    "script": AnswerKind(
+        what="a script on a slice", builder="scripts:script", record="rooftop.explain.scripts:ScriptRecord"
+    ),
+    "check": AnswerKind(what="a checked program", builder="checked:checked", record="rooftop.check.report:CheckRecord"),
+    "tuned": AnswerKind(what="a tuned program", builder="tuned:tuned", record="rooftop.tune.records:TuneRecord"),
+    "explained": AnswerKind(
         what="an explained run", builder="explained:explained", record="rooftop.explain.measured.report:ExplainedRecord"
     ),
-    "difference": Kind(
+    "difference": AnswerKind(
         what="a difference of two runs",
         builder="explained:difference",
         record="rooftop.explain.difference:Difference",
     ),
-    "calibration": Kind(
+    "calibration": AnswerKind(
         what="a calibration", builder="calibration:calibration", record="rooftop.roofline.calibration:Calibration"
     ),
-    "operations": Kind(
+    "operations": AnswerKind(
         what="operations", builder="explained:operations", record="rooftop.explain.operations:OperationsRecord"
     ),
 }
 #: Kinds that only their verb prints: their data does not name them.
-_NAMELESS: dict[str, Kind] = {
-    "validation": Kind(
+_NAMELESS: dict[str, AnswerKind] = {
+    "validation": AnswerKind(
         what="a validation", builder="validation:validation", record="rooftop.validation.report:ValidationRecord"
     ),
-    "matmul": Kind(
+    "matmul": AnswerKind(
         what="a sharded product", builder="matmul:matmul", record="rooftop.explain.compiled.checks:ExpressionRecord"
     ),
-    "bench collectives": Kind(
+    "bench collectives": AnswerKind(
         what="measured collectives",
         builder="matmul:collectives",
         record="rooftop.profile.microbench.records:CollectivesRecord",
     ),
-    "bench serve": Kind(
+    "bench serve": AnswerKind(
         what="a measured server", builder="serving:server", record="rooftop.serve.client.metrics:ServingBenchRecord"
     ),
 }

@@ -9,6 +9,7 @@ from rooftop.arrays.rules import STAGE_AXES, ways
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
 from rooftop.core.timelines import Lanes
+from rooftop.frameworks.framework import FRAMEWORKS, PlannedFramework
 from rooftop.plan.training.answer import OtherBatch, TrainingAnswerDocument
 from rooftop.plan.training.comparison import ComparisonDocument, OfferDocument
 from rooftop.plan.training.plan import Padding, PlannedMemory, PlanSummary
@@ -70,6 +71,7 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
             + _too_long(plan),
             no=_refusal(plan),
             details=(
+                *_framework(plan.framework),
                 f"laid out as {layout}; remat {plan.remat.name}; {microbatches_text(plan.microbatches)}"
                 + ("; collective matmuls over tensor" if plan.collective_matmuls else "")
                 + ("; whole experts over tensor" if plan.experts_over_tensor else "")
@@ -94,6 +96,14 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
         ),
         sources=version_note(plan.rooftop_version),
     )
+
+
+def _framework(framework: PlannedFramework) -> Iterator[str]:
+    """The framework that the plan is of, if it is not rooftop, and the settings that are priced."""
+    if framework.name != FRAMEWORKS[0]:
+        release = "" if framework.release is None else f" {framework.release}"
+        settings = ", ".join(f"{name} {value}" for name, value in framework.applied.items())
+        yield f"planned for {framework.title}{release}" + (f": {settings}" if settings else "")
 
 
 def training_lanes(plan: TrainingAnswerDocument) -> Iterator[Lanes]:
@@ -420,8 +430,8 @@ def _changes(plan: TrainingAnswerDocument) -> tuple[Chart, ...]:
         items = tuple(Item(f" {change.change}", mark=f"{change.gain:+.1%}") for change in possible)
         charts.append(Items(title="What would change it (tokens/s)", section=section, items=items))
     if missing:
+        ours = plan.framework.name == FRAMEWORKS[0]
+        program = "rooftop's program" if ours else plan.framework.title
         items = tuple(Item(f" {change.change}: {change.obstacle}", mark=f"{change.gain:+.1%}") for change in missing)
-        charts.append(
-            Items(title="What rooftop's program does not run (tokens/s if it did)", section=section, items=items)
-        )
+        charts.append(Items(title=f"What {program} does not run (tokens/s if it did)", section=section, items=items))
     return tuple(charts)

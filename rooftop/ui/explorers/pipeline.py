@@ -20,7 +20,7 @@ from rooftop.present.document import (
     Spans,
 )
 from rooftop.requests.planning import PlanTraining
-from rooftop.scheduling.pipeline import SCHEDULES, pipeline_table
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES, pipeline_table
 from rooftop.simulate.pipeline import Durations, PipelineTimeline, bubble, durations_of, lockstep_s, run
 from rooftop.ui.controls import Control, Explorer, ExplorerForm, FieldControls, State, select
 
@@ -163,7 +163,7 @@ def _timeline(timeline: PipelineTimeline, schedule: str) -> Spans:
 
 _FIELDS = FieldControls(PlanTraining)
 _CONTROLS: tuple[Control, ...] = (
-    _FIELDS.select("schedule", options=SCHEDULES),
+    _FIELDS.select("schedule", default=DEFAULT_SCHEDULE, options=SCHEDULES),
     select("stages", "Stages", _SLICES, "4"),
     _FIELDS.slider("microbatches", 1, 64, "8", halves=True),
     _FIELDS.slider("chunks", 1, 8, "2", described=True, fields=("pipeline",), only=("schedule", "interleaved")),
