@@ -141,6 +141,8 @@ def _check(kind: Any, value: Any, path: tuple[str, ...], amounts: bool) -> None:
     for name in value if member.is_closed else ():
         if name not in _written(member.kind):
             raise unknown(_join((*path, ".field")), name, member.fields)
+    if member.length is not None and member.length != len(value):
+        raise RooftopError(_join(path), value, f"a list of {member.length}")
     parts = list(member.parts(value))
     for place, part_kind, part in parts:
         # Data of another kind is refused by its kind, and not by the first field that it lacks.
@@ -149,8 +151,6 @@ def _check(kind: Any, value: Any, path: tuple[str, ...], amounts: bool) -> None:
     for name in member.required:
         if name not in value:
             raise RooftopError(_join((*path, f".{name}")), None, "a value: this field is required")
-    if member.length is not None and member.length != len(value):
-        raise RooftopError(_join(path), value, f"a list of {member.length}")
     for place, part_kind, part in parts:
         _check(part_kind, part, (*path, place), amounts)
 
