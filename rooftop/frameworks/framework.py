@@ -122,8 +122,8 @@ def framework_of(
         if not releases:
             raise RooftopError("release", release, f"nothing with {name}: it has no releases apart")
         raise unknown("release", release, releases)
-    number = release or (releases[-1] if releases else None)
-    rules = [rule for rule in data.get("rule", ()) if _applies(rule, releases, number, chip, model, matmul)]
+    version = release or (releases[-1] if releases else None)
+    rules = [rule for rule in data.get("rule", ()) if _applies(rule, releases, version, chip, model, matmul)]
     defaults = {key: value for rule in rules for key, value in rule.get("settings", {}).items()}
     known = data.get("setting", {})
     for key in settings:
@@ -132,15 +132,21 @@ def framework_of(
     parts: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
     for rule in rules:
         _join(parts, rule)
-    applied = {key: value for key, value in (defaults | dict(settings)).items()}
+    kind = _model_kind(model)
+    for key in settings:
+        if known[key].get("models", kind) != kind:
+            raise RooftopError("set", key, f"nothing for {model.name}, which has no experts")
+    applied = {
+        key: value for key, value in (defaults | dict(settings)).items() if known[key].get("models", kind) == kind
+    }
     for key, facts in known.items():
         if key in applied:
             _join(parts, _effect(key, facts, applied[key]))
     return Framework(
         name=name,
-        title=data.get("titles", {}).get(number, data["title"]),
+        title=data.get("titles", {}).get(version, data["title"]),
         axes=tuple(data.get("axes", AXES)),
-        release=number,
+        release=version,
         settings=applied,
         asked=dict(settings),
         habits=Habits(**parts["habits"]),
@@ -207,6 +213,10 @@ def family_of(chip: str) -> str:
     return _families().get(chip, chip)
 
 
+def _model_kind(model: ModelConfig) -> str:
+    return "dense" if model.moe is None else "experts"
+
+
 def _applies(
     rule: Mapping[str, Any],
     releases: list[str],
@@ -216,7 +226,7 @@ def _applies(
     matmul: str,
 ) -> bool:
     """True if a rule is about a job."""
-    kind = "dense" if model.moe is None else "experts"
+    kind = _model_kind(model)
     if release is not None and "from" in rule and releases.index(release) < releases.index(rule["from"]):
         return False
     return (
