@@ -108,7 +108,7 @@ def test_our_own_program_has_no_habits() -> None:
     ],
 )
 def test_wrong_frameworks_are_one_line(rooftop: Run, options: tuple[str, ...], says: str) -> None:
-    answer = rooftop("plan", "train", "llama3-8b", "--on", "h100:8", "--batch-seqs", "64", *options)
+    answer = rooftop("plan", "train", "qwen3-30b-a3b", "--on", "h100:8", "--batch-seqs", "64", *options)
     assert (answer.status, answer.out) == (2, "")
     assert answer.err.startswith(f"rooftop: {says}")
     assert answer.err.count("\n") == 1
@@ -118,6 +118,14 @@ def test_a_framework_is_refused_on_chips_that_it_does_not_run_on(rooftop: Run) -
     answer = rooftop("plan", "train", "llama3-8b", "--on", "v5e:4x4", "--batch-seqs", "64", "--framework", "megatron")
     assert answer.status == 2
     assert "accepted: one that runs on v5e: rooftop or maxtext" in answer.err
+
+
+def test_settings_of_experts_are_for_models_with_experts(rooftop: Run) -> None:
+    job = ("plan", "train", "llama3-8b", "--on", "h100:8", "--batch-seqs", "64", "--framework", "megatron")
+    answer = rooftop(*job, "--set", "dispatcher=deepep")
+    assert answer.status == 2
+    assert answer.err == "rooftop: set: got 'dispatcher'; accepted: nothing for llama3-8b, which has no experts\n"
+    assert "dispatcher" not in framework_of("megatron", chip=chip("h100"), model=MODELS["dense"]).settings
 
 
 def test_settings_with_commas_hang_together() -> None:
