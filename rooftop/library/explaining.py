@@ -304,6 +304,7 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
     """
     from rooftop import validation
     from rooftop.plan.training.assumptions import Assumptions
+    from rooftop.validation.accuracy import Peers
     from rooftop.validation.engine_runs import is_engine_table
     from rooftop.validation.engines import EngineReport, engine_report
     from rooftop.validation.memory import compare_memory
@@ -344,8 +345,13 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
         predicted.append((run, prediction.bound_s, prediction.uncalibrated_s))
         plans.append((run, prediction.plan))
         notes[run.id] = list(prediction.notes)
+    # Other figures of plans than those that come with rooftop have no errors but those of the table.
+    judges = path is not None and not request.learn and request.assume is None and fractions is None
     report = validation.summarise(
-        [run for run, _, _ in predicted], [bound for _, bound, _ in predicted], [seconds for _, _, seconds in predicted]
+        [run for run, _, _ in predicted],
+        [bound for _, bound, _ in predicted],
+        [seconds for _, _, seconds in predicted],
+        Peers.shipped() if judges else None,
     )
     return ValidationResult(
         request=request,

@@ -141,6 +141,9 @@ class Validate(Request):
 
     runs: Path | str | None = setting(None, kind=PATH, group=WORKLOAD, metavar="FILE")
     """Another table of runs, with the columns of either table that comes with rooftop (CSV)."""
+    learn: bool = setting(False, kind=FLAG, group=ASSUMPTIONS)
+    """Learn factors, nulls and intervals from the table, each run's model left out; by default they are those that come
+    with rooftop."""
     assume: str | None = None
     """Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md)."""
     calibration: CalibrationLike | None = None

@@ -19,16 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError
-from rooftop.core.records import Record
+from rooftop.core.records import Record, field_values
 from rooftop.plan.evidence import (
+    Evidence,
     MeasuredRatio,
     Question,
+    evidence_for,
     left_out_evidence,
     measured_ratio,
     measured_ratios,
     model_key,
 )
-from rooftop.validation.runs import PublishedRun
+from rooftop.validation.runs import PublishedRun, load_published
 
 Level = Literal["bound", "uncalibrated", "calibrated", "null"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -226,46 +228,78 @@ class AccuracyReport:
         return tuple(sorted(self.comparisons, key=lambda one: -abs(one.error(one.best_level) or 0.0))[:count])
 
 
-def leave_one_model_out(values: npt.ArrayLike, runs: Sequence[PublishedRun], *, pools: bool = False) -> _Floats:
-    """For each run the median of ``values`` (one per run) over dense runs of other models with its chip and framework.
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """Runs that factors, nulls and intervals are learnt from, with measured / uncalibrated of each."""
 
-    A model is its sizes, not its name: one architecture published under two names is not another model. NaN where
-    there is no other model. With ``pools`` runs on GPUs that have none take those of their framework on other GPUs, or
-    else those of all frameworks; mixtures of experts on TPUs take other mixtures, on their chip or else on all TPUs;
-    and in both each model counts once, with the median of its runs.
+    runs: tuple[PublishedRun, ...]
+    ratios: tuple[float, ...]
+
+    @classmethod
+    def of(cls, runs: Sequence[PublishedRun], uncalibrated_s: npt.ArrayLike) -> Peers:
+        """Runs with their uncalibrated seconds per step."""
+        seconds = np.asarray(uncalibrated_s, dtype=np.float64)
+        measured = np.array([run.step_s for run in runs])
+        return cls(runs=tuple(runs), ratios=tuple((measured / seconds).tolist()))
+
+    @classmethod
+    def shipped(cls) -> Peers:
+        """The runs that come with rooftop, with the ratios of ``evidence.csv``."""
+        ratios = {one.run: one.ratio for one in measured_ratios() if one.phase == "train"}
+        runs = tuple(run for run in load_published().runs if run.id in ratios)
+        return cls(runs=runs, ratios=tuple(ratios[run.id] for run in runs))
+
+
+def leave_one_model_out(
+    values: npt.ArrayLike,
+    peers: Sequence[PublishedRun],
+    *,
+    runs: Sequence[PublishedRun] | None = None,
+    pools: bool = False,
+) -> _Floats:
+    """For each run the median of ``values``, one a peer, over dense peers of other models with its chip and framework.
+
+    The ``runs`` are the peers themselves by default. A model is its sizes, not its name: one architecture published
+    under two names is not another model. NaN where there is no other model. With ``pools`` runs on GPUs that have none
+    take those of their framework on other GPUs, or else those of all frameworks; mixtures of experts on TPUs take other
+    mixtures, on their chip or else on all TPUs; and in both each model counts once, with the median of its runs.
     """
-    array = np.asarray(values, dtype=np.float64)
-    chips = np.array([run.slice.chip.name for run in runs])
-    frameworks = np.array([run.framework for run in runs])
-    gpus = np.array([run.slice.chip.kind == "gpu" for run in runs])
-    dense = np.array([run.model.moe is None for run in runs])
-    models = np.array([model_key(run.model) for run in runs])
+    array, runs = np.asarray(values, dtype=np.float64), peers if runs is None else runs
+    chips = np.array([peer.slice.chip.name for peer in peers])
+    frameworks = np.array([peer.framework for peer in peers])
+    gpus = np.array([peer.slice.chip.kind == "gpu" for peer in peers], dtype=bool)
+    dense = np.array([peer.model.moe is None for peer in peers], dtype=bool)
+    models = np.array([model_key(peer.model) for peer in peers])
     medians = np.full(len(runs), np.nan)
-    for index in range(len(runs)):
-        experts = pools and not gpus[index] and not dense[index]
-        others = (~dense if experts else dense) & (models != models[index]) & (gpus == gpus[index])
-        framework = frameworks == frameworks[index]
-        pooled = pools and (gpus[index] or experts)
-        for peers in (others & framework & (chips == chips[index]), others & framework, others):
-            if peers.any():
-                known = [np.median(array[peers & (models == model)]) for model in sorted(set(models[peers]))]
-                medians[index] = np.median(known if pooled else array[peers])
-            if peers.any() or not pooled:
+    for index, run in enumerate(runs):
+        on_gpu = run.slice.chip.kind == "gpu"
+        experts = pools and not on_gpu and run.model.moe is not None
+        others = (~dense if experts else dense) & (models != model_key(run.model)) & (gpus == on_gpu)
+        framework = frameworks == run.framework
+        pooled = pools and (on_gpu or experts)
+        for chosen in (others & framework & (chips == run.slice.chip.name), others & framework, others):
+            if chosen.any():
+                by_model = [np.median(array[chosen & (models == model)]) for model in sorted(set(models[chosen]))]
+                medians[index] = np.median(by_model if pooled else array[chosen])
+            if chosen.any() or not pooled:
                 break
     return medians
 
 
-def null_seconds(runs: Sequence[PublishedRun]) -> _Floats:
+def null_seconds(runs: Sequence[PublishedRun], peers: Sequence[PublishedRun] | None = None) -> _Floats:
     """Seconds per step of the null model: the run's FLOPs at the median FLOP/s per chip of other models; or NaN."""
-    rates = leave_one_model_out([run.flops_per_s_per_chip for run in runs], runs)
+    peers = runs if peers is None else peers
+    rates = leave_one_model_out([peer.flops_per_s_per_chip for peer in peers], peers, runs=runs)
     return np.array([run.model_flops / run.slice.chips for run in runs]) / rates
 
 
-def calibrated_seconds(runs: Sequence[PublishedRun], uncalibrated_s: npt.ArrayLike) -> _Floats:
+def calibrated_seconds(
+    runs: Sequence[PublishedRun], uncalibrated_s: npt.ArrayLike, peers: Peers | None = None
+) -> _Floats:
     """Uncalibrated seconds times the factor of other models' runs: ``leave_one_model_out`` with pools; NaN if none."""
     uncalibrated = np.asarray(uncalibrated_s, dtype=np.float64)
-    measured = np.array([run.step_s for run in runs])
-    return uncalibrated * leave_one_model_out(measured / uncalibrated, runs, pools=True)
+    peers = Peers.of(runs, uncalibrated) if peers is None else peers
+    return uncalibrated * leave_one_model_out(peers.ratios, peers.runs, runs=runs, pools=True)
 
 
 def training_ratios(runs: Sequence[PublishedRun], expected_s: Sequence[float]) -> tuple[MeasuredRatio, ...]:
@@ -283,22 +317,25 @@ def training_ratios(runs: Sequence[PublishedRun], expected_s: Sequence[float]) -
     )
 
 
-def summarise(runs: Sequence[PublishedRun], bound_s: npt.ArrayLike, uncalibrated_s: npt.ArrayLike) -> AccuracyReport:
+def summarise(
+    runs: Sequence[PublishedRun], bound_s: npt.ArrayLike, uncalibrated_s: npt.ArrayLike, peers: Peers | None = None
+) -> AccuracyReport:
     """Compare predicted seconds per step (one per run, at two levels) with the measured ones.
 
-    The cohort 'dense TPU, bf16' is calibrated, and has its null, from its own runs only; every other group shares the
-    factors of all runs. Raises RooftopError unless there is one positive number per run at either level.
+    Factors, nulls and intervals are learnt from ``peers``; without them from the runs, each with its model left out.
+    Then the cohort 'dense TPU, bf16' is calibrated, and has its null, from its own runs only; every other group shares
+    the factors of all runs. Raises RooftopError unless there is one positive number per run at either level.
     """
     bound, uncalibrated = np.asarray(bound_s, dtype=np.float64), np.asarray(uncalibrated_s, dtype=np.float64)
     for name, array in (("bound_s", bound), ("uncalibrated_s", uncalibrated)):
         if array.shape != (len(runs),) or not (np.isfinite(array) & (array > 0)).all():
             raise RooftopError(name, array.tolist(), f"{len(runs)} positive numbers, one per run")
-    comparisons = _compare(runs, bound, uncalibrated)
+    comparisons = _compare(runs, bound, uncalibrated, peers)
     bf16 = np.array([run.dense_tpu and run.dtype == "bf16" for run in runs], dtype=bool)
     bf16_runs = [run for run, chosen in zip(runs, bf16, strict=True) if chosen]
     groups = [
         *_grouped("cohort", comparisons, lambda run: "dense TPU" if run.dense_tpu else None),
-        *_grouped("cohort", _compare(bf16_runs, bound[bf16], uncalibrated[bf16]), lambda _: "dense TPU, bf16"),
+        *_grouped("cohort", _compare(bf16_runs, bound[bf16], uncalibrated[bf16], peers), lambda _: "dense TPU, bf16"),
         *_grouped("slices", comparisons, _span),
         *_grouped("chip", comparisons, _chip),
         *_grouped("source", comparisons, lambda run: run.source),
@@ -316,13 +353,19 @@ def _chip(run: PublishedRun) -> str:
     return run.slice.chip.name if run.model.moe is None else f"{run.slice.chip.name}, experts"
 
 
-def _compare(runs: Sequence[PublishedRun], bound_s: _Floats, uncalibrated_s: _Floats) -> tuple[Comparison, ...]:
+def _compare(
+    runs: Sequence[PublishedRun], bound_s: _Floats, uncalibrated_s: _Floats, peers: Peers | None
+) -> tuple[Comparison, ...]:
     if not runs:
         return ()
-    calibrated, null = calibrated_seconds(runs, uncalibrated_s), null_seconds(runs)
+    calibrated = calibrated_seconds(runs, uncalibrated_s, peers)
+    null = null_seconds(runs, None if peers is None else peers.runs)
     ratios = training_ratios(runs, [float(seconds) for seconds in uncalibrated_s])
-    # As a plan has it, runs of serving help to say how far runs stray.
-    evidence = left_out_evidence((*ratios, *(ratio for ratio in measured_ratios() if ratio.phase != "train")))
+    if peers is None:
+        # As a plan has it, runs of serving help to say how far runs stray.
+        evidence = left_out_evidence((*ratios, *(ratio for ratio in measured_ratios() if ratio.phase != "train")))
+    else:
+        evidence = tuple(map(_shipped_evidence, ratios))
     return tuple(
         Comparison(
             run=run,
@@ -335,6 +378,12 @@ def _compare(runs: Sequence[PublishedRun], bound_s: _Floats, uncalibrated_s: _Fl
         )
         for index, run in enumerate(runs)
     )
+
+
+def _shipped_evidence(ratio: MeasuredRatio) -> Evidence:
+    """The evidence that a plan like a run has, without the run itself."""
+    question = Question(**field_values(ratio, Question))
+    return evidence_for(question, tuple(one for one in measured_ratios() if one.run != ratio.run))
 
 
 def _grouped(by: str, comparisons: Sequence[Comparison], name_of: Callable[[PublishedRun], str | None]) -> list[Group]:

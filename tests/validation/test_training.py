@@ -803,3 +803,24 @@ def test_an_option_that_validate_has_not_names_the_one_that_filters(rooftop: Cal
     answer = rooftop("validate", option, "h100")
     assert (answer.status, answer.out) == (2, "")
     assert "did you mean --only" in answer.err
+
+
+def test_a_table_is_judged_by_what_ships_and_learns_when_asked(rooftop: Callable[..., Any], tmp_path: Path) -> None:
+    """Runs at half of their published rates are twice as slow as expected, unless factors are learnt from them."""
+    path, source = tmp_path / "runs.csv", "MaxText v5p table"
+    with (Path(accuracy.__file__).with_name("data") / "measured_runs.csv").open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        rows = [row | {"model": f"{row['model']}-other"} for row in reader if row["source"] == source]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(row | {"measured_value": str(float(row["measured_value"]) / 2)} for row in rows)
+    judged, learnt = (rooftop("validate", "--runs", str(path), *more, "--json").json for more in ((), ("--learn",)))
+    assert len(judged["rows"]) == len(learnt["rows"]) == 10
+    for one, other in zip(judged["rows"], learnt["rows"], strict=True):
+        assert one["error"]["calibrated"] == pytest.approx(-0.5, abs=0.1)
+        assert abs(other["error"]["calibrated"]) < 0.2
+        assert one["uncalibrated_s"] == other["uncalibrated_s"]
+        assert one["interval_s"][1] < one["measured_s"]
+    is_held = [row["interval_s"][0] <= row["measured_s"] <= row["interval_s"][1] for row in learnt["rows"]]
+    assert sum(is_held) >= 8
