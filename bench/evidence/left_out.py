@@ -2,8 +2,8 @@
 
 ``python bench/evidence/left_out.py`` takes a minute and no accelerator. A row is a price (as ``frameworks`` run, or as
 ``rooftop``'s program), a framework, a family of chips and kind of model, and what is left out with each run: its
-model, its release (the source of its table), its framework, or the family of its chip. ``error`` is the mean absolute
-error of the expected time, in %; ``with_interval`` are runs for which others of the chip and kind are left.
+model, its release (the source of its table), its framework, its chip, or the family of its chip. ``error`` is the mean
+absolute error of the expected time, in %; ``with_interval`` are runs for which others of the chip and kind are left.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _KEYS: Mapping[str, Callable[[MeasuredRatio], str]] = {
     "model": lambda run: run.model,
     "release": lambda run: run.run.partition("/")[0],
     "framework": lambda run: run.framework,
+    "chip": lambda run: run.chip,
     "family": lambda run: family_of(run.chip),
 }
 

@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rooftop.core.records import Record, RelativeChange, derived, field_values
+from rooftop.frameworks.framework import family_of
 from rooftop.hardware import Calibrated, Chip, Slice
 from rooftop.models import ModelConfig
 
@@ -348,8 +349,19 @@ def evidence_for(question: Question, ratios: Sequence[MeasuredRatio] | None = No
     if ratios is None:
         name = "engine_evidence.csv" if question.under_load else "own_evidence.csv" if question.ours else "evidence.csv"
         ratios = measured_ratios(name)
+    own = _own(question, ratios)
+    strays = _strays(own) if any(one.category == question.category for one in own) else []
+    return _scaled(_unscaled(question, ratios, _unlike(question, own, ratios)), strays)
+
+
+def _own(question: Question, ratios: Sequence[MeasuredRatio]) -> list[MeasuredRatio]:
+    """Runs of the question's phase, chip and kind; where there are none those on chips of the chip's family."""
     own = [one for one in ratios if one.category == question.category]
-    return _scaled(_unscaled(question, ratios, _unlike(question, own, ratios)), _strays(own))
+    if own:
+        return own
+    phase, _, kind = question.category
+    alike = [one for one in ratios if (one.phase, one.kind) == (phase, kind)]
+    return [one for one in alike if family_of(one.chip) == family_of(question.chip)]
 
 
 def _scaled(evidence: Evidence, strays: Sequence[float]) -> Evidence:
@@ -375,7 +387,7 @@ def _unscaled(question: Question, ratios: Sequence[MeasuredRatio], unlike: Seque
     """
     family = tuple(one for one in ratios if one.family == question.family)
     same = [one for one in family if one.phase == question.phase]
-    own = same if question.under_load else [one for one in same if one.category == question.category]
+    own = same if question.under_load else _own(question, same)
     if not own:
         return Evidence.without_runs("estimate", str(question))
     if question.under_load:
@@ -402,6 +414,9 @@ def _unlike(question: Question, own: Sequence[MeasuredRatio], ratios: Sequence[M
         own = [one for one in ratios if one.phase == question.phase]
     if own and question.seq_len > _LONGER * (longest := max(one.seq_len for one in own)):
         unlike.append(f"none longer than {longest:,} tokens")
+    if own and not question.under_load and all(one.chip != question.chip for one in own):
+        chips = ", ".join(sorted({one.chip for one in own}))
+        unlike.append(f"none on {question.chip}: those of {chips}")
     if own and question.framework is not None and all(one.framework != question.framework for one in own):
         unlike.append(f"none of {question.framework}")
     if own and question.over_dcn and not any(one.over_dcn for one in own):
@@ -494,7 +509,8 @@ class _Effects:
         shared = self.variances[:, :2] @ shares
         means = self.means + np.sum(shared * self.deviations, axis=1)
         solved = np.einsum("scd,sd->sc", self.inverses, shared)
-        variances = self.variances.sum(1) + unlike * self.variances[:, 2:].sum(1) + self.run[place]
+        run = self.run[place] if place in self.run else fmean(self.run.values())
+        variances = self.variances.sum(1) + unlike * self.variances[:, 2:].sum(1) + run
         variances += over_dcn * self.network
         variances += (1 - solved.sum(1)) ** 2 / self.inverses.sum((1, 2)) - np.sum(shared * solved, axis=1)
         likely = self.weights > 1e-4 * self.weights.max()

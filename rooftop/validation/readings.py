@@ -51,8 +51,9 @@ class Remat:
 def source_facts(name: str) -> Mapping[str, Any]:
     """Facts about a source: 'flops', 'dp', 'gigabyte', 'dtype', 'recompute', 'assumed'; {} if it is not listed."""
     sources: Mapping[str, Mapping[str, Any]] = readings()["source"]
-    # Releases of one source differ in their last word.
-    return sources.get(name) or sources.get(name.rsplit(" ", 1)[0], {})
+    # Releases of one source differ in their last word, its tables in all but the first.
+    names = (name, name.rpartition(" ")[0], name.partition(" ")[0])
+    return next((sources[part] for part in names if part in sources), {})
 
 
 def run_facts(row: TableRow) -> Mapping[str, Any]:

@@ -106,9 +106,10 @@ def test_nine_in_ten_runs_left_out_are_in_their_interval(name: str) -> None:
         if interval is not None:
             inside.setdefault(one.category, []).append(interval[0] <= one.ratio <= interval[1])
     shares = {category: sum(own) / len(own) for category, own in inside.items() if len(own) >= 10}
-    assert len(shares) == 8
-    # Runs on A100 are faster than expected, and intervals reach to the expectation.
-    reaching = {("train", "a100", "dense"): 1.0} if name == "evidence.csv" else {}
+    # Runs on A100 are faster than expected, and intervals reach to the expectation; without the one model on the capped
+    # H100 its interval is that of its family.
+    reaching = {("train", chip, "dense"): 1.0 for chip in ("a100", "h100-96gb-500w") if name == "evidence.csv"}
+    assert len(shares) == 8 + (name == "evidence.csv")
     assert reaching.items() <= shares.items()
     assert all(0.9 <= share <= 0.95 for category, share in shares.items() if category not in reaching), shares
 
@@ -253,6 +254,18 @@ def test_frameworks_that_differ_widen_the_interval() -> None:
     )
     for kind in ("dense", "experts"):
         assert _width(evidence_for(_question(kind=kind), differing)) > _width(evidence_for(_question(kind=kind), alike))
+
+
+def test_a_chip_without_runs_has_those_of_its_family_and_a_wider_interval() -> None:
+    model = load_model("qwen3-30b-a3b")
+    known, alike, none = (
+        evidence_for(Question.of("train", model, Slice.parse(on), 4096).priced_as("Megatron Core"))
+        for on in ("gb200:8", "gb300:8", "v4:2x2x1")
+    )
+    assert alike.runs == known.runs
+    assert alike.unlike == ("none on gb300: those of gb200",)
+    assert _width(alike) > _width(known)
+    assert none.level == "estimate"
 
 
 def test_our_program_has_the_evidence_of_runs_that_are_priced_as_it() -> None:
