@@ -106,10 +106,9 @@ def test_nine_in_ten_runs_left_out_are_in_their_interval(name: str) -> None:
         if interval is not None:
             inside.setdefault(one.category, []).append(interval[0] <= one.ratio <= interval[1])
     shares = {category: sum(own) / len(own) for category, own in inside.items() if len(own) >= 10}
-    # Runs on A100 are faster than expected, and intervals reach to the expectation; without the one model on the capped
-    # H100 its interval is that of its family.
-    reaching = {("train", chip, "dense"): 1.0 for chip in ("a100", "h100-96gb-500w") if name == "evidence.csv"}
-    assert len(shares) == 8 + (name == "evidence.csv")
+    assert len(shares) == (9 if name == "evidence.csv" else 8)
+    # Runs on A100 are faster than expected, and intervals reach to the expectation.
+    reaching = {("train", "a100", "dense"): 1.0} if name == "evidence.csv" else {}
     assert reaching.items() <= shares.items()
     assert all(0.9 <= share <= 0.95 for category, share in shares.items() if category not in reaching), shares
 
