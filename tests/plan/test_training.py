@@ -36,9 +36,9 @@ from rooftop.plan.training.answer import TrainingAnswerDocument, plan_training
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import Padding, TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.search import Sweep, searched_choices, sweep
 from rooftop.plan.training.strategies import Strategies
+from rooftop.plan.training.work.rows import training_ledger
 from rooftop.plan.training.workload import Workload
 from rooftop.present.documents.training import training_plan
 from rooftop.roofline.collectives import price

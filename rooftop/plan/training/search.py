@@ -39,8 +39,8 @@ from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.pricing import expected_s
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.rows import training_work
 from rooftop.plan.training.strategies import Strategies, choices
+from rooftop.plan.training.work.rows import training_work
 from rooftop.roofline.overlap import overlap
 
 #: The batch in one piece: padding of layouts, before any other choice.
