@@ -20,8 +20,6 @@ from rooftop.plan.training.work.phases import backward, recompute
 #: and residual sums are fused, and paid in the matmuls' fraction of peak.
 _NORM_PASSES = 1.5
 _ROPE_PASSES = 38 / 6
-
-
 #: Passes more where queries and keys are normalised before they are rotated: XLA writes them in float32 between, as
 #: counted in the programs of Qwen3-0.6B (docs/accuracy.md).
 _NORMED_HEADS_PASSES = 3.3
@@ -63,7 +61,6 @@ _ELEMENTWISE: Mapping[str | None, ElementwisePasses] = {
     "fused": ElementwisePasses(norm=5.0, norm_backward=6.0, rope=2.0, rope_backward=2.0),
     "eager": ElementwisePasses(norm=21.0, norm_backward=30.0, rope=10.0, rope_backward=12.0, act_more=2.0),
 }
-
 
 #: Vector operations per element: RMSNorm, rotation, gate times activation, residual add, softmax with loss, AdamW.
 VECTOR_OPS = {"norm": 4, "rope": 4, "act": 5, "add": 1, "loss": 6, "update": 14}

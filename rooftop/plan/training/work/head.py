@@ -13,7 +13,8 @@ from rooftop.models.attention import MatmulShape
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.work.elements import VECTOR_OPS, norm
-from rooftop.plan.training.work.matmuls import matmuls
+from rooftop.plan.training.work.matmuls.block import MatmulBlock
+from rooftop.plan.training.work.matmuls.work import matmul_work
 from rooftop.plan.training.work.phases import backward
 
 
@@ -59,7 +60,8 @@ def head_work(step: TrainingStep) -> list[Work]:
     # Over the split vocabulary: the maximum, then the sum and the label's logit, each a float32 per token.
     sums = tuple(Transfer("all_reduce", COLUMN_AXES, 4.0 * step.tokens * floats, "tensor") for floats in (1, 2))
     mean = Transfer("all_reduce", TOKEN_AXES, 4.0, "tensor")
-    unembed = matmuls(step, "unembed", count, [table], step.tokens, gathered=stream, again=0.0)
+    block = MatmulBlock(scope="unembed", count=count, shapes=[table], tokens=step.tokens, gathered=stream, again=0.0)
+    unembed = matmul_work(step, block)
     loss = Work(
         scope="loss", phase="forward", count=count, hbm_bytes=8.0 * logits, collectives=(*sums, mean),
         vector_flops=VECTOR_OPS["loss"] * logits,
@@ -68,7 +70,6 @@ def head_work(step: TrainingStep) -> list[Work]:
     losses = [loss, backward(loss, 1.0, collectives=False)]
     if step.assumptions.own_program:
         unembed = _in_chunks(step, table, unembed)
-    if step.assumptions.own_program:
         # The derivative of the softmax belongs to the gradients of the unembedding.
         formula = "float32 logits read for the sums over the split vocabulary"
         passes = _stored_logits(step, logits) if step.slice.chip.kind == "tpu" else 8.0 * logits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from rooftop.arrays.rules import SEQUENCE_AXES
 from rooftop.core.ledger import Number
 from rooftop.core.scopes import Phase
@@ -10,7 +12,8 @@ from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.shapes import MixerMatmuls
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.work.elements import norm
-from rooftop.plan.training.work.matmuls import matmuls
+from rooftop.plan.training.work.matmuls.block import MatmulBlock
+from rooftop.plan.training.work.matmuls.work import matmul_work
 
 
 def mixer_work(step: TrainingStep, kind: Recurrence, shapes: MixerMatmuls, count: Number) -> list[Work]:
@@ -32,12 +35,16 @@ def mixer_work(step: TrainingStep, kind: Recurrence, shapes: MixerMatmuls, count
         )  # fmt: skip
 
     again = recomputed("attn_core")
+    block = partial(MatmulBlock, count=count, tokens=tokens)
+    into = block(scope="layers/attn/qkv", shapes=shapes.into, gathered=stream, again=recomputed("qkv"))
+    inside = block(scope="layers/attn/core", shapes=shapes.inside, again=again)
+    out = block(scope="layers/attn/out", shapes=shapes.out, scattered=stream, again=0.0, residual=True)
     return [
         *([] if kind.beside_attention else norm(step, "layers/attn/norm", count, recomputed("attn_normed"))),
-        *matmuls(step, "layers/attn/qkv", count, shapes.into, tokens, gathered=stream, again=recomputed("qkv")),
-        *matmuls(step, "layers/attn/core", count, shapes.inside, tokens, again=again),
+        *matmul_work(step, into),
+        *matmul_work(step, inside),
         core("forward", 1.0),
         core("recompute", 1.0, again),
         core("backward", 2.0),
-        *matmuls(step, "layers/attn/out", count, shapes.out, tokens, scattered=stream, again=0.0, residual=True),
+        *matmul_work(step, out),
     ]
