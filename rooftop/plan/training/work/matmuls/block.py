@@ -10,6 +10,7 @@ from rooftop.arrays.mesh import Floats
 from rooftop.arrays.rules import GATHER_AXES
 from rooftop.core.ledger import Number
 from rooftop.models.attention import MatmulShape, parameters
+from rooftop.plan.pricing import unless
 from rooftop.plan.training.step import TrainingStep
 
 
@@ -137,6 +138,11 @@ class MatmulSizes:
     def gather(self) -> Number:
         """Devices over which weights are gathered."""
         return self.step.strategies.devices(*GATHER_AXES)
+
+    @cached_property
+    def split(self) -> Number:
+        """``Transfer.when`` of transfers over tensor: 1 where it splits the block."""
+        return unless(self.block.whole)
 
     @cached_property
     def inputs(self) -> Number:

@@ -10,7 +10,7 @@ import numpy as np
 from rooftop.arrays.rules import COLUMN_AXES, GATHER_AXES, REPLICA_AXES, copy_axes
 from rooftop.core.ledger import CollectiveKind, Number
 from rooftop.models.attention import MatmulShape
-from rooftop.plan.pricing import ALWAYS, RingSteps, Transfer, unless
+from rooftop.plan.pricing import ALWAYS, RingSteps, Transfer
 from rooftop.plan.training.work.matmuls.block import MatmulSizes
 from rooftop.plan.training.work.matmuls.seconds import BlockSeconds
 
@@ -64,7 +64,7 @@ def _exchange(
     if sizes.step.habits.quantises_once and kind == "all_gather":
         # Inputs and gradients are quantised where they are made.
         payload = payload * sizes.operand / sizes.element
-    when, pieces = unless(sizes.block.whole), 1 / sizes.block.local
+    when, pieces = sizes.split, 1 / sizes.block.local
     return (Transfer(kind, COLUMN_AXES, payload, "tensor", when, pieces=pieces, ring=ring),)
 
 
@@ -84,7 +84,7 @@ def _gathered_weights(sizes: MatmulSizes) -> tuple[Transfer, ...]:
         if block.scattered is None:
             gathered += (maxima(axes=GATHER_AXES, when=ALWAYS),)
         else:
-            gathered += (maxima(axes=(*GATHER_AXES, *COLUMN_AXES), when=unless(block.whole)),)
+            gathered += (maxima(axes=(*GATHER_AXES, *COLUMN_AXES), when=sizes.split),)
             if np.any(block.whole):
                 gathered += (maxima(axes=GATHER_AXES, when=block.whole),)
     if block.keys and np.any(step.copied_keys):
@@ -99,7 +99,7 @@ def _maxima(sizes: MatmulSizes) -> tuple[tuple[Transfer, ...], tuple[Transfer, .
     block = sizes.block
     if not sizes.narrow:
         return (), ()
-    of_tokens = partial(Transfer, "all_reduce", COLUMN_AXES, hides="tensor", when=unless(block.whole))
+    of_tokens = partial(Transfer, "all_reduce", COLUMN_AXES, hides="tensor", when=sizes.split)
     if block.scattered is not None:
         return (of_tokens(4.0 * block.tokens, pieces=1 / block.local),), ()
     if block.gathered is not None:
