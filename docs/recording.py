@@ -28,7 +28,8 @@ def main() -> None:
     """Plan, train and pack."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source = (ARCHIVE.parent.parent / "plan" / "training" / "rows.py").read_text(encoding="utf-8")
+        work = ARCHIVE.parent.parent / "plan" / "training" / "work"
+        source = "".join(path.read_text(encoding="utf-8") for path in sorted(work.glob("*.py")))
         (folder / "text.txt").write_text(source * 4, encoding="utf-8")
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         for command in (_PLAN, _RUN):

@@ -49,13 +49,13 @@ import time
 from rooftop.hardware import Slice
 from rooftop.models import load_model
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.search import sweep
+from rooftop.plan.training.search import SweepOptions, sweep
 from rooftop.plan.training.workload import Workload
 problem = Problem(model=load_model("llama3-70b"), slice=Slice.parse("v5p:16x16x16"),
                   workload=Workload(batch_tokens=4 * 2**20, seq_len=4096))
 for way in (True, False):
     start = time.process_time()
-    result = sweep(problem, exhaustive=way)
+    result = sweep(problem, SweepOptions(exhaustive=way))
     seconds = time.process_time() - start
     print(result.expected_s.size, result.searched, seconds)
 """

@@ -49,6 +49,11 @@ CRITICAL: frozenset[Hiding] = frozenset({"tensor", "all_to_all", "critical"})
 ALWAYS = 1.0
 
 
+def unless(condition: Number) -> Number:
+    """``Transfer.when`` of a transfer that takes place where ``condition`` is 0."""
+    return 1.0 - condition if np.any(condition) else ALWAYS
+
+
 @dataclass(frozen=True, kw_only=True)
 class RingSteps:
     """A transfer as hops round a ring next to a matmul in as many pieces, where ``on`` is 1.

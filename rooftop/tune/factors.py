@@ -21,7 +21,7 @@ from rooftop.models.config import ModelConfig
 from rooftop.models.program_sizes import block_size
 from rooftop.models.segments import segments
 from rooftop.plan.training.plan import TrainingPlan
-from rooftop.plan.training.search import sweep
+from rooftop.plan.training.search import SweepOptions, sweep
 
 #: Value of an option of XLA.
 OptionValue = bool | int | str
@@ -191,7 +191,7 @@ def _layouts(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
         plan.problem, axes=axes, mesh=None, remat=choice.remat, microbatches=choice.microbatches,
         **field_values(choice, Switches),
     )  # fmt: skip
-    result = sweep(pinned, exhaustive=True)
+    result = sweep(pinned, SweepOptions(exhaustive=True))
     seen = {round(plan.expected_s, 9)}
     for index in result.expected_s[:, 0].argsort(kind="stable"):
         seconds = round(float(result.expected_s[index, 0]), 9)
@@ -202,7 +202,8 @@ def _layouts(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
 
 def _meshes(plan: TrainingPlan) -> Iterator[Mapping[str, Any]]:
     """Other meshes, each with what the planner chooses for it."""
-    result = sweep(replace(plan.problem, axes=None, mesh=None, remat=None, microbatches=None), executable=True)
+    searched = replace(plan.problem, axes=None, mesh=None, remat=None, microbatches=None)
+    result = sweep(searched, SweepOptions(executable=True))
     if not result.fits.any():
         return
     own = {name: size for name, size in plan.mesh.shape.items() if size > 1}

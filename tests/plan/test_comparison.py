@@ -18,7 +18,7 @@ from rooftop.models import load_model
 from rooftop.plan.training import comparison
 from rooftop.plan.training.comparison import Aim, Limits, SliceComparison, compare
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.search import Sweep, sweep
+from rooftop.plan.training.search import FASTEST, Sweep, SweepOptions, sweep
 from rooftop.plan.training.workload import Workload
 from tests.support.examples import examples
 
@@ -112,12 +112,11 @@ def test_bounds_rule_out_no_slice_that_would_win(limits: Limits, aim: Aim, monke
     quick = compare(problem(), where, limits, aim).document
     ruled_out = []
 
-    def whole(of: Problem, **options: Any) -> Sweep:
-        worth = options.pop("worth", None)
-        searched = sweep(of, **options)
-        if worth is not None and searched.fits.any():
+    def whole(of: Problem, options: SweepOptions = FASTEST) -> Sweep:
+        searched = sweep(of, replace(options, worth=None))
+        if options.worth is not None and searched.fits.any():
             least = np.array([searched.expected_s[searched.best]])
-            ruled_out.append(not worth(np.zeros((1, 0)), least))
+            ruled_out.append(not options.worth(np.zeros((1, 0)), least))
         return searched
 
     monkeypatch.setattr(comparison, "sweep", whole)

@@ -21,7 +21,7 @@ from rooftop.plan.training.answer import plan_training
 from rooftop.plan.training.nearest import nearest_executable, smallest_chips
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.search import Sweep, sweep
+from rooftop.plan.training.search import Sweep, SweepOptions, sweep
 from rooftop.plan.training.workload import Workload
 from tests.support.examples import examples
 
@@ -78,8 +78,8 @@ def test_nothing_is_priced_that_is_not_worth_it() -> None:
         bounds.append(seconds.min())
         return False
 
-    assert not sweep(job, worth=never).fits.any()
-    everything = sweep(job, worth=lambda devices, seconds: True)
+    assert not sweep(job, SweepOptions(worth=never)).fits.any()
+    everything = sweep(job, SweepOptions(worth=lambda devices, seconds: True))
     assert bounds[0] <= everything.expected_s[everything.best]
 
 
@@ -95,7 +95,8 @@ def test_a_search_by_score_finds_the_least_score_of_all() -> None:
         return float(np.where(searched.fits, scores, np.inf).min())
 
     every, by_score, fastest = (
-        sweep(asked, **more) for more in ({"exhaustive": True}, {"ranked": 1, "score": score}, {"ranked": 1})
+        sweep(asked, options)
+        for options in (SweepOptions(exhaustive=True), SweepOptions(ranked=1, score=score), SweepOptions(ranked=1))
     )
     assert least(by_score) == pytest.approx(least(every))
     assert len(by_score.expected_s) < len(every.expected_s)
@@ -158,12 +159,12 @@ def test_a_mesh_that_does_not_fit_is_laid_as_well_as_one_that_does() -> None:
 def test_a_search_for_what_runs_finds_the_fastest_that_runs(model: str, on: str, seqs: int) -> None:
     """Bounds and early ends do not change the answer: all candidates priced, no faster one runs."""
     asked = problem(model, on, seqs)
-    searched = sweep(asked, executable=True, ranked=1)
+    searched = sweep(asked, SweepOptions(executable=True, ranked=1))
     if not searched.fits.any():
         return
     best = searched.plan(searched.best)
     assert best.fits and not best.obstacles
-    every = sweep(asked, exhaustive=True)
+    every = sweep(asked, SweepOptions(exhaustive=True))
     faster = every.fits & (every.expected_s < searched.expected_s[searched.best] * (1 - 1e-9))
     for layout in {tuple(row): at for at, row in enumerate(every.strategies.layouts.devices)}.values():
         for choice in np.flatnonzero(faster[layout]):

@@ -36,9 +36,9 @@ from rooftop.plan.training.answer import TrainingAnswerDocument, plan_training
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import Padding, TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.rows import training_ledger
-from rooftop.plan.training.search import Sweep, searched_choices, sweep
+from rooftop.plan.training.search import Sweep, SweepOptions, searched_choices, sweep
 from rooftop.plan.training.strategies import Strategies
+from rooftop.plan.training.work.rows import training_ledger
 from rooftop.plan.training.workload import Workload
 from rooftop.present.documents.training import training_plan
 from rooftop.roofline.collectives import price
@@ -152,7 +152,7 @@ def test_more_chips_never_raise_compute_time(model: str, on: str) -> None:
 @given(st.sampled_from(MODELS), st.sampled_from(["v5e:4x4", "v5p:4x4x4", "v5e:16x16@2", "h100:8x4"]))
 def test_bounding_loses_no_winner(model: str, on: str) -> None:
     job = problem(model, on)
-    quick, whole = sweep(job), sweep(job, exhaustive=True)
+    quick, whole = sweep(job), sweep(job, SweepOptions(exhaustive=True))
     assert quick.searched == whole.searched
     assert quick.expected_s[quick.best] == pytest.approx(whole.expected_s[whole.best])
     ranked = [[swept.expected_s[candidate] for candidate in swept.alternatives(5)] for swept in (quick, whole)]

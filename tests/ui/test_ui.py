@@ -29,8 +29,8 @@ from rooftop.hardware import Slice
 from rooftop.models import load_model
 from rooftop.plan.training.batches import batch_curves, book_meshes
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.search import sweep
+from rooftop.plan.training.work.rows import training_ledger
 from rooftop.plan.training.workload import Workload
 from rooftop.present.browser import to_data
 from rooftop.present.document import Level

@@ -21,7 +21,7 @@ from rooftop.plan.training.nearest import NearestPlan, nearest_executable, neare
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
-from rooftop.plan.training.search import Sweep, best_of, plan_of, searched_switches, sweep
+from rooftop.plan.training.search import Sweep, SweepOptions, best_of, plan_of, searched_switches, sweep
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import MOST_TOKENS
 from rooftop.roofline.achievable import fractions
@@ -145,10 +145,10 @@ def search_of(problem: Problem, on_progress: OnProgress | None = None) -> Sweep:
     """The search among plans that programs run; among all if there is none, or if the mesh is not searched."""
     pinned = problem.axes is not None or problem.mesh is not None
     if not pinned and refusal(problem) is None:
-        searched = sweep(problem, executable=True, on_progress=on_progress)
+        searched = sweep(problem, SweepOptions(executable=True, on_progress=on_progress))
         if searched.fits.any():
             return searched
-    return sweep(problem, on_progress=on_progress)
+    return sweep(problem, SweepOptions(on_progress=on_progress))
 
 
 def answer_of(

@@ -20,10 +20,10 @@ from rooftop.core.ledger import Number
 from rooftop.models.activations import parse_policy
 from rooftop.plan.layouts import Layouts, enumerate_layouts
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.rows import training_ledger
 from rooftop.plan.training.search import searched_switches
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Strategies, choices
+from rooftop.plan.training.work.rows import training_ledger
 
 #: Layouts and batches that are all priced: of more layouts the fastest at the job's own batch are drawn.
 MOST_PRICED = 4096

@@ -33,7 +33,7 @@ from rooftop.plan.training.nearest import OUTLINE_AXES, NearestPlan, nearest_exe
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
-from rooftop.plan.training.search import Sweep, sweep
+from rooftop.plan.training.search import Sweep, SweepOptions, sweep
 
 #: The aim of a comparison among slices that meet all limits: fewest dollars, days or chips.
 Aim = Literal["cost", "time", "chips"]
@@ -311,7 +311,7 @@ def compare(
 
 def searched_on(offer: Offer) -> Sweep:
     """The search of which an offer is the best, with its alternatives."""
-    return sweep(offer.problem, executable=True, axes=offer.axes)
+    return sweep(offer.problem, SweepOptions(executable=True, axes=offer.axes))
 
 
 @dataclass(kw_only=True)
@@ -449,7 +449,8 @@ class _Looker:
             return bound.excess(self.limits) <= 1 and (rival is None or self.order(bound) < self.order(rival))
 
         try:
-            searched = sweep(problem, executable=True, axes=offer.axes, ranked=1, worth=worth if bounded else None)
+            options = SweepOptions(executable=True, axes=offer.axes, ranked=1, worth=worth if bounded else None)
+            searched = sweep(problem, options)
         except RooftopError:
             # A slice on which no mesh or schedule can be.
             return offer

@@ -28,7 +28,7 @@ from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.search import free_layouts, searched_layouts, sweep
+from rooftop.plan.training.search import SweepOptions, free_layouts, searched_layouts, sweep
 
 #: Mesh axes of searches over many slices: a stage rarely pays where these fit, and searching it takes most of the time.
 OUTLINE_AXES: tuple[str, ...] = tuple(name for name in AXES if name != "stage")
@@ -110,7 +110,7 @@ def nearest_with_room(plan: TrainingPlan, on_progress: OnProgress | None = None)
         if on_progress is not None:
             on_progress(0, 1, f"the nearest plan with room in HBM: {asked.slice.name}")
         try:
-            searched = sweep(asked, executable=True, axes=axes, ranked=1)
+            searched = sweep(asked, SweepOptions(executable=True, axes=axes, ranked=1))
         except RooftopError:
             # More pinned microbatches than this batch has sequences.
             continue
@@ -242,17 +242,17 @@ class _Search:
             least_s = self._asked_s * self._eased(problem)
             return np.maximum(seconds, least_s) * moved[:, None]
 
-        try:
+        options = SweepOptions(
+            executable=True,
+            axes=axes,
+            within=within,
+            ranked=1,
+            worth=worth if hopeful else None,
             # Of meshes that nobody asked for the fastest is the nearest.
-            searched = sweep(
-                problem,
-                executable=True,
-                axes=axes,
-                within=within,
-                ranked=1,
-                worth=worth if hopeful else None,
-                score=farther if self.pinned else None,
-            )
+            score=farther if self.pinned else None,
+        )
+        try:
+            searched = sweep(problem, options)
         except RooftopError:
             # More pinned microbatches than this batch has sequences, or more chunks than layers.
             return False

@@ -27,9 +27,9 @@ from rooftop.plan.training.memory import host_bytes
 from rooftop.plan.training.pricing import waits_s
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import training_reasons
-from rooftop.plan.training.rows import training_ledger, training_work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Strategies
+from rooftop.plan.training.work.rows import training_ledger, training_work
 from rooftop.plan.training.workload import Workload
 from rooftop.roofline.bounds import lower_s
 from rooftop.roofline.rules import model_flops_utilisation

@@ -8,7 +8,7 @@ them. Layouts are priced in the order of that bound, until none that is left cou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from sys import float_info
 from typing import Any, TypeAlias
@@ -39,8 +39,8 @@ from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.pricing import expected_s
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.rows import training_work
 from rooftop.plan.training.strategies import Strategies, choices
+from rooftop.plan.training.work.rows import training_work
 from rooftop.roofline.overlap import overlap
 
 #: The batch in one piece: padding of layouts, before any other choice.
@@ -119,136 +119,223 @@ def _least(score: Floats, then: Floats) -> tuple[int, int]:
     return int(layout), int(choice)
 
 
-def sweep(
-    problem: Problem,
-    *,
-    exhaustive: bool = False,
-    executable: bool = False,
-    axes: Sequence[str] = AXES,
-    within: Layouts | None = None,
-    ranked: int = RANKED,
-    roomy: bool = True,
-    worth: Callable[[Ints, Floats], bool] | None = None,
-    score: Callable[[Ints, Floats], Floats] | None = None,
-    on_progress: OnProgress | None = None,
-) -> Sweep:
-    """Price candidates, best bound first, until the ``ranked`` best mesh shapes are known; all if ``exhaustive``.
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """The candidates that a sweep considers, and when it stops.
 
+    It prices candidates, best bound first, until the ``ranked`` best mesh shapes are known; all if ``exhaustive``.
     ``executable``: of each shape only what programs run is allowed; ``axes``: the mesh axes of a search; ``within``:
     the layouts to price, in place of all; ``roomy``: leave the compiler room if a candidate does. ``worth``: called
     with the devices of several shapes, [S, A], and lower bounds of their seconds, [S]; if it returns False, no
     candidate is priced. ``score``: the best shapes are those of the least score, which rises with seconds; called with
-    devices, [S, A], and seconds, [S, K]. Without it they are the fastest.
+    devices, [S, A], and seconds, [S, K]. By default they are the fastest.
+    """
+
+    exhaustive: bool = False
+    executable: bool = False
+    axes: Sequence[str] = AXES
+    within: Layouts | None = None
+    ranked: int = RANKED
+    roomy: bool = True
+    worth: Callable[[Ints, Floats], bool] | None = None
+    score: Callable[[Ints, Floats], Floats] | None = None
+    on_progress: OnProgress | None = None
+
+    def scored(self, devices: Ints, seconds: Floats) -> Floats:
+        """The score of shapes of ``devices``, [S, A], by their ``seconds``, [S, K]."""
+        return seconds if self.score is None else self.score(devices, seconds)
+
+
+#: The search of a plan: any candidate, and the fastest are the best.
+FASTEST = SweepOptions()
+
+
+def sweep(problem: Problem, options: SweepOptions = FASTEST) -> Sweep:
+    """Price candidates, best bound first, until the best mesh shapes are known.
 
     Raises RooftopError if a given mesh or number of microbatches cannot be.
     """
-    layouts = searched_layouts(problem, axes) if within is None else within
-    options = searched_choices(problem, layouts)
+    layouts = searched_layouts(problem, options.axes) if options.within is None else options.within
+    chosen = searched_choices(problem, layouts)
     layouts, starts, finer = layouts.by_shape()
-    ends = np.append(starts[1:], len(layouts))
-    shapes = layouts[starts].devices
-    whole = Strategies(layouts, options)
+    whole = Strategies(layouts, chosen)
     if len(starts) == 1:
-        # There is nothing to leave out: a bound would cost as much as the answer.
-        allowed = allowed_candidates(problem, whole)
-        memory_bytes = np.broadcast_to(_memory(problem, whole[:1]), whole.shape)
-        worth_it = np.any(_worth_pricing(allowed, memory_bytes, problem.capacity), axis=0)
-        seconds = _seconds(problem, whole, None if exhaustive else worth_it)
-        if executable:
-            fitting = np.where(allowed & (memory_bytes <= problem.capacity), seconds, np.inf).min(axis=0)
-            allowed = allowed & ~_refused(problem, shapes[0], options, fitting)
-        return Sweep(
+        return _of_one_shape(problem, whole, options)
+    search = _ShapeSearch.of(problem, options, whole, starts, finer)
+    bounds = search.bounds_s()
+    if options.worth is not None and not options.worth(search.shapes, bounds.min(axis=1)):
+        return search.unpriced
+    search.price(bounds)
+    if options.executable and search.limit < problem.capacity and not np.isfinite(list(search.best.values())).any():
+        # What leaves the compiler room is not run; what is run may still fit.
+        return sweep(problem, replace(options, roomy=False))
+    return search.result
+
+
+def _of_one_shape(problem: Problem, whole: Strategies, options: SweepOptions) -> Sweep:
+    """The candidates of one mesh shape.
+
+    There is nothing to leave out: a bound would cost as much as the answer.
+    """
+    allowed = allowed_candidates(problem, whole)
+    memory_bytes = np.broadcast_to(_memory(problem, whole[:1]), whole.shape)
+    worth_it = np.any(_worth_pricing(allowed, memory_bytes, problem.capacity), axis=0)
+    seconds = _seconds(problem, whole, None if options.exhaustive else worth_it)
+    if options.executable:
+        fitting = np.where(allowed & (memory_bytes <= problem.capacity), seconds, np.inf).min(axis=0)
+        allowed = allowed & ~_refused(problem, whole.layouts.devices[0], whole.choices, fitting)
+    return Sweep(
+        problem=problem,
+        strategies=whole,
+        expected_s=seconds,
+        memory_bytes=memory_bytes,
+        allowed=allowed,
+        limit_bytes=limit_bytes(problem, allowed, memory_bytes),
+        searched=int(allowed.sum()),
+    )
+
+
+@dataclass(kw_only=True)
+class _ShapeSearch:
+    """A search over S mesh shapes, of which each has the layouts from ``starts``, [S], to the next one's.
+
+    Layouts are cut at ``finer`` where bounds are to be closer. ``cheapest`` has the best price that a layout of each
+    shape has for every collective. ``allowed``, ``memory`` and ``feasible`` are of shapes, [S, K]: memory depends on
+    the shape alone, and costs little next to time, so that most candidates are left out for it. ``best`` is the least
+    score of each shape that was priced; ``priced`` are seconds of layouts, their indices and their shapes.
+    """
+
+    problem: Problem
+    options: SweepOptions
+    whole: Strategies
+    starts: Ints
+    finer: Ints
+    cheapest: Strategies
+    allowed: Mask
+    memory: Floats
+    limit: float
+    feasible: Mask
+    searched: int
+    best: dict[int, float] = field(default_factory=dict)
+    priced: list[tuple[Floats, Ints, Ints]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, problem: Problem, options: SweepOptions, whole: Strategies, starts: Ints, finer: Ints) -> _ShapeSearch:
+        """The search before anything is priced."""
+        cheapest = whole.cheapest(starts)
+        allowed, memory = allowed_candidates(problem, cheapest), _memory(problem, cheapest)
+        limit = limit_bytes(problem, allowed, memory) if options.roomy else problem.capacity
+        return cls(
             problem=problem,
-            strategies=whole,
-            expected_s=seconds,
-            memory_bytes=memory_bytes,
+            options=options,
+            whole=whole,
+            starts=starts,
+            finer=finer,
+            cheapest=cheapest,
             allowed=allowed,
-            limit_bytes=limit_bytes(problem, allowed, memory_bytes),
-            searched=int(allowed.sum()),
+            memory=memory,
+            limit=limit,
+            feasible=_worth_pricing(allowed, memory, limit),
+            searched=int(np.sum(allowed.sum(axis=1) * np.diff(starts, append=len(whole.layouts)))),
         )
-    cheapest = whole.cheapest(starts)
-    allowed = allowed_candidates(problem, cheapest)
-    # Memory depends on the shape alone, and costs little next to time: most candidates are left out for it.
-    memory = _memory(problem, cheapest)
-    limit = limit_bytes(problem, allowed, memory) if roomy else problem.capacity
-    feasible = _worth_pricing(allowed, memory, limit)
-    searched = int(np.sum(allowed.sum(axis=1) * (ends - starts)))
-    possible = np.flatnonzero(feasible.any(axis=1))
-    bounds = np.full(cheapest.shape, np.inf)
-    bounds[possible] = _bounds_s(problem, cheapest[possible], feasible[possible])
-    optimistic = bounds.min(axis=1)
-    if worth is not None and not worth(shapes, optimistic):
-        none = np.zeros((0, len(options)))
+
+    @cached_property
+    def shapes(self) -> Ints:
+        """Devices along each axis, [S, A]."""
+        return self.whole.layouts[self.starts].devices
+
+    def bounds_s(self) -> Floats:
+        """Lower bounds of the seconds of each shape, [S, K], infinite where a choice is not feasible."""
+        possible = np.flatnonzero(self.feasible.any(axis=1))
+        bounds = np.full(self.cheapest.shape, np.inf)
+        bounds[possible] = _bounds_s(self.problem, self.cheapest[possible], self.feasible[possible])
+        return bounds
+
+    def price(self, bounds: Floats) -> None:
+        """Price the shapes in the order of their ``bounds``, until none that is left could be among the best."""
+        problem, options, count = self.problem, self.options, len(self.starts) if self.options.exhaustive else TOGETHER
+        left = _LayoutGroups(
+            shape=np.arange(len(self.starts)),
+            starts=self.starts,
+            ends=np.append(self.starts[1:], len(self.whole.layouts)),
+            bounds=options.scored(self.shapes, bounds),
+        ).in_order
+        slowest = np.inf
+        while len(left):
+            if options.on_progress is not None:
+                options.on_progress(len(self.best), len(self.starts), f"mesh shapes on {problem.slice.name}")
+            near, left, count = left[:count], left[count:], 2 * count
+            if self.priced and len(self.finer) > len(self.starts):
+                near = self._closer(near, slowest)
+            if options.executable:
+                near = self._run(near)
+            if len(near):
+                self._price(near, slowest)
+                slowest = _slowest(self.best, options.ranked)
+                left = left.within(slowest)
+
+    def _closer(self, near: _LayoutGroups, slowest: float) -> _LayoutGroups:
+        """The groups cut finer, and those left that could be among the best.
+
+        Bounds are loose where one layout of a shape has cheap sums between slices, and another cheap gathers.
+        """
+        could = self.feasible[near.shape] & (near.bounds <= slowest)
+        near = _finer(self.problem, self.whole, could, near, self.finer)
+        scores = self.options.scored(self.shapes[near.shape], near.bounds)
+        return replace(near, bounds=scores).in_order.within(slowest)
+
+    def _run(self, near: _LayoutGroups) -> _LayoutGroups:
+        """The groups whose shapes a program runs; one shape is priced in any case, so that there is an answer."""
+        plain = replace(self.whole.choices[0], remat="none", microbatches=1)
+        runs = np.array([_runs(self.problem, self.shapes[shape], plain) for shape in near.shape], np.bool_)
+        self.allowed[near.shape[~runs]] = self.feasible[near.shape[~runs]] = False
+        return near[runs] if runs.any() or self.priced else near[:1]
+
+    def _price(self, near: _LayoutGroups, slowest: float) -> None:
+        """Price all layouts of the groups; of ``executable`` ones, leave out the choices that no program runs."""
+        problem, options = self.problem, self.options
+        members, of_shape = near.members, np.repeat(near.shape, near.ends - near.starts)
+        could = self.feasible[near.shape] & (near.bounds <= slowest)
+        seconds = _seconds(problem, self.whole[members], None if options.exhaustive else np.any(could, axis=0))
+        fitting = np.where(self.feasible[of_shape], seconds, np.inf)
+        for shape in np.unique(near.shape).tolist():
+            by_choice = fitting[of_shape == shape].min(axis=0)
+            if options.executable:
+                refused = _refused(problem, self.shapes[shape], self.whole.choices, by_choice)
+                self.allowed[shape] &= ~refused
+                self.feasible[shape] &= ~refused
+                by_choice = np.where(refused, np.inf, by_choice)
+            least = options.scored(self.shapes[shape][None], by_choice.min().reshape(1, 1))
+            self.best[shape] = min(self.best.get(shape, np.inf), float(least[0, 0]))
+        self.priced.append((seconds, members, of_shape))
+
+    @property
+    def unpriced(self) -> Sweep:
+        """The sweep of a search that is not worth it, without a candidate."""
+        none = np.zeros((0, self.whole.shape[1]))
         return Sweep(
-            problem=problem,
-            strategies=whole[:0],
+            problem=self.problem,
+            strategies=self.whole[:0],
             expected_s=none,
             memory_bytes=none,
             allowed=none > 0,
-            limit_bytes=limit,
-            searched=searched,
+            limit_bytes=self.limit,
+            searched=self.searched,
         )
-    scored = score or _fastest
-    left = _LayoutGroups(shape=np.arange(len(starts)), starts=starts, ends=ends, bounds=scored(shapes, bounds)).in_order
-    best: dict[int, float] = {}
-    priced: list[tuple[Floats, Ints, Ints]] = []
-    count = len(starts) if exhaustive else TOGETHER
-    slowest = np.inf
-    while len(left):
-        if on_progress is not None:
-            on_progress(len(best), len(starts), f"mesh shapes on {problem.slice.name}")
-        near, left, count = left[:count], left[count:], 2 * count
-        if priced and len(finer) > len(starts):
-            # Bounds are loose where one layout of a shape has cheap sums between slices, and another cheap gathers.
-            could = feasible[near.shape] & (near.bounds <= slowest)
-            near = _finer(problem, whole, could, near, finer)
-            near = replace(near, bounds=scored(shapes[near.shape], near.bounds)).in_order.within(slowest)
-        if executable:
-            plain = replace(options[0], remat="none", microbatches=1)
-            runs = np.array([_runs(problem, shapes[shape], plain) for shape in near.shape], np.bool_)
-            allowed[near.shape[~runs]] = feasible[near.shape[~runs]] = False
-            # One shape is priced in any case, so that there is an answer.
-            near = near[runs] if runs.any() or priced else near[:1]
-        if not len(near):
-            continue
-        members, of_shape = near.members, np.repeat(near.shape, near.ends - near.starts)
-        could = feasible[near.shape] & (near.bounds <= slowest)
-        seconds = _seconds(problem, whole[members], None if exhaustive else np.any(could, axis=0))
-        fitting = np.where(feasible[of_shape], seconds, np.inf)
-        for shape in np.unique(near.shape).tolist():
-            by_choice = fitting[of_shape == shape].min(axis=0)
-            if executable:
-                refused = _refused(problem, shapes[shape], options, by_choice)
-                allowed[shape] &= ~refused
-                feasible[shape] &= ~refused
-                by_choice = np.where(refused, np.inf, by_choice)
-            least = scored(shapes[shape][None], by_choice.min().reshape(1, 1))
-            best[shape] = min(best.get(shape, np.inf), float(least[0, 0]))
-        priced.append((seconds, members, of_shape))
-        slowest = _slowest(best, ranked)
-        left = left.within(slowest)
-    if executable and limit < problem.capacity and not np.isfinite(list(best.values())).any():
-        # What leaves the compiler room is not run; what is run may still fit.
-        return sweep(
-            problem,
-            executable=True,
-            axes=axes,
-            within=within,
-            ranked=ranked,
-            roomy=False,
-            worth=worth,
-            score=score,
+
+    @property
+    def result(self) -> Sweep:
+        """The sweep of all candidates that were priced."""
+        seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*self.priced, strict=True))
+        return Sweep(
+            problem=self.problem,
+            strategies=Strategies(self.whole.layouts[members], self.whole.choices),
+            expected_s=seconds,
+            memory_bytes=self.memory[of_shape],
+            allowed=self.allowed[of_shape],
+            limit_bytes=self.limit,
+            searched=self.searched,
         )
-    seconds, members, of_shape = (np.concatenate(parts) for parts in zip(*priced, strict=True))
-    return Sweep(
-        problem=problem,
-        strategies=Strategies(layouts[members], options),
-        expected_s=seconds,
-        memory_bytes=memory[of_shape],
-        allowed=allowed[of_shape],
-        limit_bytes=limit,
-        searched=searched,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,11 +366,6 @@ class _LayoutGroups:
     def members(self) -> Ints:
         """The layouts of all groups."""
         return np.concatenate([np.arange(start, end) for start, end in zip(self.starts, self.ends, strict=True)])
-
-
-def _fastest(devices: Ints, seconds: Floats) -> Floats:
-    """The score of shapes where the fastest are the best."""
-    return seconds
 
 
 def _slowest(best: Mapping[int, float], ranked: int) -> float:

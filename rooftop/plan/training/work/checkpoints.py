@@ -1,0 +1,66 @@
+"""Traffic of a layer's checkpoints: into the stacks of all layers and out of them, to host memory and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from rooftop.core.ledger import Number
+from rooftop.models.activations import MLP_CHECKPOINTS
+from rooftop.plan.pricing import Work
+from rooftop.plan.training.step import TrainingStep
+
+#: Checkpoints that no matmul makes; those that the scan over layers keeps in any case are counted with the norms.
+_APART = ("attn_normed", "rope", "attn_core", "mlp_normed")
+#: Passes of XLA:GPU over the checkpoints of a layer: written to their stacks by copies, and copied out of them.
+_STACK_PASSES = 5.0
+
+
+def offloads(step: TrainingStep, count: Number, scopes: Mapping[str, str], *, moe_layer: bool) -> list[Work]:
+    """Offloaded checkpoints of a layer on their way to host memory, and back for the backward pass."""
+    own = step.tokens / step.tensor * step.element_bytes
+    work = []
+    for name, scope in scopes.items():
+        offloaded = step.strategies.kept("offload", step.model, moe_layer=moe_layer, names=(name,))
+        if offloaded.any():
+            formula = f"T elements of {name} to host memory and back"
+            work += [
+                Work(scope=scope, phase=phase, count=count, host_bytes=offloaded * own, formula=formula)
+                for phase in ("forward", "backward")
+            ]
+    return work
+
+
+def unstacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bool) -> Number:
+    """Bytes that a layer's backward pass moves to have the named checkpoints, as counted in compiled programs.
+
+    Layers are scanned, so that checkpoints of all are stacked. XLA copies a layer's out of the stack (a read and a
+    write), and does not fuse that with what reads them. A stage takes a microbatch's out of its buffer in the same way.
+    The layer's input is counted with the norms. XLA:GPU copies them into the stack, too; other frameworks on GPUs have
+    no stacks.
+    """
+    if step.habits.kernels is not None:
+        return 0.0
+    names = [name for name in scopes if name != "layer_input"]
+    elements = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)
+    if moe_layer and np.any(step.staged):
+        inside = [name for name in names if name in MLP_CHECKPOINTS]
+        # A stage keeps nothing of what happens next to its experts.
+        elements = elements - step.staged * step.strategies.kept("save", step.model, moe_layer=True, names=inside)
+    passes = _STACK_PASSES if step.slice.chip.kind == "gpu" else 2.0
+    return passes * (1.0 + step.staged) * elements * step.tokens / step.tensor * step.element_bytes
+
+
+def stacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bool) -> Number:
+    """Bytes that a layer's forward pass moves to keep the named checkpoints, as counted in compiled programs.
+
+    XLA:TPU fuses the results of matmuls with their stacks. The results of norms, of the rotation and of attention's
+    kernel are read once more and written; what is small is read from VMEM.
+    """
+    if not step.assumptions.own_program or step.slice.chip.kind != "tpu":
+        return 0.0
+    names = [name for name in scopes if name in _APART]
+    elements = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)
+    copied = elements * (1.0 - step.staged) * step.tokens / step.tensor * step.element_bytes
+    return copied * (1.0 + step.in_hbm(copied / len(names)))
