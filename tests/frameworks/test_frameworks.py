@@ -234,7 +234,7 @@ def test_every_chip_of_a_framework_has_plans_of_both_kinds_of_models(name: str) 
 
 
 def test_published_runs_of_frameworks_are_steps_that_they_run() -> None:
-    """What a framework is said to run has in it what it was seen to run."""
+    """Limits of a framework leave room for what its users published."""
     for run in load_published().runs:
         if run.mesh is not None:
             request = replace(request_of(run), remat="none", microbatches=None)
