@@ -281,15 +281,17 @@ rooftop plan train llama3-70b --on h100:8x8 --batch-seqs 256 --seq 8192 --framew
 rooftop plan train llama3-8b --on v6e:4x4 --batch-seqs 64 --seq 8192 --framework maxtext --set fused_backward=no
 ```
 
-- The search ranges over what the framework can run. Other frameworks than ours do not pad: sizes have to divide.
+- The search tries only what the framework can run. rooftop's own program pads sizes that a mesh does not divide; the
+  others refuse them, as the tables below say.
 - `--release` is a release of the framework, by default the newest below. `--set NAME=VALUE,...` changes a setting; the
-  defaults are those of the framework's recipes for the chip's family, release and kind of model.
-- Benchmark recipes are not training recipes: published runs force balanced routing, reduce gradients in 16 bits and
-  do not check for NaN. Prices are of those.
-- Time, interval and evidence are of one price: published runs of the framework are planned by the same call, with the
-  options of a user ([validate](validate.md)); rooftop's own program has no published runs, and its interval is from
-  published runs that are priced as our program.
+  defaults are those of the framework's recipes for the chip's family, release and kind of model. A setting that the
+  release, chip, model or matmul dtype does not have is refused.
+- Published runs of a framework are planned by the same call as yours ([validate](validate.md)); their errors give the
+  interval. rooftop's own program has no published runs: its interval is from runs of other frameworks, priced as if
+  rooftop's program had made them.
 - `rooftop compile`, `train` and `tune` take plans of rooftop's own program only.
+- Published runs are benchmarks: they force balanced routing, reduce gradients in 16 bits and do not check for NaN. A
+  training run that does otherwise is slower than its plan.
 
 The files are in `rooftop/frameworks/data`; each rule names its source. This page is written by `docs/reference.py`.
 
@@ -307,9 +309,23 @@ The files are in `rooftop/frameworks/data`; each rule names its source. This pag
         text += "\n| setting | meaning | values | default |\n|---|---|---|---|\n"
         for key, facts in data["setting"].items():
             defaults = _defaults(data, key)
-            text += f"| `{key}` | {facts['about']} | {framework.accepted_values(facts)} | {defaults} |\n"
+            about = "; ".join((facts["about"], *_needed(facts)))
+            text += f"| `{key}` | {about} | {framework.accepted_values(facts)} | {defaults} |\n"
         text += "\n"
     return text
+
+
+def _needed(facts: Mapping[str, Any]) -> Iterator[str]:
+    """The jobs that have a setting, or some of its values, where not all do."""
+    needs = {"models": "with {}", "from": "from {}", "dtypes": "with {} matmuls", "chips": "on {}"}
+    if words := [text.format(_listed(facts[key])) for key, text in needs.items() if key in facts]:
+        yield " ".join(words)
+    for value, only in facts.get("only", {}).items():
+        yield f"{value} on {_listed(only['chips'])}"
+
+
+def _listed(names: str | list[str]) -> str:
+    return names if isinstance(names, str) else ", ".join(names)
 
 
 def _defaults(data: Mapping[str, Any], key: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ FRAMEWORKS: tuple[str, ...] = ("rooftop", "maxtext", "megatron", "torchtitan")
 #: Parts of a plan that rules and settings decide: fields of ``Habits``, and of a plan's assumptions, shares that hide,
 #: number formats and switches.
 _PARTS = ("habits", "assumptions", "hidden", "numerics", "switches")
-#: Keys of a rule that say which jobs it is about.
+#: Keys of a rule, or of a setting, that say which jobs it is about.
 _MATCHED = ("releases", "from", "chips", "models", "dtypes")
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -114,8 +114,8 @@ def framework_of(
     and for a framework that does not run on the chip.
     """
     data = framework_data(name)
-    if chip.kind not in data["chips"]:
-        able = " or ".join(name for name in FRAMEWORKS if chip.kind in framework_data(name)["chips"])
+    if not runs_on(name, chip):
+        able = " or ".join(name for name in FRAMEWORKS if runs_on(name, chip))
         raise RooftopError("framework", name, f"one that runs on {chip.name}: {able}")
     releases = data["releases"]
     if release is not None and release not in releases:
@@ -123,7 +123,10 @@ def framework_of(
             raise RooftopError("release", release, f"nothing with {name}: it has no releases apart")
         raise unknown("release", release, releases)
     version = release or (releases[-1] if releases else None)
-    rules = [rule for rule in data.get("rule", ()) if _applies(rule, releases, version, chip, model, matmul)]
+    job = _Job(name=name, releases=releases, release=version, chip=chip, model=model, matmul=matmul)
+    if (why := job.missing(data.get("dtype", {}).get(matmul, {}))) is not None:
+        raise RooftopError("matmul-dtype", matmul, f"another {why}")
+    rules = [rule for rule in data.get("rule", ()) if job.missing(rule) is None]
     defaults = {key: value for rule in rules for key, value in rule.get("settings", {}).items()}
     known = data.get("setting", {})
     for key in settings:
@@ -132,13 +135,12 @@ def framework_of(
     parts: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
     for rule in rules:
         _join(parts, rule)
-    kind = _model_kind(model)
-    for key in settings:
-        if known[key].get("models", kind) != kind:
-            raise RooftopError("set", key, f"nothing for {model.name}, which has no experts")
-    applied = {
-        key: value for key, value in (defaults | dict(settings)).items() if known[key].get("models", kind) == kind
-    }
+    for key, value in settings.items():
+        if (why := job.missing(known[key])) is not None:
+            raise RooftopError("set", key, f"nothing {why}")
+        if (why := job.missing(known[key].get("only", {}).get(value, {}))) is not None:
+            raise RooftopError(f"set {key}", value, f"another value {why}")
+    applied = {key: value for key, value in (defaults | dict(settings)).items() if job.missing(known[key]) is None}
     for key, facts in known.items():
         if key in applied:
             _join(parts, _effect(key, facts, applied[key]))
@@ -155,6 +157,11 @@ def framework_of(
         numerics=parts["numerics"],
         switches=parts["switches"],
     )
+
+
+def runs_on(name: str, chip: Chip) -> bool:
+    """True if the framework ``name`` runs on a chip."""
+    return chip.kind in framework_data(name)["chips"]
 
 
 def settings_of(framework: Framework) -> Iterator[FrameworkSetting]:
@@ -213,28 +220,33 @@ def family_of(chip: str) -> str:
     return _families().get(chip, chip)
 
 
-def _model_kind(model: ModelConfig) -> str:
-    return "dense" if model.moe is None else "experts"
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """The job that rules, settings and values are about, or not."""
 
+    name: str
+    releases: Sequence[str]
+    release: str | None
+    chip: Chip
+    model: ModelConfig
+    matmul: str
 
-def _applies(
-    rule: Mapping[str, Any],
-    releases: list[str],
-    release: str | None,
-    chip: Chip,
-    model: ModelConfig,
-    matmul: str,
-) -> bool:
-    """True if a rule is about a job."""
-    kind = _model_kind(model)
-    if release is not None and "from" in rule and releases.index(release) < releases.index(rule["from"]):
-        return False
-    return (
-        release in rule.get("releases", (release,))
-        and not {chip.name, family_of(chip.name)}.isdisjoint(rule.get("chips", (chip.name,)))
-        and kind == rule.get("models", kind)
-        and matmul in rule.get("dtypes", (matmul,))
-    )
+    def missing(self, facts: Mapping[str, Any]) -> str | None:
+        """The reason why facts are not about the job, as in 'nothing with bf16 matmuls'; None if they are."""
+        chip, kind = self.chip.name, "dense" if self.model.moe is None else "experts"
+        if kind != facts.get("models", kind):
+            return f"for {self.model.name}, which has {'no' if kind == 'dense' else 'its'} experts"
+        if {chip, family_of(chip)}.isdisjoint(facts.get("chips", (chip,))):
+            return f"on {chip}: {', '.join(facts['chips'])}"
+        if self.matmul not in facts.get("dtypes", (self.matmul,)):
+            return f"with {self.matmul} matmuls: {', '.join(facts['dtypes'])}"
+        if self.release not in facts.get("releases", (self.release,)):
+            return f"with {self.name} {self.release}: {', '.join(facts['releases'])}"
+        first = facts.get("from")
+        if first is not None and self.release is not None:
+            before = self.releases.index(self.release) < self.releases.index(first)
+            return f"with {self.name} {self.release}: from {first}" if before else None
+        return None
 
 
 def _join(parts: dict[str, dict[str, Any]], facts: Mapping[str, Any]) -> None:

@@ -7,13 +7,14 @@ core/transformer/transformer_config.py, core/parallel_state.py), torchtitan at 7
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 from rooftop.arrays.rules import BATCH_AXES, COLUMN_AXES, EXPERT_AXES, GATHER_AXES, SEQUENCE_AXES, STAGE_AXES
-from rooftop.capabilities import TRAINING, Capability, TrainingSpec, obstacles
+from rooftop.capabilities import MATMUL_DTYPES, STATE_DTYPES, TRAINING, Capability, TrainingSpec, obstacles
+from rooftop.models.numerics import Numerics
 
-#: Optimizers of published configurations.
-_OPTIMIZERS = ("adamw", "adam")
 _Obstacle = Callable[[TrainingSpec], str | None]
 
 
@@ -71,12 +72,53 @@ def _context(title: str) -> Capability[TrainingSpec]:
 
 def _experts(title: str) -> Capability[TrainingSpec]:
     def obstacle(spec: TrainingSpec) -> str | None:
-        ways, moe = spec.ways(*EXPERT_AXES), spec.model.moe
+        moe = spec.model.moe
         if moe is None:
-            return None if ways == 1 else f"{title} has an expert axis for experts, which {spec.model.name} lacks"
-        return None if moe.experts % ways == 0 else f"{title} divides experts by expert: {moe.experts} by {ways}"
+            alone = spec.ways(*EXPERT_AXES) == 1
+            return None if alone else f"{title} has an expert axis for experts, which {spec.model.name} lacks"
+        # Experts that are not split by columns are dealt out over tensor too.
+        axes = spec.rules.parameters.get("expert", ())
+        ways = spec.ways(*axes)
+        return None if moe.experts % ways == 0 else f"{title} divides experts by {_by(axes)}: {moe.experts} by {ways}"
 
     return Capability(name="expert axis", accepted="a divisor of the experts", obstacle=obstacle)
+
+
+def _widths(title: str, *names: str) -> Capability[TrainingSpec]:
+    """Sizes of weights, which nothing pads: ``names`` of ``_WIDTHS``."""
+
+    def obstacle(spec: TrainingSpec) -> str | None:
+        for name in names:
+            size, axes = _WIDTHS[name](spec)
+            if size % (ways := spec.ways(*axes)):
+                return f"{title} divides {name} by {_by(axes)}: {size:,} by {ways:,}"
+        return None
+
+    return Capability(
+        name="widths", accepted=f"{', '.join(names)}: multiples of the axes that split them", obstacle=obstacle
+    )
+
+
+def _by(axes: Sequence[str]) -> str:
+    return " x ".join(axes)
+
+
+def _columns(spec: TrainingSpec, dim: str, size: int) -> tuple[int, tuple[str, ...]]:
+    return size, spec.rules.parameters.get(dim, ())
+
+
+def _expert_columns(spec: TrainingSpec) -> tuple[int, tuple[str, ...]]:
+    return _columns(spec, "expert_mlp", 0 if spec.model.moe is None else spec.model.moe.d_ff)
+
+
+#: Sizes of a model's weights, and the axes that split them.
+_WIDTHS: Mapping[str, Callable[[TrainingSpec], tuple[int, Sequence[str]]]] = {
+    # MaxText's rules for embed: everything that splits tokens but data splits D (src/maxtext/configs/base.yml).
+    "D": lambda spec: (spec.model.d_model, (*GATHER_AXES, *SEQUENCE_AXES, *EXPERT_AXES)),
+    "F": lambda spec: _columns(spec, "mlp", spec.model.d_ff if spec.model.dense_layers else 0),
+    "columns of experts": _expert_columns,
+    "vocabulary": lambda spec: _columns(spec, "vocab", spec.model.vocab),
+}
 
 
 def _layers(title: str, extra: Sequence[int]) -> Capability[TrainingSpec]:
@@ -117,7 +159,15 @@ def _staged_schedule(title: str, *accepted: str) -> Capability[TrainingSpec]:
 
 def _whole_weights(spec: TrainingSpec) -> str | None:
     ways = spec.ways(*GATHER_AXES)
-    return None if ways == 1 else f"Megatron splits optimizer state over data, and no weights over fsdp: {ways}"
+    both = ways > 1 and spec.ways(*STAGE_AXES) > 1
+    return f"Megatron splits weights over fsdp without stages alone: fsdp {ways}" if both else None
+
+
+def _stage_layers(spec: TrainingSpec) -> str | None:
+    parts, layers = spec.ways(*STAGE_AXES) * spec.choice.chunks, spec.model.layers
+    too_many = spec.ways(*STAGE_AXES) > 1 and parts > layers + 2
+    reason = f"Megatron has {layers} layers, embedding and loss for stages x chunks: {parts}"
+    return reason if too_many else None
 
 
 def _pipeline_copies(spec: TrainingSpec) -> str | None:
@@ -135,30 +185,70 @@ def _rounds(spec: TrainingSpec) -> str | None:
     )
 
 
-def _compute(spec: TrainingSpec) -> str:
-    return spec.numerics.compute
+def _formats(framework: str, title: str) -> Iterator[Capability[TrainingSpec]]:
+    for name, (about, accepted) in _FORMATS[framework].items():
+        yield _one_of(about, title, accepted, partial(_format, name))
 
 
-def _matmul(spec: TrainingSpec) -> str:
-    return spec.numerics.matmul
+def _format(name: str, spec: TrainingSpec) -> str:
+    value: str = getattr(spec.numerics, name)
+    return value
 
 
-def _optimizer(spec: TrainingSpec) -> str:
-    return spec.numerics.optimizer
+#: Number formats and optimizers of each framework, the usual one first, by the field of ``Numerics`` and its name.
+_FORMATS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    "maxtext": {
+        "compute": ("dtype of activations", ("bf16", "f32")),
+        "matmul": ("dtype of matmuls", ("bf16", "int8", "f8_e4m3", "f32")),
+        "optimizer": ("optimizer", ("adamw", "adam", "sgd", "muon")),
+    },
+    "megatron": {
+        "compute": ("dtype of activations", ("bf16", "f16", "f32")),
+        "matmul": ("dtype of matmuls", ("bf16", "f16", "f8_e4m3", "f4_e2m1", "f32")),
+        "optimizer": ("optimizer", ("adamw", "adam")),
+    },
+    "torchtitan": {
+        "compute": ("dtype of activations", ("bf16", "f32")),
+        "matmul": ("dtype of matmuls", ("bf16", "f8_e4m3", "f32")),
+        "optimizer": ("optimizer", ("adamw", "adam")),
+    },
+}
+
+
+def runnable_numerics(framework: str, spec: TrainingSpec) -> Numerics:
+    """The number formats and the optimizer of ``spec``, with usual ones where the framework has not what is asked."""
+    if framework not in _FORMATS:
+        return spec.runnable_numerics
+    formats = {name: accepted for name, (_, accepted) in _FORMATS[framework].items()}
+    usual = {name: accepted[0] for name, accepted in formats.items() if getattr(spec.numerics, name) not in accepted}
+    return replace(spec.numerics, **usual)
+
+
+def matmul_dtypes(framework: str, dtypes: Iterable[str]) -> tuple[str, ...]:
+    """Those of ``dtypes`` that matmuls of a framework's layers can have."""
+    known = _FORMATS[framework]["matmul"][1] if framework in _FORMATS else (*STATE_DTYPES, *MATMUL_DTYPES)
+    return tuple(dtype for dtype in dtypes if dtype in known)
 
 
 _MEGATRON: tuple[Capability[TrainingSpec], ...] = (
-    Capability(name="fsdp axis", accepted="1: optimizer state is split over data (distributed optimizer)",
-               obstacle=_whole_weights),
+    Capability(
+        name="fsdp axis",
+        accepted="without stages, in a given mesh (--use-megatron-fsdp); a search splits optimizer state over data",
+        obstacle=_whole_weights,
+    ),
     _heads("Megatron", kv=False),
     _context("Megatron"),
     _experts("Megatron"),
-    _layers("Megatron", (0, 1, 2)),
+    # It pads the vocabulary itself.
+    _widths("Megatron", "F", "columns of experts"),
+    Capability(
+        name="layers",
+        accepted="stages x chunks up to layers, embedding and loss (--pipeline-model-parallel-layout)",
+        obstacle=_stage_layers,
+    ),
     _sequences("Megatron"),
     _staged_schedule("Megatron", "1f1b", "interleaved"),
-    _one_of("dtype of activations", "Megatron", ("bf16", "f16", "f32"), _compute),
-    _one_of("dtype of matmuls", "Megatron", ("bf16", "f16", "f8_e4m3", "f4_e2m1", "f32"), _matmul),
-    _one_of("optimizer", "Megatron", _OPTIMIZERS, _optimizer),
+    *_formats("megatron", "Megatron"),
 )  # fmt: skip
 _TORCHTITAN: tuple[Capability[TrainingSpec], ...] = (
     _heads("torchtitan", kv=True),
@@ -168,19 +258,18 @@ _TORCHTITAN: tuple[Capability[TrainingSpec], ...] = (
     _sequences("torchtitan"),
     Capability(name="tied embeddings", accepted="without stages", obstacle=_pipeline_copies),
     _staged_schedule("torchtitan", "1f1b", "interleaved", "gpipe", "zero_bubble"),
-    _one_of("dtype of activations", "torchtitan", ("bf16", "f32"), _compute),
-    _one_of("dtype of matmuls", "torchtitan", ("bf16", "f8_e4m3", "f32"), _matmul),
-    _one_of("optimizer", "torchtitan", _OPTIMIZERS, _optimizer),
+    *_formats("torchtitan", "torchtitan"),
 )
 _MAXTEXT: tuple[Capability[TrainingSpec], ...] = (
+    # jit refuses weights whose dims its mesh does not divide.
+    _heads("MaxText", kv=True),
     _experts("MaxText"),
+    _widths("MaxText", "D", "F", "columns of experts", "vocabulary"),
     Capability(name="microbatches", accepted="a multiple of the stages", obstacle=_rounds),
     _layers("MaxText", (0,)),
     _sequences("MaxText"),
     _staged_schedule("MaxText", "gpipe", "1f1b", "interleaved"),
-    _one_of("dtype of activations", "MaxText", ("bf16", "f32"), _compute),
-    _one_of("dtype of matmuls", "MaxText", ("bf16", "int8", "f8_e4m3", "f32"), _matmul),
-    _one_of("optimizer", "MaxText", (*_OPTIMIZERS, "sgd", "muon"), _optimizer),
+    *_formats("maxtext", "MaxText"),
 )
 
 #: What each framework can run, by its name.

@@ -11,6 +11,7 @@ from rooftop.core.errors import RooftopError, one_of
 from rooftop.core.quantities import parse_count, parse_dtype
 from rooftop.core.records import field_values
 from rooftop.frameworks.framework import FRAMEWORKS, FrameworkName, parse_settings
+from rooftop.frameworks.programs import matmul_dtypes
 from rooftop.hardware import Slice
 from rooftop.models.numerics import Numerics
 from rooftop.plan.pricing import BOUNDS
@@ -73,6 +74,10 @@ def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = 
     )
     # A framework, release or setting that does not exist is refused here.
     problem.program  # noqa: B018
+    known = slice_.chip.flops_per_s
+    if not comparing and problem.numerics.matmul not in known:
+        accepted = ", ".join(matmul_dtypes(name, known))
+        raise RooftopError(f"matmul dtype on {slice_.chip.name}", problem.numerics.matmul, accepted)
     return problem
 
 

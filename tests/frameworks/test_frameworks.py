@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rooftop
+from rooftop.capabilities import Choice
 from rooftop.core.errors import RooftopError
 from rooftop.frameworks import framework as module
-from rooftop.frameworks.framework import FRAMEWORKS, framework_of, parse_settings, settings_of
+from rooftop.frameworks.framework import FRAMEWORKS, framework_of, parse_settings, runs_on, settings_of
 from rooftop.frameworks.habits import Habits
 from rooftop.frameworks.launches import GRAPH_PARTS
-from rooftop.frameworks.programs import PROGRAMS
-from rooftop.hardware import catalogue, chip
+from rooftop.frameworks.programs import PROGRAMS, training_obstacles
+from rooftop.hardware import catalogue, chip, slice_sizes
 from rooftop.models import load_model
 from rooftop.plan.training.plan import TrainingPlan
+from rooftop.requests.planning import PlanTraining
+from rooftop.requests.problems import training_problem
+from rooftop.validation.predict import planned, request_of
+from rooftop.validation.runs import load_published
 
 DATA = Path(module.__file__).with_name("data")
 OTHERS = FRAMEWORKS[1:]
@@ -47,9 +53,10 @@ def test_defaults_are_settings_that_a_user_can_give(name: str) -> None:
             continue
         for model in MODELS.values():
             for release in facts(name)["releases"]:
-                plain = framework_of(name, chip=spec, model=model, release=release, matmul="f8_e4m3")
+                matmul = "bf16" if release in ("2021", "2022") else "f8_e4m3"
+                plain = framework_of(name, chip=spec, model=model, release=release, matmul=matmul)
                 named = framework_of(
-                    name, chip=spec, model=model, release=release, matmul="f8_e4m3", settings=plain.settings
+                    name, chip=spec, model=model, release=release, matmul=matmul, settings=plain.settings
                 )
                 assert (named.habits, named.assumptions, named.hidden) == (
                     plain.habits,
@@ -61,14 +68,16 @@ def test_defaults_are_settings_that_a_user_can_give(name: str) -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_value_of_a_setting_is_read(name: str) -> None:
-    spec = next(spec for spec in catalogue().values() if spec.kind in facts(name)["chips"])
-    shown = {setting.name: setting for setting in settings_of(framework_of(name, chip=spec, model=MODELS["experts"]))}
+    # A job that has all settings.
+    spec = chip({"maxtext": "v5p", "megatron": "b200", "torchtitan": "h100"}[name])
+    job: dict[str, Any] = {"chip": spec, "model": MODELS["experts"], "matmul": "f8_e4m3"}
+    shown = {setting.name: setting for setting in settings_of(framework_of(name, **job))}
     for key, setting in facts(name)["setting"].items():
         values = list(setting.get("values", {})) or {
             "number": ["1.5"], "parts": ["none", *GRAPH_PARTS, "attn+mlp"], "tiles": ["128,256,256/128,256,512/0"],
         }[next(kind for kind in ("number", "parts", "tiles") if kind in setting)]  # fmt: skip
         for value in values:
-            applied = framework_of(name, chip=spec, model=MODELS["experts"], settings={key: value})
+            applied = framework_of(name, **job, settings={key: value})
             assert applied.settings[key] == value
         assert shown[key].about
         assert shown[key].accepted
@@ -104,7 +113,10 @@ def test_our_own_program_has_no_habits() -> None:
         (("--framework", "megatron", "--set", "dispatcher=x"), "set dispatcher: got 'x'; accepted: one of alltoall"),
         (("--framework", "megatron", "--set", "x"), "set: got 'x'; accepted: NAME=VALUE"),
         (("--framework", "maxtext", "--set", "capacity=0.5"), "set capacity: got '0.5'; accepted:"),
-        (("--framework", "maxtext", "--set", "expert_tiles=1"), "set expert_tiles: got '1'; accepted: ROWS,ROWS,ROWS/"),
+        (
+            ("--framework", "maxtext", "--set", "expert_tiles=1"),
+            "set: got 'expert_tiles'; accepted: nothing on h100",
+        ),
     ],
 )
 def test_wrong_frameworks_are_one_line(rooftop: Run, options: tuple[str, ...], says: str) -> None:
@@ -161,8 +173,8 @@ def test_a_plan_of_a_framework_is_one_that_it_runs(megatron: rooftop.TrainingPla
     assert not plan.obstacles
     assert plan.mesh.size("fsdp") == 1
     assert not plan.choice.collective_matmuls
-    pinned = rooftop.plan_training(**JOB, framework="megatron", mesh="fsdp=64").plan
-    assert pinned.obstacles[0].startswith("Megatron splits optimizer state over data, and no weights over fsdp")
+    pinned = rooftop.plan_training(**JOB, framework="megatron", mesh="fsdp=16,stage=4").plan
+    assert pinned.obstacles[0].startswith("Megatron splits weights over fsdp without stages alone")
 
 
 def test_sizes_that_do_not_divide_are_obstacles_of_frameworks_and_padding_of_ours() -> None:
@@ -205,3 +217,113 @@ def test_memory_of_a_distributed_optimizer_is_six_bytes_and_twelve_over_copies()
     assert plan.memory["weights"] == pytest.approx(2 * parameters, rel=1e-3)
     assert plan.memory["gradients"] == pytest.approx(4 * parameters, rel=1e-3)
     assert plan.memory["optimizer"] == pytest.approx(12 * parameters / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_chip_of_a_framework_has_plans_of_both_kinds_of_models(name: str) -> None:
+    """Defaults of recipes are settings that can be priced on the chip."""
+    for spec in catalogue().values():
+        if runs_on(name, spec):
+            for model, axis in (("llama3-8b", "tensor"), ("qwen3-30b-a3b", "expert")):
+                slice_ = slice_sizes(spec, 16)[0]
+                mesh = {axis: slice_.devices}
+                request = PlanTraining(
+                    model=model, on=slice_.name, batch_seqs=8, framework=name, mesh=mesh, remat="block", microbatches=1
+                )
+                assert planned(request).expected_s > 0
+
+
+def test_published_runs_of_frameworks_are_steps_that_they_run() -> None:
+    """Limits of a framework leave room for what its users published."""
+    for run in load_published().runs:
+        if run.mesh is not None:
+            request = replace(request_of(run), remat="none", microbatches=None)
+            problem = training_problem(request, run.slice)
+            choice = Choice(schedule=problem.schedule, chunks=problem.chunks, microbatches=run.mesh.get("stage", 1))
+            refused = list(training_obstacles(problem.framework.name, problem.spec(dict(run.mesh), choice)))
+            assert not refused, (request.framework, run.model.name, run.mesh)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ("h100:8", "--mesh", "tensor=8", "--matmul-dtype", "int8"),
+            "Not executable: Megatron has no dtype of matmuls",
+        ),
+        (("h100:8", "--mesh", "tensor=8", "--optimizer", "muon"), "Not executable: Megatron has no optimizer muon"),
+    ],
+)
+def test_the_nearest_plan_of_a_framework_is_of_that_framework(
+    rooftop: Run, options: tuple[str, ...], says: str
+) -> None:
+    answer = rooftop("plan", "train", "llama3-8b", "--batch-seqs", "64", "--framework", "megatron", "--on", *options)
+    assert answer.status == 1
+    first = " ".join(answer.out.split())
+    assert first.startswith(says)
+    assert "nearest that" in first.partition("llama3-8b on")[0]
+    assert ("with bf16 matmuls" in first) or ("with adamw" in first)
+    assert "rooftop" not in first
+
+
+@pytest.mark.parametrize(
+    ("framework", "on", "mesh", "says"),
+    [
+        ("maxtext", "gb200:72", "tensor=3,fsdp=24", "MaxText divides heads by tensor: 32 by 3"),
+        ("maxtext", "gb200:72", "fsdp=72", "MaxText divides D by fsdp x context x expert: 4,096 by 72"),
+        ("megatron", "h100:8x8", "tensor=16,data=4", None),
+    ],
+)
+def test_widths_divide(framework: str, on: str, mesh: str, says: str | None) -> None:
+    plan = rooftop.plan_training("llama3-8b", on=on, batch_seqs=144, framework=framework, mesh=mesh).plan
+    assert plan.obstacles[:1] == ([] if says is None else [says])
+
+
+def test_experts_that_are_dealt_out_over_tensor_divide_by_it_too() -> None:
+    """Megatron's experts have no tensor axis of their own: expert x tensor devices have some of them."""
+    plan = rooftop.plan_training(
+        "qwen3-30b-a3b", on="h100:8x32", batch_seqs=256, framework="megatron", mesh={"expert": 64, "tensor": 4},
+    ).plan  # fmt: skip
+    assert plan.choice.experts_over_tensor
+    assert plan.obstacles == ["Megatron divides experts by expert x tensor: 128 by 256"]
+
+
+def test_changes_that_help_are_of_meshes_that_the_framework_runs() -> None:
+    """On 72 GPUs nearly no mesh divides the batch: those that do not are no help."""
+    answer = rooftop.plan_training("gpt-oss-120b", on="gb200:72", batch_seqs=256, framework="megatron").record
+    assert answer.executable
+    assert "NVLink twice as fast" in [change.change for change in answer.what_if]
+    assert not [change for change in answer.what_if if change.obstacle]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ("--release", "2021", "--set", "cuda_graphs=layer"),
+            "set: got 'cuda_graphs'; accepted: nothing with megatron 2021: from 25.09",
+        ),
+        (
+            ("--release", "2021", "--matmul-dtype", "f8_e4m3"),
+            "matmul-dtype: got 'f8_e4m3'; accepted: another with megatron 2021",
+        ),
+        (("--set", "fp8_recipe=mxfp8"), "set: got 'fp8_recipe'; accepted: nothing with bf16 matmuls: f8_e4m3"),
+        (
+            ("--matmul-dtype", "f8_e4m3", "--set", "fp8_recipe=mxfp8"),
+            "set fp8_recipe: got 'mxfp8'; accepted: another value on h100",
+        ),
+        (("--matmul-dtype", "f4_e2m1"), "matmul dtype on h100: got 'f4_e2m1'; accepted: bf16, f16, f8_e4m3, f32"),
+    ],
+)
+def test_settings_that_a_job_does_not_have_are_refused(rooftop: Run, options: tuple[str, ...], says: str) -> None:
+    job = ("plan", "train", "llama3-8b", "--on", "h100:8", "--batch-seqs", "64", "--framework", "megatron")
+    answer = rooftop(*job, *options)
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err.startswith(f"rooftop: {says}")
+
+
+def test_matmuls_are_in_the_format_of_activations() -> None:
+    plan = rooftop.plan_training(
+        "llama3-8b", on="h100:8", batch_seqs=64, framework="megatron", release="2021", mesh={"tensor": 8}
+    ).record
+    assert (plan.dtypes.compute, plan.dtypes.matmul) == ("f16", "f16")

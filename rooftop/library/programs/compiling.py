@@ -176,6 +176,7 @@ def plan_result(request: Compile, on_progress: _Progress | None = None) -> Compi
         return EmbedCompileResult(report=compile_embed_plan(plan, settings), request=request)
     if request.check is not None:
         raise RooftopError("check", request.check, ONLY_EMBEDDINGS)
+    plan.require_ours()
     require_compiler(plan.problem.slice.chip.kind)
     with uninterrupted():
         from rooftop.explain.compiled.training import compile_plan

@@ -126,6 +126,7 @@ def _subject(request: Tune) -> Subject:
     """The program of a request, to tune. Raises RooftopError."""
     if request.is_plan:
         plan = training_plan_of(cast("PlanLike", request.program))
+        plan.require_ours()
         require_compiler(plan.problem.slice.chip.kind)
         with uninterrupted():
             from rooftop.tune.subjects import TunedPlan

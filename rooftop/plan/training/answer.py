@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rooftop.capabilities import MATMUL_DTYPES, Choice, TrainingSpec
-from rooftop.core.errors import Infeasible
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import Record, field_values
 from rooftop.frameworks.programs import training_obstacles
 from rooftop.hardware import Slice
@@ -183,7 +184,7 @@ def what_if(searched: Sweep, best: TrainingPlan) -> list[WhatIf]:
     answers = []
     for change in _changes(searched.problem):
         within = _candidates(change.problem, near, searched.strategies.choices)
-        seconds, candidate = best_of(change.problem, within)
+        seconds, candidate = _best_that_runs(change.problem, within)
         if np.isfinite(seconds):
             rate = change.problem.workload.batch_tokens / seconds
             gain = rate / best.tokens_per_s - 1
@@ -194,6 +195,12 @@ def what_if(searched: Sweep, best: TrainingPlan) -> list[WhatIf]:
                     WhatIf(change=change.text, step_s=seconds, tokens_per_s=rate, gain=gain, obstacle=obstacle)
                 )
     return sorted(answers, key=lambda answer: (answer.obstacle is not None, -answer.gain))
+
+
+def _best_that_runs(problem: Problem, within: Strategies) -> tuple[float, tuple[int, int]]:
+    """The best of some strategies that the program runs, with its step time; the best of all where it runs none."""
+    best = best_of(problem, within, executable=True)
+    return best if np.isfinite(best[0]) else best_of(problem, within)
 
 
 def _near_layouts(searched: Sweep) -> Layouts:
@@ -210,7 +217,7 @@ def _other_batches(searched: Sweep, best: TrainingPlan) -> Iterator[OtherBatch]:
         if not 1 <= tokens <= MOST_TOKENS:
             continue
         job = replace(searched.problem, workload=replace(workload, batch_tokens=tokens, asked_tokens=None))
-        seconds, _ = best_of(job, _candidates(job, near, searched.strategies.choices))
+        seconds, _ = best_of(job, _candidates(job, near, searched.strategies.choices), executable=not best.obstacles)
         if np.isfinite(seconds):
             yield OtherBatch(
                 batch_tokens=tokens,
@@ -258,7 +265,10 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
     faster_dtypes = (dtype for dtype in able if chip.flops_per_s.get(dtype, 0.0) > chip.flops_per_s.get("bf16", 0.0))
     if problem.numerics.matmul == "bf16" and (dtype := next(faster_dtypes, None)) is not None:
         narrow = replace(problem, numerics=replace(problem.numerics, matmul=dtype))
-        yield JobChange(text=f"{dtype} matmuls in the layers", problem=narrow)
+        # Releases of frameworks have not all dtypes of the framework.
+        with suppress(RooftopError):
+            narrow.program  # noqa: B018
+            yield JobChange(text=f"{dtype} matmuls in the layers", problem=narrow)
     # Published kernels were counted for heads of 128, over long sequences.
     long = problem.program.is_ours and problem.model.d_head == 128 and workload.seq_len >= _LONG
     known = fractions(chip).kernels if long else {}
@@ -270,7 +280,8 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
             obstacle="MaxText runs them; rooftop's program has JAX's splash kernels in smaller blocks",
         )
     faster = _chip(problem, lambda figures: {"ici_bytes_per_s": 2 * figures.ici_bytes_per_s})
-    yield JobChange(text="ICI twice as fast", problem=faster)
+    network = "ICI" if chip.kind == "tpu" else "NVLink"
+    yield JobChange(text=f"{network} twice as fast", problem=faster)
     larger_hbm = _chip(problem, lambda figures: {"hbm_usable_bytes": 2 * figures.hbm_usable_bytes})
     yield JobChange(text="HBM twice as large", problem=larger_hbm)
 

@@ -20,7 +20,8 @@ from rooftop.arrays.rules import AXES, BATCH_AXES
 from rooftop.capabilities import Choice
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import counted, format_seconds
-from rooftop.frameworks.programs import training_obstacles
+from rooftop.frameworks.framework import runs_on
+from rooftop.frameworks.programs import runnable_numerics, training_obstacles
 from rooftop.hardware import Slice, catalogue, slice_sizes
 from rooftop.models import count_params
 from rooftop.plan.layouts import Layouts
@@ -44,7 +45,7 @@ _ROOMY = 4
 
 @dataclass(frozen=True, kw_only=True)
 class NearestPlan(PlanSummary):
-    """An executable plan that fits, with the slice, the batch and the matmul dtype in which it may differ."""
+    """An executable plan that fits, with the slice, batch, matmul dtype and optimizer in which it may differ."""
 
     slice: str
     chips: int
@@ -52,6 +53,7 @@ class NearestPlan(PlanSummary):
     batch_tokens: int
     tokens_per_s: float
     matmul: str
+    optimizer: str
 
     @property
     def text(self) -> str:
@@ -69,7 +71,8 @@ class NearestPlan(PlanSummary):
             batch_seqs=problem.workload.batch_seqs,
             batch_tokens=problem.workload.batch_tokens,
             tokens_per_s=plan.tokens_per_s,
-            matmul=problem.numerics.matmul,
+            matmul=problem.formats.matmul,
+            optimizer=problem.formats.optimizer,
             **vars(plan.summary),
         )
 
@@ -122,10 +125,10 @@ def nearest_with_room(plan: TrainingPlan, on_progress: OnProgress | None = None)
 
 
 def runnable(problem: Problem) -> Problem:
-    """The problem in the dtypes, and with the optimizer, that programs have."""
-    if not problem.program.is_ours:
-        return problem
-    return replace(problem, numerics=problem.spec({}, _PLAIN).runnable_numerics)
+    """The problem in the dtypes, and with the optimizer, that its program has."""
+    asked = problem.numerics
+    known = runnable_numerics(problem.framework.name, replace(problem.spec({}, _PLAIN), numerics=asked))
+    return replace(problem, numerics=known)
 
 
 def refusal(problem: Problem) -> str | None:
@@ -206,13 +209,21 @@ class _Search:
     def on_other_chips(self, problem: Problem) -> TrainingPlan | None:
         """The plan on a chip of another kind that programs run, the most alike in FLOP/s, on slices about as fast."""
         asked = problem.slice
-        others = [chip for chip in catalogue().values() if chip.kind != asked.chip.kind]
+        name = problem.framework.name
+        others = [chip for chip in catalogue().values() if chip.kind != asked.chip.kind and runs_on(name, chip)]
         peak = asked.chip.flops_per_s["bf16"]
         for chip in sorted(others, key=lambda chip: abs(log(chip.flops_per_s["bf16"] / peak))):
             sizes = slice_sizes(chip, asked.chips * MOST_CHIPS_RATIO)
             sizes.sort(key=lambda size: abs(log(size.flops_per_s("bf16") / asked.flops_per_s("bf16"))))
             free = replace(
-                problem, slice=sizes[0], axes=None, mesh=None, remat=None, microbatches=None, assumptions=Assumptions()
+                problem,
+                slice=sizes[0],
+                axes=None,
+                mesh=None,
+                remat=None,
+                microbatches=None,
+                assumptions=Assumptions(),
+                framework=replace(problem.framework, settings={}),
             )
             if refusal(free) is not None:
                 continue

@@ -72,8 +72,10 @@ class Problem(AskedSwitches):
 
     @cached_property
     def formats(self) -> Numerics:
-        """The number formats, with those of the framework."""
-        return replace(self.numerics, **self.program.numerics)
+        """The number formats, with those of the framework. Matmuls in that of activations stay so."""
+        formats = replace(self.numerics, **self.program.numerics)
+        alike = self.numerics.matmul == self.numerics.compute
+        return replace(formats, matmul=formats.compute) if alike else formats
 
     def pinned(self, switch: str) -> bool | None:
         """A switch of the strategy as it was asked for, or as the framework has it; None if it is searched."""

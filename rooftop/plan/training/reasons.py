@@ -269,7 +269,7 @@ def _shapes(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         flops = _padded_flops(step)
         yield Reason.at_least(
             rule="padded widths",
-            source="JAX shards evenly",
+            source="even sharding",
             formula="FLOPs of the widths / FLOPs of padded ones >= 1 / 1.2",
             value=1 / (1 + flops),
             limit=1 / (1 + MOST_PADDING),

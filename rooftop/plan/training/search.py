@@ -461,14 +461,20 @@ def plan_of(problem: Problem, strategies: Strategies, candidate: tuple[int, int]
     return TrainingPlan(problem=problem, mesh=strategies.layouts.mesh(layout), choice=strategies.choices[choice])
 
 
-def best_of(problem: Problem, within: Strategies) -> tuple[float, tuple[int, int]]:
-    """The best fitting candidate among given strategies, with its expected step time: infinite if none fits."""
+def best_of(problem: Problem, within: Strategies, *, executable: bool = False) -> tuple[float, tuple[int, int]]:
+    """The best fitting candidate among given strategies, with its expected step time: infinite if none fits.
+
+    ``executable``: of those that the program runs.
+    """
     if problem.slice != within.layouts.slice:
         within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
     allowed = allowed_candidates(problem, within)
     memory = _memory(problem, within)
     seconds = _seconds(problem, within, np.any(_worth_pricing(allowed, memory, problem.capacity), axis=0))
     score = np.where(allowed & (memory <= limit_bytes(problem, allowed, memory)), seconds, np.inf)
+    if executable:
+        for row, devices in enumerate(within.layouts.devices):
+            score[row, _refused(problem, devices, within.choices, score[row])] = np.inf
     layout, choice = np.unravel_index(np.argmin(score), score.shape)
     return float(score[layout, choice]), (int(layout), int(choice))
 

@@ -73,7 +73,11 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
             details=(
                 *_framework(plan.framework),
                 f"laid out as {layout}; remat {plan.remat.name}; {microbatches_text(plan.microbatches)}"
-                + ("; collective matmuls over tensor" if plan.collective_matmuls else "")
+                + (
+                    "; collective matmuls over tensor"
+                    if plan.collective_matmuls and plan.mesh.axes.get("tensor", 1) > 1
+                    else ""
+                )
                 + ("; whole experts over tensor" if plan.experts_over_tensor else "")
                 + ("" if dtypes.matmul == dtypes.compute else f"; {dtypes.matmul} matmuls in the layers"),
                 *_tight(plan),
@@ -226,9 +230,10 @@ def _comparison(plan: TrainingAnswerDocument) -> tuple[Chart, ...]:
             title=f"Slices compared: {_FIRST[compared.aim]} first ({compared.planned} planned)",
             section="Slices",
             about=f"Each with {counted(plan.workload.batch_seqs, 'sequence')} of {plan.workload.seq_len:,} "
-            "tokens a step, on its best mesh that fits and that rooftop can run. 90%: the interval; runs: published "
-            "runs that it rests on; not distinguishable: one figure is within the other's interval; intervals overlap: "
-            "only the intervals share values." + (f" Dollars a chip-hour: {prices}." if prices else ""),
+            f"tokens a step, on its best mesh that fits and that {plan.framework.title} can run. 90%: the interval; "
+            "runs: published runs that it rests on; not distinguishable: one figure is within the other's interval; "
+            "intervals overlap: only the intervals share values."
+            + (f" Dollars a chip-hour: {prices}." if prices else ""),
             columns=tuple(
                 TableColumn(
                     name, "text" if name in text else "number", wrap=name in ("mesh", ""), drop=drops.get(name, 0)
@@ -319,6 +324,8 @@ def _nearest(plan: TrainingAnswerDocument) -> Iterator[str]:
     """The nearest plan that runs."""
     if (near := plan.nearest_executable) is not None:
         other = "" if near.matmul == plan.dtypes.matmul else f" with {near.matmul} matmuls"
+        if near.optimizer != plan.optimizer:
+            other += f" with {near.optimizer}"
         if near.batch_tokens != plan.workload.batch_tokens:
             other += f" with {counted(near.batch_seqs, 'sequence')}"
         verb = "runs" if plan.memory.fits else "does"
