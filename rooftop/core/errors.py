@@ -60,7 +60,7 @@ def unknown(field: str, given: str, known: Iterable[str], *, listed_by: str | No
     ``listed_by`` is the command that lists the names; it stands for a list of more than a dozen.
     """
     names = sorted(known)
-    close = difflib.get_close_matches(given.lower(), names, n=3, cutoff=0.55)
+    close = difflib.get_close_matches(str(given).lower(), names, n=3, cutoff=0.55)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     is_long = listed_by is not None and len(names) > _LONG_LIST
     rest = f"`{listed_by}` lists all {len(names)}" if is_long else f"one of {', '.join(names)}"

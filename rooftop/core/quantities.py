@@ -71,7 +71,7 @@ def dtype_bytes(dtype: str, field: str = "dtype") -> float:
 
 def parse_dtype(text: str, field: str = "dtype") -> str:
     """The canonical name of a dtype: 'bf16' for 'bfloat16' and 'BF16'. Raises RooftopError, naming ``field``."""
-    name = text.strip().lower()
+    name = str(text).strip().lower()
     name = DTYPE_ALIASES.get(name, name)
     if name not in DTYPE_BYTES:
         raise unknown(field, text, DTYPE_BYTES)

@@ -184,6 +184,8 @@ def parse_settings(text: str | Mapping[str, str] | None) -> dict[str, str]:
         return {}
     if isinstance(text, Mapping):
         return {str(name): str(value) for name, value in text.items()}
+    if not isinstance(text, str):
+        raise RooftopError("set", text, "NAME=VALUE,... or a mapping of names to values")
     settings: dict[str, str] = {}
     last = None
     for part in text.split(","):

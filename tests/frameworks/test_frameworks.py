@@ -327,3 +327,12 @@ def test_matmuls_are_in_the_format_of_activations() -> None:
         "llama3-8b", on="h100:8", batch_seqs=64, framework="megatron", release="2021", mesh={"tensor": 8}
     ).record
     assert (plan.dtypes.compute, plan.dtypes.matmul) == ("f16", "f16")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("framework", 3), ("schedule", 1), ("release", 26.08), ("framework_settings", 5), ("matmul_dtype", None)],
+)
+def test_values_of_other_types_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(RooftopError, match=r"^[\w-]+: got .*; accepted: "):
+        rooftop.plan_training(**{**JOB, "framework": "megatron", name: value})
