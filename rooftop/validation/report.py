@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rooftop.core.records import Record, field_values
 from rooftop.validation.accuracy import ComparisonRecord, Group
@@ -60,4 +61,4 @@ class ValidationRecord(Record):
     summary: ValidationSummary
     serving: ServingRecord
     engines: EnginesRecord
-    request: Mapping[str, object]
+    request: Mapping[str, Any]

@@ -45,10 +45,10 @@ def test_an_export_is_read_again(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     values = {one.name: random.normal(size=(one.vocabulary, one.width)).astype(np.float32) for one in model.tables}
     report = export(tmp_path / "out", model, values)
-    assert report["tables"]["t1"]["clipped"] == int((np.abs(values["t1"]) > 1).sum()) > 0
+    assert report.quantized["t1"].clipped == int((np.abs(values["t1"]) > 1).sum()) > 0
     for name, table in load(tmp_path / "out").items():
         inside = np.clip(values[name], -1, 1) if name == "t1" else values[name]
-        assert np.abs(table - inside).max() <= report["tables"][name]["step"] / 2 * 1.001
+        assert np.abs(table - inside).max() <= report.quantized[name].step / 2 * 1.001
     with pytest.raises(RooftopError, match="t2"):
         export(tmp_path / "out", model, {"t1": values["t1"]})
     with pytest.raises(RooftopError, match=r"table t1: got '39 x 8'; accepted: 40 x 8, as the tables file says"):
@@ -71,7 +71,7 @@ def test_an_export_as_trained_is_what_was_trained(tmp_path: Path) -> None:
     model, random = tables(), np.random.default_rng(0)
     values = {one.name: random.normal(size=(one.vocabulary, one.width)).astype(np.float32) for one in model.tables}
     report = export(tmp_path / "out", model, values, dtype="f32")
-    assert report["tables"]["t1"] == {"file": "0.npy", "shape": [40, 8], "bytes": 40 * 8 * 4}
+    assert report.to_json()["tables"]["t1"] == {"file": "0.npy", "shape": [40, 8], "bytes": 40 * 8 * 4}
     for name, table in load(tmp_path / "out").items():
         assert table.dtype == np.float32 and np.array_equal(table, values[name])
     with pytest.raises(RooftopError, match="dtype: got 'int4'; accepted: did you mean int8"):
