@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from rooftop.arrays.rules import STAGE_AXES, ways
+from rooftop.arrays.rules import COLUMN_AXES, STAGE_AXES, ways
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
 from rooftop.core.timelines import Lanes
@@ -75,7 +75,7 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
                 f"laid out as {layout}; remat {plan.remat.name}; {microbatches_text(plan.microbatches)}"
                 + (
                     "; collective matmuls over tensor"
-                    if plan.collective_matmuls and plan.mesh.axes.get("tensor", 1) > 1
+                    if plan.collective_matmuls and ways(plan.mesh.axes, *COLUMN_AXES) > 1
                     else ""
                 )
                 + ("; whole experts over tensor" if plan.experts_over_tensor else "")
