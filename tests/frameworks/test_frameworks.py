@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tomllib
 from collections.abc import Callable
@@ -19,8 +20,9 @@ from rooftop.frameworks.framework import FRAMEWORKS, framework_of, parse_setting
 from rooftop.frameworks.habits import Habits
 from rooftop.frameworks.launches import GRAPH_PARTS
 from rooftop.frameworks.programs import PROGRAMS, training_obstacles
-from rooftop.hardware import catalogue, chip, slice_sizes
+from rooftop.hardware import Slice, catalogue, chip, slice_sizes
 from rooftop.models import load_model
+from rooftop.plan.training.answer import search_of
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.requests.planning import PlanTraining
 from rooftop.requests.problems import training_problem
@@ -201,6 +203,15 @@ def test_plans_of_frameworks_are_not_ours_to_run(rooftop: Run, verb: str, tmp_pa
     answer = rooftop(verb, str(path), *more)
     assert answer.status == 2
     assert "plan: got 'a plan of MaxText 0.2.4'; accepted: a plan of rooftop's own program" in answer.err
+
+
+@pytest.mark.parametrize(("name", "on"), [("torchtitan", "h100:8"), ("megatron", "h100:8x2"), ("maxtext", "v6e:4x4")])
+def test_a_search_counts_the_memory_that_its_plans_have(name: str, on: str) -> None:
+    request = PlanTraining("llama3-8b", on=on, batch_seqs=64, seq=8192, framework=name)
+    searched = search_of(training_problem(request, Slice.parse(on)))
+    layouts, choices = searched.memory_bytes.shape
+    for candidate in itertools.product(range(min(2, layouts)), range(choices)):
+        assert searched.plan(candidate).memory_bytes == pytest.approx(float(searched.memory_bytes[candidate]))
 
 
 def test_memory_of_a_distributed_optimizer_is_six_bytes_and_twelve_over_copies() -> None:

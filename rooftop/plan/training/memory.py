@@ -31,7 +31,7 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
 from rooftop.frameworks.habits import State
 from rooftop.models import ModelConfig
-from rooftop.models.activations import MLP_CHECKPOINTS
+from rooftop.models.activations import MLP_CHECKPOINTS, POLICIES
 from rooftop.models.attention import MatmulShape, attention_kind
 from rooftop.models.program_sizes import LANES
 from rooftop.models.segments import segments
@@ -429,8 +429,6 @@ DISTRIBUTED: Mapping[str, float] = {"weights": 2.0, "gradients": 4.0, "optimizer
 #: Bytes of a logit at the peak of PyTorch's allocator: in 16 bits and in float32, its log-softmax, and the gradient of
 #: the logit in float32.
 LOGIT_BYTES = 2 + 4 + 4 + 4
-#: torchtitan's policies as ours: the selective one keeps the outputs of each second matmul.
-_SELECTIVE, _FULL = "matmuls", ("full", "block")
 
 
 def step_memory(step: TrainingStep) -> Memory:
@@ -488,13 +486,7 @@ def _reserved(step: TrainingStep) -> Memory:
     tables = 2.0 * model.vocab * model.d_model / tensor
     layer = step.layer_parameters["attn"] + step.layer_parameters["mlp"]
     fused = step.habits.kernels == "fused"
-    saved = np.stack(
-        [
-            np.broadcast_to(saved_elements(model, choice.remat, compiled=fused), (1,))
-            for choice in step.strategies.choices
-        ],
-        axis=1,
-    )
+    saved = step.strategies.by_policy(lambda policy: saved_elements(model, policy, compiled=fused))
     elements = np.where(np.isnan(saved), saved_per_layer(step, "save"), saved)
     activations = 2.0 * tokens * step.layers * elements * in_flight(step) / tensor
     loss = tokens * (LOGIT_BYTES * model.vocab + 2.0 * _forward_elements(model, compiled=fused)) / tensor
@@ -507,15 +499,16 @@ def _reserved(step: TrainingStep) -> Memory:
     )
 
 
-def saved_elements(model: ModelConfig, remat: str, *, compiled: bool) -> float:
+def saved_elements(model: ModelConfig, policy: Mapping[str, str], *, compiled: bool) -> float:
     """16-bit elements per token that a layer saves under torchtitan's full and selective policies; else NaN.
 
-    The selective policy saves each second matmul and attention: queries, values, the gate and the MLP's output. Nothing
-    reads the last one, so that a compiled layer drops it (parallelize_llama.py).
+    The selective policy saves each second matmul and attention: queries, values, the gate and the MLP's output; ours of
+    the same place keeps the outputs of all matmuls. Nothing reads the last one, so that a compiled layer drops it
+    (parallelize_llama.py).
     """
-    if remat in _FULL:
+    if policy == POLICIES["full"]:
         return float(model.d_model)
-    if remat != _SELECTIVE or model.moe is not None:
+    if policy != POLICIES["matmuls"] or model.moe is not None:
         return float("nan")
     attention = 2 * model.heads * model.d_head + model.kv_heads * model.d_head + 2 * model.heads
     return float(model.d_model + attention + model.d_ff + (0 if compiled else model.d_model))

@@ -6,7 +6,7 @@ candidates broadcasts and each formula is evaluated no more often than it varies
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -277,21 +277,21 @@ class Strategies:
 
     def recomputed(self, name: str) -> Floats:
         """1 where the policy recomputes the named checkpoint and 0 where it is kept, [1, K]."""
-        policies, _ = self._policies
-        return self._of_choices([float(policy[name] == "recompute") for policy in policies])
+        return self.by_policy(lambda policy: float(policy[name] == "recompute"))
 
     def kept(self, action: str, config: ModelConfig, *, moe_layer: bool, names: Sequence[str] = CHECKPOINTS) -> Floats:
         """Elements per token and layer of the checkpoints ``names`` under ``action``, [1, K]."""
-        policies, _ = self._policies
-        totals = []
-        for policy in policies:
-            widths = kept_widths(config, policy, moe_layer=moe_layer)
-            totals.append(sum(widths[name] for name in names if policy[name] == action))
-        return self._of_choices(totals)
 
-    def _of_choices(self, by_policy: Sequence[float]) -> Floats:
-        """A figure of every policy as one of every choice, [1, K], or where policies are an axis as [R, 1, 1]."""
-        figures, (_, index) = np.array(by_policy, np.float64), self._policies
+        def total(policy: Mapping[str, str]) -> float:
+            widths = kept_widths(config, policy, moe_layer=moe_layer)
+            return float(sum(widths[name] for name in names if policy[name] == action))
+
+        return self.by_policy(total)
+
+    def by_policy(self, figure: Callable[[Mapping[str, str]], float]) -> Floats:
+        """A figure of every remat policy as one of every choice, [1, K], or where policies are an axis as [R, 1, 1]."""
+        policies, index = self._policies
+        figures = np.array([figure(policy) for policy in policies], np.float64)
         if self.policies is None:
             return figures[index][None]
         return figures[:, None, None] if len(figures) > 1 else figures[None]
