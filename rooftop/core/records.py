@@ -123,7 +123,7 @@ def read_record(kind: type[T], data: object, name: str, *, amounts: bool = False
 
 
 def _check(kind: Any, value: Any, path: tuple[str, ...], amounts: bool) -> None:
-    """Raise RooftopError for the first part of ``value`` that is no ``kind``, in our words.
+    """Raise RooftopError for the first part of ``value`` that is not of its type in ``kind``.
 
     msgspec names neither the keys of mappings nor the values of literals, and knows no closed dataclasses and no
     amounts. ``path`` leads to the value: the name of the data, then '.FIELD' or '[INDEX]'.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -89,16 +89,6 @@ class Framework:
         return self.title if self.release is None else f"{self.title} {self.release}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrameworkSetting:
-    """An option of a framework: its values in words, or 'N', and its default for a job."""
-
-    name: str
-    about: str
-    accepted: str
-    default: str | None
-
-
 def framework_of(
     name: str,
     *,
@@ -162,17 +152,6 @@ def framework_of(
 def runs_on(name: str, chip: Chip) -> bool:
     """True if the framework ``name`` runs on a chip."""
     return chip.kind in framework_data(name)["chips"]
-
-
-def settings_of(framework: Framework) -> Iterator[FrameworkSetting]:
-    """The settings of a framework, with the values that apply."""
-    for name, facts in framework_data(framework.name).get("setting", {}).items():
-        yield FrameworkSetting(
-            name=name,
-            about=facts["about"],
-            accepted=accepted_values(facts),
-            default=framework.settings.get(name),
-        )
 
 
 def parse_settings(text: str | Mapping[str, str] | None) -> dict[str, str]:

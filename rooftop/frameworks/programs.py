@@ -24,7 +24,7 @@ def training_obstacles(framework: str, spec: TrainingSpec) -> Iterator[str]:
 
 
 def _divides(title: str, names: str, sizes: Callable[[TrainingSpec], tuple[int, int]]) -> _Obstacle:
-    """The obstacle of a size that is no multiple: ``sizes`` has the size, and that which has to divide it."""
+    """The obstacle of a size that its divisor does not divide: ``sizes`` returns the size and the divisor."""
 
     def obstacle(spec: TrainingSpec) -> str | None:
         size, by = sizes(spec)

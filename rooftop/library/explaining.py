@@ -135,7 +135,8 @@ class DiffResult(Result):
 class ValidationResult(Result):
     """Predictions next to published measurements of training and of serving.
 
-    ``notes`` and ``reasons`` are by run; ``published`` has the rows that cannot be used, each with its reason.
+    ``commands``, ``notes`` and ``reasons`` are by run; ``published`` has the rows that cannot be used, each with its
+    reason.
     """
 
     request: Validate
@@ -143,6 +144,7 @@ class ValidationResult(Result):
     serving: ServingReport
     engines: EngineReport
     published: PublishedRuns
+    commands: Mapping[str, str]
     notes: Mapping[str, Sequence[str]]
     reasons: Mapping[str, str]
     memory: MemoryRecord
@@ -184,12 +186,10 @@ class ValidationResult(Result):
 
     @property
     def _training_rows(self) -> tuple[ComparisonRecord, ...]:
-        from rooftop.validation.predict import command_of, request_of
-
         notes, reasons = self.notes, self.reasons
         return tuple(
-            comparison.record(command_of(request_of(run := comparison.run)), notes[run.id], reasons.get(run.id))
-            for comparison in self.report.comparisons
+            comparison.record(self.commands[name], notes[name], reasons.get(name))
+            for name, comparison in ((comparison.run.id, comparison) for comparison in self.report.comparisons)
         )
 
     @property
@@ -308,7 +308,7 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
     from rooftop.validation.engine_runs import is_engine_table
     from rooftop.validation.engines import EngineReport, engine_report
     from rooftop.validation.memory import compare_memory
-    from rooftop.validation.predict import predict
+    from rooftop.validation.predict import command_of, predict
     from rooftop.validation.runs import PublishedRuns, Unusable
     from rooftop.validation.serving import ServingReport, serving_report
 
@@ -334,7 +334,7 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
         engines = engine_report(path) if of_engines or path is None else engines
         serving = serving if of_engines else serving_report(path)
     runs_of = calibrated_places({run.id: [run.slice] for run in published.runs}, fractions)
-    predicted, notes, unusable = [], {}, list(published.unusable)
+    predicted, commands, notes, unusable = [], {}, {}, list(published.unusable)
     plans = []
     for run in (replace(run, slice=runs_of[run.id][0]) for run in published.runs):
         try:
@@ -344,7 +344,7 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
             continue
         predicted.append((run, prediction.bound_s, prediction.uncalibrated_s))
         plans.append((run, prediction.plan))
-        notes[run.id] = list(prediction.notes)
+        commands[run.id], notes[run.id] = command_of(prediction.request), list(prediction.notes)
     # Other figures of plans than those that come with rooftop have no errors but those of the table.
     judges = path is not None and not request.learn and request.assume is None and fractions is None
     report = validation.summarise(
@@ -359,6 +359,7 @@ def validate(request: Validate, on_progress: Progress | None = None) -> Validati
         serving=serving,
         engines=engines,
         published=replace(published, unusable=tuple(sorted(unusable, key=lambda run: run.lines))),
+        commands=commands,
         notes=notes,
         reasons=validation.load_reasons(),
         memory=compare_memory(plans),

@@ -73,10 +73,9 @@ def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = 
         bounds=one_of("bounds", request.bounds, BOUNDS),
     )
     # A framework, release or setting that does not exist is refused here.
-    problem.program  # noqa: B018
-    known = slice_.chip.flops_per_s
+    program, known = problem.program, slice_.chip.flops_per_s
     if not comparing and problem.numerics.matmul not in known:
-        accepted = ", ".join(matmul_dtypes(name, known))
+        accepted = ", ".join(matmul_dtypes(program.name, known))
         raise RooftopError(f"matmul dtype on {slice_.chip.name}", problem.numerics.matmul, accepted)
     return problem
 

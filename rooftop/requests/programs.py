@@ -169,7 +169,7 @@ class ProgramRequest(Request):
     """Base of requests for a program: a plan, a function, a script, or one that was compiled before."""
 
     program: ProgramLike = setting(kind=Program())
-    """What is compiled."""
+    """A plan, a function, a script, or a program that was compiled before."""
     _: KW_ONLY
     on: SliceLike | None = setting(None, kind=SLICE)
     """The slice to compile a script or a function for, such as v5e:4x4."""
@@ -351,7 +351,7 @@ class Tune(ProgramRequest):
     vary: VaryLike | None = setting(None, kind=SettingValues(), group=WORKLOAD, several=True, metavar="NAME=A,B,...")
     """Values of a function's keyword, or of {NAME} in a script's command; the first is the baseline."""
     search: Sequence[str] | str | None = setting(None, kind=Listed("NAMES"), group=RUN)
-    """What to vary of a plan: options, remat, microbatches, layout, mesh, switches, attention (not by default)."""
+    """Parts of a plan to vary: options, remat, microbatches, layout, mesh, switches, attention (not by default)."""
     minutes: float | str = setting("10", kind=QUANTITY, group=RUN)
     """Time of the search."""
     jobs: CountLike | None = setting(None, group=RUN, kind=COUNT)

@@ -68,7 +68,7 @@ class Setting:
         if any(isinstance(entry, (Mapping, list)) for entry in values):
             raise NotInWords(self.option, "an object", "a text on a command line")
         if self.is_argument:
-            # The words of a script stand behind the options.
+            # A script's command comes last, after --.
             return ["--", *values] if isinstance(value, list) else [str(value)]
         if isinstance(value, bool):
             return [f"--{self.option if value else self.option_off}"]

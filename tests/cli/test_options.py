@@ -18,6 +18,7 @@ from rooftop.cli.main import cli
 from rooftop.cli.options import GroupedOption, OptionType, VerbCommand
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import DTYPE_BYTES
+from rooftop.frameworks.framework import FRAMEWORKS
 from rooftop.hardware import catalogue
 from rooftop.models import presets
 from rooftop.models.optimizers import OPTIMIZERS
@@ -137,6 +138,7 @@ def test_help_shows_groups_and_ends_with_examples(rooftop: Callable[..., Any], p
 
 def test_names_are_those_of_the_modules_that_read_them() -> None:
     assert set(words.SCHEDULES) == set(SCHEDULES)
+    assert words.FRAMEWORKS == FRAMEWORKS
     assert set(words.OPTIMIZERS) == set(OPTIMIZERS)
     assert set(words.BATCHINGS) <= set(BATCHING)
 

@@ -726,11 +726,11 @@ def predictor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             raise Infeasible("does not fit", "1 GB too many")
         factor = 0.6 if run.slice.num_slices == 32 and run.model.d_model == 8192 else 0.8
         seconds = {"bound_s": 0.5 * run.step_s, "uncalibrated_s": factor * run.step_s}
-        return SimpleNamespace(**seconds, notes=("a stub",), plan=plan)
+        return SimpleNamespace(**seconds, notes=("a stub",), plan=plan, request=request_of(run))
 
     module = ModuleType("rooftop.validation.predict")
     module.predict = predict  # type: ignore[attr-defined]
-    module.request_of, module.command_of = request_of, command_of  # type: ignore[attr-defined]
+    module.command_of = command_of  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rooftop.validation.predict", module)
     yield
 

@@ -96,6 +96,7 @@ def command(
     from rooftop.library.programs.compiling import CompileResult
     from rooftop.library.programs.requested import compile
     from rooftop.library.programs.scripts import ScriptResult
+    from rooftop.library.results import in_answer
 
     request = replace(request, save=request.save or save is not None)
     with progress_line(shown=not as_json) as on_progress:
@@ -105,7 +106,7 @@ def command(
     # A script that failed before its first program has only its error.
     is_shown = not isinstance(result, ScriptResult) or result.report.programs or result.report.run.error is None
     if output is not None and is_shown:
-        write_json(output, answer.to_json() | ({} if asked is None else asked.in_answer()))
+        write_json(output, answer.to_json() | in_answer(asked))
     if isinstance(result, ScriptResult):
         if is_shown:
             if report is not None:
