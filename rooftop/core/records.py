@@ -36,10 +36,12 @@ class derived(cached_property[T], Generic[T]):
 class Record:
     """Base of frozen dataclasses that are written as JSON. Of a ``closed`` one the reader refuses unknown keys.
 
-    ``sparse`` names fields that are not written where they are None.
+    It ignores ``retired`` keys, which older releases wrote. ``sparse`` names fields that are not written where they
+    are None.
     """
 
     closed: ClassVar[bool] = False
+    retired: ClassVar[frozenset[str]] = frozenset()
     sparse: ClassVar[frozenset[str]] = frozenset()
 
     def to_json(self) -> dict[str, object]:
@@ -139,7 +141,7 @@ def _check(kind: Any, value: Any, path: tuple[str, ...], amounts: bool) -> None:
             return
         raise RooftopError(_join(path), value, f"{member.words} from {member.least:g} to {member.most:g}")
     for name in value if member.is_closed else ():
-        if name not in _written(member.kind):
+        if name not in _written(member.kind) and name not in getattr(member.kind, "retired", ()):
             raise unknown(_join((*path, ".field")), name, member.fields)
     if member.length is not None and member.length != len(value):
         raise RooftopError(_join(path), value, f"a list of {member.length}")

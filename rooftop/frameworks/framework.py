@@ -54,7 +54,8 @@ class Framework:
     ``title`` is the name by which published runs know it, ``axes`` are those of a mesh that it has. ``settings`` are
     all that apply, ``asked`` those that somebody asked for. ``assumptions``, ``hidden``, ``numerics`` and ``switches``
     are fields of a plan's assumptions, shares of transfers that hide, number formats and switches of the strategy
-    which the framework decides.
+    which the framework decides. ``searched`` are the switches that a search tries, unless they are decided.
+    ``other_kernels``: why the program has not the attention kernels of published runs, if their gain may be shown.
     """
 
     name: str = "rooftop"
@@ -68,11 +69,24 @@ class Framework:
     hidden: Mapping[str, float] = field(default_factory=dict)
     numerics: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, bool] = field(default_factory=dict)
+    searched: tuple[str, ...] = ()
+    other_kernels: str | None = None
 
     @property
     def is_ours(self) -> bool:
         """True for rooftop's own program."""
         return self.name == FRAMEWORKS[0]
+
+    @property
+    def published(self) -> str | None:
+        """The title of the published runs that a plan is priced like; None: those of other programs, priced as ours."""
+        return None if self.is_ours else self.title
+
+    def require_ours(self) -> None:
+        """Raise RooftopError for a plan of another framework, which is not ours to build, compile or run."""
+        if not self.is_ours:
+            accepted = "a plan of rooftop's own program: rooftop plan train without --framework"
+            raise RooftopError("plan", f"a plan of {self}", accepted)
 
     @property
     def planned(self) -> PlannedFramework:
@@ -146,6 +160,8 @@ def framework_of(
         hidden=parts["hidden"],
         numerics=parts["numerics"],
         switches=parts["switches"],
+        searched=tuple(data.get("searched", ())),
+        other_kernels=data.get("other_kernels"),
     )
 
 
@@ -183,16 +199,23 @@ def parse_settings(text: str | Mapping[str, str] | None) -> dict[str, str]:
 
 @cache
 def framework_data(name: str) -> Mapping[str, Any]:
-    """The file of a framework. Raises RooftopError for one that does not exist."""
+    """The file of a framework, the rules of its compiler in front. Raises RooftopError for one that does not exist."""
     if name not in FRAMEWORKS:
         raise unknown("framework", name, FRAMEWORKS)
+    data = _table(name)
+    if "compiler" in data:
+        data["rule"] = [*_table(data["compiler"])["rule"], *data.get("rule", ())]
+    return data
+
+
+def _table(name: str) -> dict[str, Any]:
     return tomllib.loads((_DATA / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 @cache
 def _families() -> Mapping[str, str]:
     """Family of each chip that has one."""
-    families = tomllib.loads((_DATA / "families.toml").read_text(encoding="utf-8"))
+    families = _table("families")
     return {chip: family for family, chips in families.items() for chip in chips}
 
 
@@ -217,7 +240,7 @@ class _Job:
         chip, kind = self.chip.name, "dense" if self.model.moe is None else "experts"
         if kind != facts.get("models", kind):
             return f"for {self.model.name}, which has {'no' if kind == 'dense' else 'its'} experts"
-        if {chip, family_of(chip)}.isdisjoint(facts.get("chips", (chip,))):
+        if {chip, family_of(chip), self.chip.kind}.isdisjoint(facts.get("chips", (chip,))):
             return f"on {chip}: {', '.join(facts['chips'])}"
         if self.matmul not in facts.get("dtypes", (self.matmul,)):
             return f"with {self.matmul} matmuls: {', '.join(facts['dtypes'])}"

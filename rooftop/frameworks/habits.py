@@ -1,10 +1,15 @@
-"""Habits of a framework's train step."""
+"""Habits of a train step: how one program does the work that the book counts."""
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
+from rooftop.capabilities import AttentionKernel
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.frameworks.launches import GRAPH_PARTS, GraphPart
 
@@ -13,58 +18,150 @@ State = Literal["xla", "distributed_optimizer", "reserved"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElementwisePasses:
+    """HBM passes (a read or a write of an activation) of elementwise work in one execution, by scope."""
+
+    norm: float
+    """Forward, with the residual sum before it."""
+    norm_backward: float
+    rope: float
+    rope_backward: float
+    normed_heads: float = 0.0
+    """More of rope where queries and keys are normalised first."""
+    act_more: float = 0.0
+    """Of an activation beyond one kernel that reads inputs and writes its result, forward; backward twice as many."""
+    fuses_act: bool = False
+    """Activations are fused into the matmuls around them."""
+    act_with_gradient: bool = True
+    """An activation that is recomputed is a second result of its gradient's kernel, and not a kernel of its own."""
+
+
+@cache
+def _kernels() -> Mapping[str, ElementwisePasses]:
+    """Passes by the name of the kernels."""
+    table = tomllib.loads(Path(__file__).with_name("data").joinpath("kernels.toml").read_text(encoding="utf-8"))
+    return {
+        name: ElementwisePasses(**{key: value for key, value in entry.items() if key != "source"})
+        for name, entry in table.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
 class Habits:
-    """Habits of a framework's train step: where it does something other than rooftop's programs do.
+    """Habits of a program's train step. The defaults are the book: nothing moves that a formula does not need."""
 
-    ``dispatch``: a token is sent once for each of its 'experts', or once to each of its 'nodes' (DeepEP, HybridEP),
-    where it goes on to each GPU that has some of them. ``kernels``: elementwise work is in kernels of its own, 'fused'
-    as Transformer Engine's and torch.compile's are, or 'eager', one for each operation of PyTorch; with None it is
-    fused into matmuls, as XLA does. ``attention_speed``: the speed of its attention kernels over that of those which
-    the chip was measured with.
-
-    ``adds_in_matmuls``: matmuls of weights' gradients add to the sums over microbatches. ``quantises_once``: weights
-    are quantised once in a step, and activations before they are gathered. ``quantising_reads``: times that an
-    activation is read to be quantised, 2 where its largest value is needed first; ``quantised_copies``: layouts in
-    which it is then written. ``hides_gradients``: gathers of inputs for gradients of weights are next to the matmuls
-    of gradients of inputs, and sums of gradients of inputs next to those of weights. ``fills_stages``: pipeline stages
-    get layers of all kinds in order, the last stages fewer of them. ``groups_experts``: matmuls of a device's experts
-    are one kernel, which starts once.
-
-    ``state``: memory of parameters, gradients and optimizer: 'xla' as XLA's programs; 'distributed_optimizer' as
-    Megatron-LM's, which splits the optimizer's part over copies; 'reserved' as PyTorch's allocator has it for FSDP.
-
-    ``launch_s``: seconds of the host for each kernel that it launches, and so the least of a kernel in a layer; 0 where
-    all are CUDA graphs. ``graphs``: the parts of a layer that are graphs. ``quantising_kernels``: kernels that make the
-    8-bit copies of a tensor, and ``scaling_kernels`` those that put the scales of a matmul's operands in order.
-
-    ``group_rows``: rows of a tile of the kernels that multiply groups of experts' rows: forward, for gradients of
-    inputs and of weights; those of up and gate, then those of down. A tile that two experts share is multiplied for
-    both. () where there is no such kernel. ``group_dim``: size of their tiles in the other dims, 0 where it divides
-    them. ``weighs_outputs``: the outputs of experts are weighted after the last matmul, so that the gradients of the
-    weights need them. ``capacity``: slots of an expert over its even share of tokens, all of which are multiplied; 1
-    where no slot is empty. ``one_hot``: tokens come into slots, and back, by matmuls with masks of 0 and 1.
-    """
-
-    dispatch: Literal["experts", "nodes"] = "experts"
-    kernels: Literal["fused", "eager"] | None = None
+    # -- kernels
+    attention_kernel: AttentionKernel = "cudnn"
+    """The attention kernel, unless a plan stores all scores."""
+    kernels: str = "fused"
+    """Kernels of elementwise work, by their name in ``data/kernels.toml``."""
     attention_speed: float = 1.0
+    """Speed of the attention kernels over that of those which the chip was measured with."""
+    separate_arrays: bool = False
+    """Weights that share an input are separate arrays: each reads it, and their gradients of it are summed in HBM."""
     adds_in_matmuls: bool = False
+    """Matmuls of weights' gradients add to the sums over microbatches."""
+    scatter_pieces: int = 0
+    """Pieces of a matmul whose output is scattered next to it; 0: one for each hop of a ring, in halves."""
+    chunked_loss: bool = False
+    """Unembedding and loss are done chunk by chunk, and logits stay in float32."""
+    fused_loss: bool = False
+    """The derivative of the softmax is computed as a matmul reads the logits."""
+
+    # -- 8-bit matmuls
     quantises_once: bool = False
+    """Weights are quantised once in a step, and activations before they are gathered."""
     quantising_reads: float = 1.0
+    """Times that an activation is read to be quantised: 2 where its largest value is needed first."""
     quantised_copies: float = 1.0
-    hides_gradients: bool = False
-    fills_stages: bool = False
-    groups_experts: bool = True
+    """Layouts in which it is then written."""
+    widened_passes: float = 0.0
+    """Passes over rows of experts, in units of the compute dtype, before they are quantised in the forward pass."""
+
+    # -- launches
     launch_s: float = 0.0
+    """Seconds of the host for each kernel of a layer that it launches; 0 where the host is never waited for."""
     graphs: tuple[GraphPart, ...] = ()
+    """Parts of a layer that are CUDA graphs."""
     quantising_kernels: int = 1
+    """Kernels that make the 8-bit copies of a tensor."""
     scaling_kernels: int = 0
+    """Kernels that put the scales of a matmul's operands in order."""
+
+    # -- experts
+    dispatch: Literal["experts", "nodes"] = "experts"
+    """A token is sent once for each of its experts, or once to each of its nodes (DeepEP, HybridEP)."""
+    exchange_passes: float = 1.0
+    """Times that rows of experts are read and written when they are sent to their experts, or come back."""
+    hides_token_gradients: bool = False
+    """Gradients of experts' weights are next to the AllToAlls of gradients of rows."""
+    groups_experts: bool = True
+    """Matmuls of a device's experts are one kernel, which starts once."""
     group_rows: tuple[tuple[int, int, int], ...] = ()
+    """Rows of a tile of the kernels that multiply experts' rows, forward, for gradients of inputs and of weights: of up
+    and gate, then of down. A tile that two experts share is multiplied for both. (): there is no such kernel."""
     group_dim: int = 0
+    """Size of their tiles in the other dims; 0 where it divides them."""
     weighs_outputs: bool = False
+    """Outputs of experts are weighted after the last matmul, so that gradients of the weights need them."""
     capacity: float = 1.0
+    """Slots of an expert over its even share of tokens, all of which are multiplied."""
     one_hot: bool = False
+    """Tokens come into slots, and back, by matmuls with masks of 0 and 1."""
+
+    # -- loops and stacks
+    unstacked_passes: float = 0.0
+    """Passes that take a layer's checkpoints out of the stack of all layers."""
+    stacks_checkpoints: bool = False
+    """Checkpoints that no matmul makes are copied into their stacks."""
+    unstacks_weights: bool = False
+    """A device's part of a layer's weights is copied out of the stack of all layers before it is gathered."""
+    zeroed_sums: bool = False
+    """Gradients of a loop's layers, and sums over microbatches, begin as zeros that are written."""
+    cuts_padding: bool = False
+    """Rows that fsdp adds are cut off once a weight is gathered, and put to its gradient."""
+    fills_stages: bool = False
+    """Pipeline stages get layers of all kinds in order, the last stages fewer of them."""
+    staged_loop: bool = False
+    """Pipeline stages are one loop: each trip adds gradients and keeps a place for checkpoints, and the backward pass
+    repeats attention's kernel and the experts."""
+    lockstep: bool = False
+    """All pipeline stages pass from slot to slot together, and not each at its own pace."""
+
+    # -- transfers
+    as_scheduled: bool = False
+    """Transfers hide where the compiler's schedule of a layer puts them (``rooftop.plan.parts``)."""
+    hides_gradients: bool = False
+    """Inputs gathered for gradients of weights arrive next to matmuls of gradients of inputs, which are summed next to
+    those of weights."""
+    hides_behind_attention: bool = True
+    """Transfers hide behind attention kernels, too."""
+    steps_between_slices: bool = False
+    """Sums over slices are scattered within each, summed between them and gathered; a ring that crosses slices goes
+    between hosts in every hop."""
+    exposes_parts_of_nodes: bool = False
+    """Nothing hides a transfer of groups over nodes with some GPUs of a node but not all."""
+    scatters_tiles: bool = False
+    """Gradients of a weight whose parts are no whole tiles are summed everywhere, or scattered with padding."""
+
+    # -- memory
     state: State = "xla"
+    """Memory of parameters, gradients and optimizer: 'xla' as XLA's programs; 'distributed_optimizer' as Megatron-LM's,
+    which splits the optimizer's part over copies; 'reserved' as PyTorch's allocator has it for FSDP."""
+    headroom: float = 0.0
+    """Share of usable HBM that a search leaves free."""
+    small_in_vmem: bool = False
+    """Arrays that are small stay in VMEM from one operation to the next."""
+    pads_lanes: bool = False
+    """Arrays whose last dim does not fill registers are padded, and tied tables copied into whole ones."""
+    gradients_by_loop: bool = False
+    """Gradients of layers get their place when the backward pass of their loop begins."""
+    early_zeros: bool = False
+    """Zeros of the layers' gradients are written before the loss."""
+    rounded_logits: bool = False
+    """The rounded gradient of the logits is there next to the logits."""
+    table_in_pieces: bool = False
+    """The unembedding is there a second time, as it arrives."""
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
@@ -73,8 +170,8 @@ class Habits:
             raise RooftopError("group_rows", self.group_rows, "rows of tiles of up and of down: three each")
         if self.dispatch not in ("experts", "nodes"):
             raise unknown("dispatch", self.dispatch, ("experts", "nodes"))
-        if self.kernels not in (None, "fused", "eager"):
-            raise unknown("kernels", str(self.kernels), ("fused", "eager"))
+        if self.kernels not in _kernels():
+            raise unknown("kernels", str(self.kernels), tuple(_kernels()))
         if self.attention_speed <= 0:
             raise RooftopError("attention_speed", self.attention_speed, "a positive factor")
         if self.launch_s < 0:
@@ -82,3 +179,8 @@ class Habits:
         for part in self.graphs:
             if part not in GRAPH_PARTS:
                 raise unknown("graphs", part, GRAPH_PARTS)
+
+    @property
+    def passes(self) -> ElementwisePasses:
+        """Passes of the elementwise kernels."""
+        return _kernels()[self.kernels]

@@ -137,6 +137,16 @@ class Chip:
         return self.hbm_usable_bytes / JAX_SHARE + CUDA_BYTES
 
     @property
+    def switched(self) -> bool:
+        """True if switches join the chips of a slice (NVLink), and not links of a torus (ICI)."""
+        return self.kind == "gpu"
+
+    @property
+    def link(self) -> str:
+        """The name of the network within a slice."""
+        return "NVLink" if self.switched else "ICI"
+
+    @property
     def price_source(self) -> str | None:
         """Source and date of the price, or "given"; None without a price."""
         return None if self.price_usd_per_hour is None else self.sources.get("price_usd_per_hour", GIVEN)

@@ -37,6 +37,7 @@ import numpy.typing as npt
 from rooftop.core.records import Record, RelativeChange, derived, field_values
 from rooftop.frameworks.framework import family_of
 from rooftop.hardware import Calibrated, Chip, Slice
+from rooftop.hardware import chip as find_chip
 from rooftop.models import ModelConfig
 
 Kind = Literal["dense", "experts"]
@@ -420,7 +421,7 @@ def _unlike(question: Question, own: Sequence[MeasuredRatio], ratios: Sequence[M
     if own and question.framework is not None and all(one.framework != question.framework for one in own):
         unlike.append(f"none of {question.framework}")
     if own and question.over_dcn and not any(one.over_dcn for one in own):
-        unlike.append("none over nodes" if question.family == "gpu" else "none over DCN")
+        unlike.append("none over nodes" if find_chip(question.chip).switched else "none over DCN")
     return tuple(unlike)
 
 

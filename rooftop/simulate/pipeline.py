@@ -17,6 +17,8 @@ from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Number
 from rooftop.plan.documents import PipelineFigures
+from rooftop.plan.pricing import scalar
+from rooftop.plan.training.work.rows import training_ledger
 from rooftop.scheduling.pipeline import SCHEDULES, PipelineTable, Task, pipeline_table
 
 if TYPE_CHECKING:
@@ -140,10 +142,10 @@ def _sizes(plan: TrainingPlan) -> dict[str, int]:
 
 
 def lockstep_s(plan: TrainingPlan) -> float:
-    """Seconds of a plan's passes if stages pass from slot to slot together, as those of our program do."""
-    assumptions = replace(plan.problem.assumed, own_program=True)
-    rows = replace(plan, problem=replace(plan.problem, assumptions=assumptions)).ledger
-    return sum(float(row.count * row.expected_s) for row in rows if row.phase != "update")
+    """Seconds of a plan's passes if all stages pass from slot to slot together."""
+    step = plan.step
+    rows = training_ledger(replace(step, habits=replace(step.habits, lockstep=True)))
+    return scalar(sum(row.count * row.expected_s for row in rows if row.phase != "update"))
 
 
 def idle_over_busy(

@@ -37,7 +37,8 @@ OWN = {
     # The source of the package itself.
     "rooftop/requests/request.py": {"_classes"},
     "rooftop/runs/checkpoints.py": {"_publish"},
-    "rooftop/frameworks/framework.py": {"_families", "framework_data"},
+    "rooftop/frameworks/framework.py": {"_table"},
+    "rooftop/frameworks/habits.py": {"_kernels"},
     "rooftop/runs/restarts.py": {"run"},
     "rooftop/runs/supervise.py": {"is_stopped"},
     "rooftop/serve/api/compiling.py": {"main"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import tomllib
@@ -13,11 +14,11 @@ from typing import Any
 import pytest
 
 import rooftop
+import rooftop.plan
 from rooftop.capabilities import Choice
 from rooftop.core.errors import RooftopError
 from rooftop.frameworks import framework as module
 from rooftop.frameworks.framework import FRAMEWORKS, accepted_values, framework_of, parse_settings, runs_on
-from rooftop.frameworks.habits import Habits
 from rooftop.frameworks.launches import GRAPH_PARTS
 from rooftop.frameworks.programs import PROGRAMS, training_obstacles
 from rooftop.hardware import Slice, catalogue, chip, slice_sizes
@@ -94,12 +95,31 @@ def test_a_chip_has_the_defaults_of_its_family(newer: str, known: str) -> None:
             assert one == other
 
 
-def test_our_own_program_has_no_habits() -> None:
-    ours = framework_of("rooftop", chip=chip("v5p"), model=MODELS["dense"])
-    assert ours.is_ours
-    assert ours.habits == Habits()
-    assert not ours.assumptions
-    assert not ours.settings
+def test_our_own_program_has_habits_of_xla_and_no_settings() -> None:
+    for name in ("v5p", "h100"):
+        ours, theirs = (framework_of(which, chip=chip(name), model=MODELS["dense"]) for which in ("rooftop", "maxtext"))
+        assert ours.is_ours
+        assert not ours.assumptions
+        assert not ours.settings
+        assert ours.habits.kernels == theirs.habits.kernels == {"v5p": "xla_tpu", "h100": "xla_gpu"}[name]
+        assert ours.habits.as_scheduled
+        assert not theirs.habits.as_scheduled
+
+
+def test_plans_ask_neither_whose_program_nor_what_kind_of_chip() -> None:
+    """The book is the same for all: programs differ by their habits, chips by their figures."""
+    asked = []
+    for path in sorted(Path(rooftop.plan.__file__).parent.rglob("*.py")):
+        if "serving" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in ("is_ours", "own_program"):
+                asked.append(f"{path.name}:{node.lineno} {node.attr}")
+            if isinstance(node, ast.Compare):
+                values = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                if {"tpu", "gpu", "vllm", "trtllm", "sglang", *FRAMEWORKS}.intersection(map(str, values)):
+                    asked.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
+    assert not asked
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from rooftop.arrays import parse_axes
 from rooftop.core.errors import RooftopError
 from rooftop.core.scopes import Phase
-from rooftop.frameworks.framework import Framework
+from rooftop.frameworks.framework import Framework, framework_of
 from rooftop.frameworks.habits import Habits
 from rooftop.frameworks.launches import LayerKernels
 from rooftop.hardware import Slice
@@ -26,15 +27,25 @@ from rooftop.plan.training.workload import Workload
 from rooftop.roofline.achievable import fractions
 from rooftop.roofline.rules import distinct_parts
 
+#: Habits of a program whose elementwise kernels are fused, next to those of PyTorch's matmuls and AllToAlls.
+FUSED: Mapping[str, object] = {
+    "kernels": "fused", "unstacked_passes": 0.0, "exchange_passes": 2.0, "hides_token_gradients": False,
+}  # fmt: skip
 
-def planned(model: str, on: str, axes: str, habits: Habits, **more: object) -> TrainingPlan:
+
+def habits_of(model: str, on: str, **changed: object) -> Habits:
+    """Habits of a plain program on XLA, but for those that are ``changed``."""
+    plain = framework_of("maxtext", chip=Slice.parse(on).chip, model=load_model(model)).habits
+    return replace(plain, **{"weighs_outputs": False, "group_rows": (), "group_dim": 0, **changed})  # type: ignore[arg-type]
+
+
+def planned(model: str, on: str, axes: str, habits: Mapping[str, object], **more: object) -> TrainingPlan:
     problem = Problem(
         model=load_model(model),
         slice=Slice.parse(on),
         workload=Workload(batch_tokens=256 * 4096, seq_len=4096),
         axes=parse_axes(axes),
-        assumptions=Assumptions(own_program=False),
-        framework=Framework(name="torchtitan", habits=habits),
+        framework=Framework(name="torchtitan", habits=habits_of(model, on, **habits)),
         remat="none",
         microbatches=4,
     )
@@ -72,7 +83,7 @@ def test_distinct_parts_are_the_mean_of_all_choices(
 def test_a_token_goes_once_to_each_node() -> None:
     """Network bytes fall to those of distinct nodes, of which DeepSeek's routing allows four."""
     copies, once = (
-        planned("deepseek-v3", "h100:8x8", "expert=64", Habits(dispatch=dispatch))  # type: ignore[arg-type]
+        planned("deepseek-v3", "h100:8x8", "expert=64", dict(dispatch=dispatch))  # type: ignore[arg-type]
         for dispatch in ("experts", "nodes")
     )
     network = [
@@ -92,7 +103,7 @@ def test_a_token_goes_once_to_each_node() -> None:
 
 def test_in_one_node_a_token_goes_once_to_each_gpu() -> None:
     copies, once = (
-        planned("qwen3-30b-a3b", "h100:8", "expert=8", Habits(dispatch=dispatch))  # type: ignore[arg-type]
+        planned("qwen3-30b-a3b", "h100:8", "expert=8", dict(dispatch=dispatch))  # type: ignore[arg-type]
         for dispatch in ("experts", "nodes")
     )
     nvlink = [float(plan.ledger.total("ici")) for plan in (copies, once)]
@@ -113,8 +124,8 @@ def test_in_one_node_a_token_goes_once_to_each_gpu() -> None:
 
 def test_separate_kernels_read_and_write_what_fused_ones_do_not() -> None:
     xla, fused, eager = (
-        planned("llama3-8b", "h100:8", "fsdp=8", Habits(kernels=kernels))  # type: ignore[arg-type]
-        for kernels in (None, "fused", "eager")
+        planned("llama3-8b", "h100:8", "fsdp=8", kernels)  # type: ignore[arg-type]
+        for kernels in ({}, FUSED, FUSED | {"kernels": "eager"})
     )
     norms, acts = (
         [moved(plan, scope, "forward", "backward") for plan in (xla, fused, eager)]
@@ -131,7 +142,7 @@ def test_separate_kernels_read_and_write_what_fused_ones_do_not() -> None:
 
 def test_matmuls_add_to_sums_of_gradients() -> None:
     apart, inside = (
-        planned("llama3-8b", "h100:8", "data=8", Habits(adds_in_matmuls=adds), remat="block") for adds in (False, True)
+        planned("llama3-8b", "h100:8", "data=8", dict(adds_in_matmuls=adds), remat="block") for adds in (False, True)
     )
     assert moved(inside, "gradients", "update") < moved(apart, "gradients", "update")
     assert moved(inside, "layers/mlp/up", "backward") > moved(apart, "layers/mlp/up", "backward")
@@ -142,9 +153,9 @@ def test_weights_that_are_quantised_once_are_not_quantised_for_each_microbatch()
     again, once, twice = (
         planned("llama3-8b", "h100:8", "data=8", framework, numerics=narrow)
         for framework in (
-            Habits(),
-            Habits(quantises_once=True),
-            Habits(quantises_once=True, quantising_reads=2, quantised_copies=2),
+            dict(),
+            dict(quantises_once=True),
+            dict(quantises_once=True, quantising_reads=2, quantised_copies=2),
         )
     )
     up = [moved(plan, "layers/mlp/up", "forward") for plan in (again, once, twice)]
@@ -162,7 +173,7 @@ def test_stages_are_filled_with_layers_of_both_kinds() -> None:
             "deepseek-v3",
             "gb200:64x4",
             "stage=4,expert=64",
-            Habits(fills_stages=fills),
+            dict(fills_stages=fills),
             schedule="interleaved",
             chunks=4,
         )
@@ -177,8 +188,7 @@ def test_stages_are_filled_with_layers_of_both_kinds() -> None:
 
 def test_gathers_next_to_gradients_are_hidden() -> None:
     shown, hidden = (
-        planned("llama3-70b", "h100:8", "tensor=8", Habits(kernels="fused", hides_gradients=hides))
-        for hides in (False, True)
+        planned("llama3-70b", "h100:8", "tensor=8", {**FUSED, "hides_gradients": hides}) for hides in (False, True)
     )
     assert seconds(hidden, "layers/mlp/up", "backward") < seconds(shown, "layers/mlp/up", "backward")
     assert seconds(hidden, "layers/mlp/up", "forward") == seconds(shown, "layers/mlp/up", "forward")
@@ -186,13 +196,13 @@ def test_gathers_next_to_gradients_are_hidden() -> None:
 
 def test_an_experts_own_matmul_starts_alone() -> None:
     together, apart = (
-        planned("qwen3-30b-a3b", "h100:8", "expert=8", Habits(groups_experts=groups)) for groups in (True, False)
+        planned("qwen3-30b-a3b", "h100:8", "expert=8", dict(groups_experts=groups)) for groups in (True, False)
     )
     assert seconds(apart, "layers/moe/experts", "forward") > seconds(together, "layers/moe/experts", "forward")
 
 
 def test_slower_attention() -> None:
-    fast, slow = (planned("llama3-8b", "h100:8", "fsdp=8", Habits(attention_speed=speed)) for speed in (1.0, 0.5))
+    fast, slow = (planned("llama3-8b", "h100:8", "fsdp=8", dict(attention_speed=speed)) for speed in (1.0, 0.5))
     assert seconds(slow, "layers/attn/core", "forward") == pytest.approx(
         2 * seconds(fast, "layers/attn/core", "forward")
     )
@@ -252,7 +262,7 @@ def test_the_host_sets_the_pace_of_kernels_that_are_shorter_than_their_launches(
 
     both = (("forward",), ("recompute", "backward"))
     device, short, long = (
-        planned("qwen3-30b-a3b", "h100:8", "expert=8", Habits(kernels="fused", groups_experts=False, launch_s=launch))
+        planned("qwen3-30b-a3b", "h100:8", "expert=8", {**FUSED, "groups_experts": False, "launch_s": launch})
         for launch in (0.0, 1e-6, 1e-3)
     )
     assert short.expected_s == pytest.approx(device.expected_s)
@@ -269,8 +279,11 @@ def test_launches_are_in_the_search_as_in_the_ledger(axes: str) -> None:
         slice=Slice.parse("h100:8"),
         workload=Workload(batch_tokens=64 * 4096, seq_len=4096),
         axes=parse_axes(axes),
-        assumptions=Assumptions(own_program=False, calibration=1.25),
-        framework=Framework(name="torchtitan", habits=Habits(kernels="fused", launch_s=500e-6, graphs=("moe_router",))),
+        assumptions=Assumptions(calibration=1.25),
+        framework=Framework(
+            name="torchtitan",
+            habits=habits_of("qwen3-30b-a3b", "h100:8", **FUSED, launch_s=500e-6, graphs=("moe_router",)),
+        ),
         remat="none",
         microbatches=8,
     )
@@ -327,7 +340,7 @@ def test_tiles_that_two_experts_share_are_executed_for_both() -> None:
     rows = 64 * 4096 * 6 / 4 / experts
     assert tile * np.mean(visits) / experts == pytest.approx(rows + tile * (1 - 1 / experts), rel=0.01)
 
-    small, large = (on_v5p(Habits(group_rows=((rows, rows, rows), (rows, rows, rows)))) for rows in (128, 512))
+    small, large = (on_v5p(dict(group_rows=((rows, rows, rows), (rows, rows, rows)))) for rows in (128, 512))
     rows_of_expert = 256 * 4096 * 6 / 4 / experts
     expected = (rows_of_expert + 512 * 63 / 64) / (rows_of_expert + 128 * 63 / 64)
     assert multiplied(large, "backward") / multiplied(small, "backward") == pytest.approx(expected, rel=0.01)
@@ -335,7 +348,7 @@ def test_tiles_that_two_experts_share_are_executed_for_both() -> None:
 
 def test_dims_of_grouped_kernels_are_whole_tiles() -> None:
     tiles = ((512, 512, 512), (512, 512, 512))
-    whole, padded = (on_v5p(Habits(group_rows=tiles, group_dim=dim)) for dim in (0, 1024))
+    whole, padded = (on_v5p(dict(group_rows=tiles, group_dim=dim)) for dim in (0, 1024))
     # F 1408 takes two tiles of 1024, D 2048 is two. By hand: three matrices of 64 experts in 26 layers, two gradients.
     executed = 64 * (256 * 4096 * 6 / 4 / 64 + 512 * 63 / 64)
     fit = fractions("v5p").grouped
@@ -347,7 +360,7 @@ def test_dims_of_grouped_kernels_are_whole_tiles() -> None:
 
 
 def test_outputs_that_are_weighted_are_made_again() -> None:
-    plain, weighted = (on_v5p(Habits(weighs_outputs=weighs)) for weighs in (False, True))
+    plain, weighted = (on_v5p(dict(weighs_outputs=weighs)) for weighs in (False, True))
     more = multiplied(weighted, "recompute") / multiplied(plain, "recompute")
     # Down next to gate and up: three matrices in place of two.
     assert 1.3 < more < 1.6
@@ -355,14 +368,14 @@ def test_outputs_that_are_weighted_are_made_again() -> None:
 
 
 def test_slots_of_experts_are_multiplied_full_or_not() -> None:
-    even, roomy = (on_v5p(Habits(capacity=capacity)) for capacity in (1.0, 1.25))
+    even, roomy = (on_v5p(dict(capacity=capacity)) for capacity in (1.0, 1.25))
     assert multiplied(roomy, "backward") / multiplied(even, "backward") == pytest.approx(1.25, abs=0.04)
     with pytest.raises(RooftopError, match="capacity"):
         Habits(capacity=0.5)
 
 
 def test_masks_put_tokens_into_slots_by_matmuls() -> None:
-    plain, masked = (on_v5p(Habits(one_hot=one_hot)) for one_hot in (False, True))
+    plain, masked = (on_v5p(dict(one_hot=one_hot)) for one_hot in (False, True))
     # [slots, T] x [T, D] of 64 sequences a device, 6 experts a token, in 26 layers, forward.
     flops = 2 * 64 * (6 * 4096) * 4096 * 2048 * 26
     forward = seconds(masked, "layers/moe/dispatch", "forward")

@@ -206,10 +206,16 @@ def test_every_offloaded_checkpoint_goes_to_the_host_and_back(model: str, checkp
     assert moved == pytest.approx(2 * host)
 
 
+def at_own_pace(asked: Problem) -> Problem:
+    """The problem of a program whose stages wait for their neighbours alone, and repeat nothing."""
+    habits = replace(asked.program.habits, lockstep=False, staged_loop=False, zeroed_sums=False)
+    return replace(asked, framework=replace(asked.program, habits=habits))
+
+
 def test_pipeline_bubble_shrinks_with_microbatches_and_schedule() -> None:
-    def idle(*, own_program: bool = False, **more: object) -> float:
+    def idle(*, lockstep: bool = False, **more: object) -> float:
         asked = problem("llama3-8b", axes={"fsdp": 16, "stage": 4}, remat="block", **more)
-        plan = best(sweep(replace(asked, assumptions=Assumptions(own_program=own_program))))
+        plan = best(sweep(asked if lockstep else at_own_pace(asked)))
         return plan.exposed_s()["idle"] / (plan.expected_s - plan.exposed_s()["idle"])
 
     few, many = idle(microbatches=4), idle(microbatches=16)
@@ -220,7 +226,7 @@ def test_pipeline_bubble_shrinks_with_microbatches_and_schedule() -> None:
     assert few == pytest.approx(3 / 4, rel=0.01)
     # In step, slots of 1F1B in which some stages go forward last as long as the backward tasks of others. Where no slot
     # has both, stages wait no longer than at their own pace.
-    slow, eager = (idle(microbatches=16, own_program=True, schedule=name) for name in ("1f1b", "eager_1f1b"))
+    slow, eager = (idle(microbatches=16, lockstep=True, schedule=name) for name in ("1f1b", "eager_1f1b"))
     assert eager <= many < slow
     assert slow > eager + 0.15
 
@@ -780,14 +786,14 @@ def test_bad_assumptions_name_the_fault(text: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", get_args(PipelineSchedule))
-@pytest.mark.parametrize("own_program", [True, False])
+@pytest.mark.parametrize("lockstep", [True, False])
 @pytest.mark.parametrize(("stages", "microbatches"), [(16, 1), (16, 4), (8, 8)])
-def test_stages_take_no_less_than_their_bound(stages: int, microbatches: int, own_program: bool, schedule: str) -> None:
+def test_stages_take_no_less_than_their_bound(stages: int, microbatches: int, lockstep: bool, schedule: str) -> None:
     asked = problem(
         axes={"stage": stages, "fsdp": 64 // stages}, seqs=64, microbatches=microbatches, schedule=schedule,
-        chunks=2 if schedule == "interleaved" else 1, assumptions=Assumptions(own_program=own_program),
+        chunks=2 if schedule == "interleaved" else 1,
     )  # fmt: skip
-    plan = best(sweep(asked))
+    plan = best(sweep(asked if lockstep else at_own_pace(asked)))
     waited = dict.fromkeys(("mxu", "vpu", "hbm", "ici", "dcn", "pcie"), 0.0)
     for row in plan.ledger:
         for name, seconds in row.time_s.items():

@@ -12,7 +12,7 @@ import numpy as np
 from rooftop.capabilities import MATMUL_DTYPES, Choice, TrainingSpec
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import Record, field_values
-from rooftop.frameworks.programs import training_obstacles
+from rooftop.frameworks.programs import matmul_dtypes, training_obstacles
 from rooftop.hardware import Slice
 from rooftop.plan.documents import PipelineFigures
 from rooftop.plan.layouts import Layouts
@@ -261,7 +261,7 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
             yield JobChange(text=text, problem=replace(problem, assumptions=hidden))
     if problem.pinned("collective_matmuls") is False and overlap(chip.name).collective_matmuls:
         yield JobChange(text="collective matmuls over tensor", problem=replace(problem, collective_matmuls=True))
-    able = MATMUL_DTYPES if problem.program.is_ours else MATMUL_DTYPES[1:]
+    able = matmul_dtypes(problem.program.name, MATMUL_DTYPES)
     faster_dtypes = (dtype for dtype in able if chip.flops_per_s.get(dtype, 0.0) > chip.flops_per_s.get("bf16", 0.0))
     if problem.numerics.matmul == "bf16" and (dtype := next(faster_dtypes, None)) is not None:
         narrow = replace(problem, numerics=replace(problem.numerics, matmul=dtype))
@@ -270,18 +270,18 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
             narrow.program  # noqa: B018
             yield JobChange(text=f"{dtype} matmuls in the layers", problem=narrow)
     # Published kernels were counted for heads of 128, over long sequences.
-    long = problem.program.is_ours and problem.model.d_head == 128 and workload.seq_len >= _LONG
+    obstacle = problem.program.other_kernels
+    long = obstacle is not None and problem.model.d_head == 128 and workload.seq_len >= _LONG
     known = fractions(chip).kernels if long else {}
     for name in known:
         theirs = replace(assumptions, attention_kernels=name, fused_attention_gradients=True)
         yield JobChange(
             text=f"the attention kernels of published runs ({name})",
             problem=replace(problem, assumptions=theirs),
-            obstacle="MaxText runs them; rooftop's program has JAX's splash kernels in smaller blocks",
+            obstacle=obstacle,
         )
     faster = _chip(problem, lambda figures: {"ici_bytes_per_s": 2 * figures.ici_bytes_per_s})
-    network = "ICI" if chip.kind == "tpu" else "NVLink"
-    yield JobChange(text=f"{network} twice as fast", problem=faster)
+    yield JobChange(text=f"{chip.link} twice as fast", problem=faster)
     larger_hbm = _chip(problem, lambda figures: {"hbm_usable_bytes": 2 * figures.hbm_usable_bytes})
     yield JobChange(text="HBM twice as large", problem=larger_hbm)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from rooftop.capabilities import KERNEL_OF_CHIP, AttentionKernel
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import Record
 from rooftop.plan.pricing import parse_shares, require_shares
@@ -37,23 +36,21 @@ class Assumptions(Record):
 
     ``hidden`` overrides the shares that the chip's compiler and ``HIDDEN`` give.
     ``attention``: a 'flash' kernel that skips masked blocks of ``attention_block`` (as priced for the chip if None), or
-    the 'reference' that computes and stores all scores. ``own_program``: the step is rooftop's program as XLA schedules
-    it. Its pipeline stages pass from slot to slot together, and on TPUs nothing hides behind attention kernels, which
-    XLA takes to need no time. Published runs are tuned: each stage goes on as soon as it can, and all computation hides
-    transfers. ``narrow_gradients``: gradients of weights are multiplied in the dtype of the layers' matmuls too, as
-    Transformer Engine does; our program multiplies them in that of activations. ``fused_attention_gradients``: all
-    gradients of attention come from one kernel, as with ``use_fused_bwd_kernel`` of splash attention on TPUs; our
-    program has two. ``attention_kernels`` names kernels of another program that were counted for the chip
-    (``rooftop.roofline.achievable.Fractions.kernels``), with their blocks; None are those of ours.
+    the 'reference' that computes and stores all scores. ``narrow_gradients``: gradients of weights are multiplied in
+    the dtype of the layers' matmuls too, as Transformer Engine does, and not in that of activations.
+    ``fused_attention_gradients``: all gradients of attention come from one kernel, as with ``use_fused_bwd_kernel`` of
+    splash attention on TPUs, and not from two. ``attention_kernels`` names kernels of another program that were
+    counted for the chip (``rooftop.roofline.achievable.Fractions.kernels``), with their blocks; None are those of ours.
     """
 
     closed = True
+    #: Plans that were saved before 0.9 say with it whose program they are of: their ``framework`` does.
+    retired = frozenset({"own_program"})
 
     hidden: Mapping[str, float] = field(default_factory=dict)
     attention: Literal["flash", "reference"] = "flash"
     attention_block: int | None = None
     calibration: float = 1.0
-    own_program: bool = True
     narrow_gradients: bool = False
     fused_attention_gradients: bool = False
     attention_kernels: str | None = None
@@ -66,10 +63,6 @@ class Assumptions(Record):
             raise RooftopError("attention_block", self.attention_block, "a positive whole number")
         if self.calibration <= 0:
             raise RooftopError("calibration", self.calibration, "a positive factor")
-
-    def kernel(self, chip_kind: str) -> AttentionKernel:
-        """The attention kernel of programs for a kind of chip, 'tpu' or 'gpu'."""
-        return "reference" if self.attention == "reference" else KERNEL_OF_CHIP[chip_kind]
 
     def shares(self, schedule: Overlap) -> dict[str, float]:
         """The share of each transfer that may hide: as given, else by the compiler's schedule, else ``HIDDEN``."""

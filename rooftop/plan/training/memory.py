@@ -37,10 +37,6 @@ from rooftop.models.program_sizes import LANES
 from rooftop.models.segments import segments
 from rooftop.plan.training.step import TrainingStep
 
-#: Share of a TPU's usable HBM that a search leaves free. Where the peak that XLA:TPU estimates before it schedules
-#: comes nearer to the edge, it computes results again rather than keep them: with libtpu 0.0.42.1 from 92 to 94 % on.
-HEADROOM = 0.08
-
 #: Padded size of a table's rows over their own up to which XLA:TPU copies it: compiled programs copy rows of 320
 #: elements as 384 (1.20), of 112 (1.14) and of 100 (1.28) as 128, and do not copy rows of 192 or 96 (1.33).
 _MOST_PADDED_COPY = 1.3
@@ -95,8 +91,7 @@ def training_memory(step: TrainingStep) -> Memory:
     in_layers = numerics.gradient_bytes * (elements - vocab)
     ended, unmade = _at_worst_loop(step, saved, in_layers)
     # XLA:GPU makes the zeros of the layers' gradients before the loss.
-    early = step.assumptions.own_program and step.slice.chip.kind == "gpu"
-    zeros = (1 - staged) * in_layers if early else 0.0
+    zeros = (1 - staged) * in_layers if step.habits.early_zeros else 0.0
     at_loss = sums + zeros + loss + ended > gradients - unmade + layer + taken
     stored = elements * dtype_bytes(numerics.weights)
     classes = (
@@ -150,7 +145,7 @@ def _at_worst_loop(step: TrainingStep, saved: Number, gradients: Number) -> tupl
     their loop begins: then what later layers saved is gone, and earlier layers have no gradients yet.
     """
     loops = segments(step.model)
-    if len(loops) == 1 or not step.assumptions.own_program or np.all(step.staged):
+    if len(loops) == 1 or not step.habits.gradients_by_loop or np.all(step.staged):
         return 0.0, 0.0
     sizes, saved_of = step.layer_parameters, _kept(step, "save")
     parameters = sizes["attn"] + sizes["mlp"], sizes["attn"] + sizes["experts"] + sizes.get("shared", 0.0)
@@ -218,7 +213,7 @@ def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
     """
     model, strategies = step.model, step.strategies
     # TPU kernels write heads of whole registers, and XLA pads heads that are wider than one.
-    (d_qk, d_v), lanes = attention_kind(model).head_sizes, LANES if step.slice.chip.kind == "tpu" else 1
+    (d_qk, d_v), lanes = attention_kind(model).head_sizes, step.lanes
     more: Number = 0.0
     for name, head in (("attn_core", d_v), ("rope", max(d_qk, lanes) if action == "save" else lanes)):
         if head % lanes:
@@ -323,7 +318,7 @@ def _layer_backward(step: TrainingStep) -> Number:
     streams = 3.0 * hidden + 5.0 * step.tensor * model.d_model
     if step.rates.overlap.asynchronous == "all":
         streams = streams + _kept_late(step, hidden, heads)
-    if step.rates.overlap.asynchronous == "gathers" and moe is None and step.assumptions.own_program:
+    if step.rates.overlap.asynchronous == "gathers" and moe is None and step.habits.as_scheduled:
         streams = np.where(step.staged > 0, streams, _streams_of_mlp(step, hidden, heads))
     if step.operand_bytes < step.element_bytes and model.mla is None:
         streams = np.maximum(streams, 2.0 * hidden + 8.0 * step.tensor * model.d_model)
@@ -370,7 +365,7 @@ def _table_copies(step: TrainingStep) -> Number:
     them larger than ``_MOST_PADDED_COPY`` times.
     """
     model, numerics = step.model, step.numerics
-    if not model.tied_embeddings or step.slice.chip.kind != "tpu":
+    if not model.tied_embeddings or not step.habits.pads_lanes:
         return 0.0
     columns = step.widths.spread(model.d_model) / (step.strategies.devices(*GATHER_AXES) * step.tensor)
     rows = step.widths.vocab * step.tensor
@@ -397,9 +392,9 @@ def _loss(step: TrainingStep) -> Number:
     table = step.model.d_model * step.widths.vocab
     chunk = step.tokens / step.loss_chunks * step.widths.vocab
     streams = (2.0 * step.tensor + 1.0) * _own(step) * step.model.d_model
-    rounded = chunk if step.assumptions.own_program and step.slice.chip.kind == "gpu" else 0.0
+    rounded = chunk if step.habits.rounded_logits else 0.0
     logits = 4.0 * chunk
-    if step.assumptions.own_program and step.slice.chip.kind == "tpu":
+    if step.habits.table_in_pieces:
         logits = np.maximum(logits, step.element_bytes * _table_pieces(step))
     return (2.0 * table + streams + rounded) * step.element_bytes + logits
 

@@ -210,7 +210,7 @@ class _Search:
         """The plan on a chip of another kind that programs run, the most alike in FLOP/s, on slices about as fast."""
         asked = problem.slice
         name = problem.framework.name
-        others = [chip for chip in catalogue().values() if chip.kind != asked.chip.kind and runs_on(name, chip)]
+        others = [chip for chip in catalogue().values() if chip.switched != asked.chip.switched and runs_on(name, chip)]
         peak = asked.chip.flops_per_s["bf16"]
         for chip in sorted(others, key=lambda chip: abs(log(chip.flops_per_s["bf16"] / peak))):
             sizes = slice_sizes(chip, asked.chips * MOST_CHIPS_RATIO)

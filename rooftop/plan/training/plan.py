@@ -11,7 +11,6 @@ from rooftop import __version__
 from rooftop.arrays.mesh import Mesh, MeshLayout
 from rooftop.arrays.rules import AXES, STAGE_AXES, Rules
 from rooftop.capabilities import Choice, Switches, TrainingSpec
-from rooftop.core.errors import RooftopError
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.records import Record, field_values, read_record
 from rooftop.frameworks.framework import PlannedFramework
@@ -281,8 +280,7 @@ class TrainingPlan:
         """Published runs of the chip and kind of model, and how far off they were planned."""
         problem = self.problem
         question = Question.of("train", problem.model, problem.slice, problem.workload.seq_len)
-        title = None if problem.program.is_ours else problem.program.title
-        return evidence_for(question.priced_as(title)).calibrated(problem.slice.chip.calibrated)
+        return evidence_for(question.priced_as(problem.program.published)).calibrated(problem.slice.chip.calibrated)
 
     @property
     def interval_s(self) -> tuple[float, float] | None:
@@ -301,9 +299,7 @@ class TrainingPlan:
             work,
             self._priced.rows[: len(work)],
             lambda ledger: lower_s(ledger, spans),
-            step.strategies,
-            self.problem.assumed,
-            step.last_chunk,
+            step,
         )
         return {name: seconds + scalar(waits[name]) for name, seconds in bounds.items()}
 
@@ -359,9 +355,7 @@ class TrainingPlan:
 
     def require_ours(self) -> None:
         """Raises RooftopError for a plan of another framework, which is not ours to build, compile or run."""
-        if not self.problem.program.is_ours:
-            accepted = "a plan of rooftop's own program: rooftop plan train without --framework"
-            raise RooftopError("plan", f"a plan of {self.problem.program}", accepted)
+        self.problem.program.require_ours()
 
     @cached_property
     def spec(self) -> TrainingSpec:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ from rooftop.core.ledger import CollectiveKind, Ledger, Number, Row
 from rooftop.core.scopes import Phase
 from rooftop.plan.parts import Group, LayerParts, group
 from rooftop.plan.pricing import ALWAYS, RingSteps, StagePart, Transfer, Work
-from rooftop.plan.training.assumptions import Assumptions
+from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import RING_HOP, Strategies
 from rooftop.roofline.overlap import Asynchronous
 from rooftop.roofline.rates import Rates
@@ -30,8 +29,6 @@ from rooftop.scheduling.pipeline import ModelPart, StageOp
 
 #: The pass whose computation can hide a phase's transfers; gradients are summed while the backward pass still runs.
 _PASS = {"forward": "forward", "recompute": "backward", "backward": "backward", "update": "backward"}
-#: No seconds of a host that launches kernels.
-NO_LAUNCHES: Mapping[Phase, Number] = MappingProxyType({})
 #: A pass, and the part of it: the layers, or the rest.
 _Window = tuple[str, str]
 
@@ -53,18 +50,32 @@ def _hidden_with(item: Work, transfer: Transfer, asynchronous: Asynchronous) -> 
     return group(item, transfer, asynchronous) or (_window(item), transfer.hides)
 
 
-def _asynchronous(rates: Rates, assumptions: Assumptions) -> Asynchronous:
-    """The collectives of which XLA's order within a layer decides what is hidden; only the order of our program."""
-    return rates.overlap.asynchronous if assumptions.own_program else "none"
+def _asynchronous(step: TrainingStep) -> Asynchronous:
+    """The collectives of which the compiler's order within a layer decides what is hidden."""
+    return step.rates.overlap.asynchronous if step.habits.as_scheduled else "none"
 
 
 @dataclass(frozen=True)
 class _Durations:
     """Expected seconds of pieces of work, without what hides: computation, transfers, and copies to the host."""
 
-    strategies: Strategies
-    rates: Rates
+    step: TrainingStep
     _lines: dict[tuple[CollectiveKind, tuple[str, ...]], tuple[Number, Number]] = field(default_factory=dict)
+
+    @property
+    def strategies(self) -> Strategies:
+        """The strategies of the step."""
+        return self.step.strategies
+
+    @property
+    def rates(self) -> Rates:
+        """The rates of a device."""
+        return self.step.rates
+
+    @property
+    def steps_between_slices(self) -> bool:
+        """True if there are several slices, and sums over them are done in steps."""
+        return self.step.habits.steps_between_slices and self.step.slice.num_slices > 1
 
     def compute_s(self, item: Work) -> Number:
         """Seconds of the busiest of a device's resources, and then of passes of their own."""
@@ -84,12 +95,11 @@ class _Durations:
     def transfer_s(self, transfer: Transfer) -> Number:
         """Seconds of a transfer."""
         fixed_s, seconds_per_byte = self._line(transfer.priced_as, transfer.axes)
-        slice_ = self.strategies.layouts.slice
         if transfer.shares:
             price = self.strategies.price(transfer.priced_as, transfer.axes).scaled(transfer.shares)
             fixed_s, seconds_per_byte = price.expected_line(self.rates.network(transfer.priced_as))
-        if transfer.kind == "permute_ring" and slice_.chip.kind == "tpu" and slice_.num_slices > 1:
-            # XLA hands all of a permute between slices to the hosts, in every hop of a rotation.
+        if transfer.kind == "permute_ring" and self.steps_between_slices:
+            # All of a permute between slices goes between hosts, in every hop of a rotation.
             devices, within = self.strategies.devices(*transfer.axes), self.strategies.within_slice(*transfer.axes)
             hop_s, per_byte = self._line("permute", transfer.axes)
             crosses = (within > 1) & (within < devices) & (self.strategies.groups is None)
@@ -123,24 +133,21 @@ class _Durations:
 
     @property
     def crosses(self) -> npt.NDArray[np.bool_]:
-        """True where weights are gathered between slices of TPUs, too, [C, 1]; of groups where any layout does."""
-        gather, slice_ = self.strategies.devices(*GATHER_AXES), self.strategies.layouts.slice
+        """True where weights are gathered between slices in steps, [C, 1]; of groups where any layout does."""
+        gather = self.strategies.devices(*GATHER_AXES)
         crosses: npt.NDArray[np.bool_] = self.strategies.within_slice(*GATHER_AXES) < gather
-        return crosses & (slice_.chip.kind == "tpu")
+        return crosses & self.step.habits.steps_between_slices
 
     def alone(self, transfer: Transfer) -> Number:
-        """1 where XLA:GPU leaves a transfer without computation next to it, [C, 1]; 0 on TPUs.
-
-        Its scheduler has no estimate for groups that go over nodes and have some GPUs of a node but not all, and takes
-        them to need no time: a gather ends where it starts.
-        """
-        slice_ = self.strategies.layouts.slice
+        """1 where a transfer has no computation next to it, as groups of parts of nodes, [C, 1]."""
+        if not self.step.habits.exposes_parts_of_nodes:
+            return 0.0
         ranks = self.strategies.price(transfer.priced_as, transfer.axes).ranks
-        if slice_.chip.kind != "gpu" or ranks is None:
+        if ranks is None:
             # Of groups of layouts, some may have whole nodes.
             return 0.0
         devices = self.strategies.devices(*transfer.axes)
-        return np.where((ranks < devices) & (ranks < slice_.shape[0]), 1.0, 0.0)
+        return np.where((ranks < devices) & (ranks < self.step.slice.shape[0]), 1.0, 0.0)
 
     def between_s(self, transfer: Transfer) -> Number:
         """Seconds of that part of a gather which is between slices."""
@@ -166,7 +173,7 @@ class _Durations:
             devices, within = self.strategies.devices(*axes), self.strategies.within_slice(*axes)
             # Groups of layouts have least prices, whichever of them cross slices.
             bound = self.strategies.groups is not None
-            if kind == "all_reduce" and slice_.chip.kind == "tpu" and slice_.num_slices > 1:
+            if kind == "all_reduce" and self.steps_between_slices:
                 # XLA scatters sums within each slice, sums the parts between slices, and gathers them.
                 steps = [self._part(step, axes, ("ici",)) for step in ("reduce_scatter", "all_gather")]
                 in_steps = _sum(*steps, self._part(kind, axes, ("dcn",)))
@@ -217,16 +224,16 @@ class _Times:
     asynchronous: Asynchronous
 
     @classmethod
-    def of(cls, work: Sequence[Work], strategies: Strategies, rates: Rates, assumptions: Assumptions) -> _Times:
-        durations = _Durations(strategies, rates)
+    def of(cls, work: Sequence[Work], step: TrainingStep) -> _Times:
+        durations = _Durations(step)
         return cls(
             work=work,
             compute=[durations.compute_s(item) for item in work],
             transfers=[[durations.transfer_s(transfer) for transfer in item.collectives] for item in work],
             host=[durations.host_s(item) for item in work],
-            exposed=_Busy.of(work, durations, assumptions).exposed(assumptions.shares(rates.overlap)),
-            factor=assumptions.calibration * rates.step,
-            asynchronous=_asynchronous(rates, assumptions),
+            exposed=_Busy.of(work, durations).exposed(step.assumptions.shares(step.rates.overlap)),
+            factor=step.assumptions.calibration * step.rates.step,
+            asynchronous=_asynchronous(step),
         )
 
     def __iter__(self) -> Iterator[tuple[Work, Number, list[Number], list[Number]]]:
@@ -267,26 +274,25 @@ class _Busy:
     staged: Number = 0.0
 
     @classmethod
-    def of(cls, work: Sequence[Work], durations: _Durations, assumptions: Assumptions) -> _Busy:
-        asynchronous = _asynchronous(durations.rates, assumptions)
+    def of(cls, work: Sequence[Work], durations: _Durations) -> _Busy:
+        habits, asynchronous = durations.step.habits, _asynchronous(durations.step)
         staged = np.where(durations.strategies.devices(*STAGE_AXES) > 1, 1.0, 0.0)
         shared = durations.strategies.share_links(GATHER_AXES, COLUMN_AXES) if asynchronous == "all" else False
         busy, schedule = cls(parts=LayerParts(asynchronous, shared=shared), staged=staged), durations.rates.overlap
         # A share that users set is kept to.
-        is_scheduled = assumptions.shares(schedule)["weight_gather"] == schedule.hidden["weight_gather"]
-        if asynchronous != "all" and assumptions.own_program and is_scheduled:
+        is_scheduled = durations.step.assumptions.shares(schedule)["weight_gather"] == schedule.hidden["weight_gather"]
+        if asynchronous != "all" and habits.as_scheduled and is_scheduled:
             least = durations.strategies.groups is not None
             crosses, ahead = durations.crosses, durations.strategies.gathers_ahead(schedule)
             busy = replace(busy, parts=LayerParts(asynchronous, crosses=crosses, ahead=ahead, least=least))
         counted = asynchronous != "none" or bool(np.any(busy.parts.gathers_hide))
-        kernels_hide = durations.rates.chip.kind != "tpu" or not assumptions.own_program
         # A transfer that is done twice, as in a recomputation, is priced once.
         known: dict[int, Number] = {}
         for item in work:
             owner, window = (item.phase, item.part), _window(item)
             compute = item.count * durations.compute_s(item)
             busy.compute[owner] = busy.compute.get(owner, 0.0) + compute
-            if item.scope.startswith("layers/") and (kernels_hide or item.scope != "layers/attn/core"):
+            if item.scope.startswith("layers/") and (habits.hides_behind_attention or item.scope != "layers/attn/core"):
                 busy.room[window] = busy.room.get(window, 0.0) + compute
             by_kind: dict[Group, Number] = {}
             for transfer in item.collectives:
@@ -294,7 +300,7 @@ class _Busy:
                     known[id(transfer)] = durations.transfer_s(transfer)
                 key = _hidden_with(item, transfer, asynchronous)
                 by_kind[key] = by_kind.get(key, 0.0) + known[id(transfer)]
-                if assumptions.own_program and not _is_zero(alone := durations.alone(transfer)):
+                if not _is_zero(alone := durations.alone(transfer)):
                     shown = item.count * alone * known[id(transfer)]
                     busy.alone[key] = busy.alone.get(key, 0.0) + shown
                 if transfer.ring is not None:
@@ -338,56 +344,37 @@ class _Busy:
         return exposed
 
 
-def price_work(
-    work: Sequence[Work],
-    strategies: Strategies,
-    rates: Rates,
-    assumptions: Assumptions,
-    last_chunk: Number,
-    *,
-    fills_stages: bool = False,
-    launch_s: Mapping[Phase, Number] = NO_LAUNCHES,
-) -> Ledger:
-    """The ledger of ``work``, with pipeline idle time as its last rows; figures broadcast to [C, K].
-
-    ``last_chunk`` is the share of a pipeline stage's layers that the last part of the model has. ``fills_stages``: a
-    stage with fewer layers than the longest one does the rest of the model instead of waiting. ``launch_s``: seconds
-    in which the host launches the layers' kernels, by pass.
-    """
-    times = _Times.of(work, strategies, rates, assumptions)
-    rows = list(_rows(times, strategies, rates))
-    for gap, row in _launch_gaps(work, rows, launch_s):
+def price_work(work: Sequence[Work], step: TrainingStep) -> Ledger:
+    """The ledger of a step's ``work``, with pipeline idle time as its last rows; figures broadcast to [C, K]."""
+    times = _Times.of(work, step)
+    rows = list(_rows(times, step.strategies, step.rates))
+    for gap, row in _launch_gaps(work, rows, step.launch_s):
         work, rows = [*work, gap], [*rows, row]
-    idle = _idle(work, rows, strategies, assumptions, last_chunk)
+    idle = _idle(work, rows, step)
     padding = _padding(work, rows)
-    if fills_stages and padding:
+    if step.habits.fills_stages and padding:
+        # A stage with fewer layers than the longest one does the rest of the model instead of waiting.
         instead = sum(
             (row.count * row.expected_s for item, row in zip(work, rows, strict=True) if item.part in _ENDS), 0.0
         )
         waiting = sum((row.expected_s for row in padding), 0.0)
         left = np.maximum(1.0 - instead / np.where(waiting > 0, waiting, 1.0), 0.0)
         padding = [replace(row, expected_s=left * row.expected_s, serial_s=left * row.serial_s) for row in padding]
-    return Ledger((*rows, *padding, idle, *_gap(rates)))
+    return Ledger((*rows, *padding, idle, *_gap(step.rates)))
 
 
-def expected_s(
-    work: Sequence[Work],
-    strategies: Strategies,
-    rates: Rates,
-    assumptions: Assumptions,
-    last_chunk: Number,
-    launch_s: Mapping[Phase, Number] = NO_LAUNCHES,
-) -> Number:
+def expected_s(work: Sequence[Work], step: TrainingStep) -> Number:
     """Expected seconds of ``price_work``'s ledger, without its rows; broadcasts to [C, K]."""
-    busy = _Busy.of(work, _Durations(strategies, rates), assumptions)
+    rates, assumptions = step.rates, step.assumptions
+    busy = _Busy.of(work, _Durations(step))
     seconds = dict(busy.compute)
     for key, share in busy.exposed(assumptions.shares(rates.overlap)).items():
         for owner, transfers in busy.transfers[key].items():
             seconds[owner] = seconds.get(owner, 0.0) + share * transfers
     factor = assumptions.calibration * rates.step
-    for phase, gap_s in _waits_for_host_s(seconds, launch_s, factor).items():
+    for phase, gap_s in _waits_for_host_s(seconds, step.launch_s, factor).items():
         seconds[phase, "layers"] = seconds.get((phase, "layers"), 0.0) + gap_s
-    idle = _idle_s(seconds, strategies, assumptions, last_chunk)
+    idle = _idle_s(seconds, step)
     return factor * (sum(seconds.values(), 0.0) + idle) + rates.gap_s
 
 
@@ -467,9 +454,7 @@ def _gap(rates: Rates) -> list[Row]:
     ]  # fmt: skip
 
 
-def _idle(
-    work: Sequence[Work], rows: Sequence[Row], strategies: Strategies, assumptions: Assumptions, last_chunk: Number
-) -> Row:
+def _idle(work: Sequence[Work], rows: Sequence[Row], step: TrainingStep) -> Row:
     """Time in which a pipeline stage waits."""
     owned = _by_owner(work, rows).items()
     # Counts are of the busiest stage, the rows' own those of a device in the mean.
@@ -479,10 +464,10 @@ def _idle(
         scope="pipeline",
         phase="backward",
         count=1,
-        expected_s=_idle_s(expected, strategies, assumptions, last_chunk),
-        serial_s=_idle_s(serial, strategies, assumptions, last_chunk),
+        expected_s=_idle_s(expected, step),
+        serial_s=_idle_s(serial, step),
         formula="idle: slots of the schedule, each as long as the longest task of any stage in it, less the passes"
-        if assumptions.own_program
+        if step.habits.lockstep
         else "idle: (stages - 1) / (microbatches x chunks) of the passes, times what the schedule leaves",
     )
 
@@ -495,18 +480,16 @@ def _by_owner(work: Sequence[Work], rows: Sequence[Row]) -> dict[_Owner, list[tu
     return owned
 
 
-def _idle_s(
-    seconds: Mapping[_Owner, Number], strategies: Strategies, assumptions: Assumptions, last_chunk: Number
-) -> Number:
+def _idle_s(seconds: Mapping[_Owner, Number], step: TrainingStep) -> Number:
     """Seconds in which a pipeline stage waits, given those of its work by phase and part."""
     passes = sum((part for (phase, _), part in seconds.items() if phase != "update"), 0.0)
-    if not assumptions.own_program:
-        return idle_fraction(strategies) * passes
-    stages = strategies.devices(*STAGE_AXES)
+    if not step.habits.lockstep:
+        return idle_fraction(step.strategies) * passes
+    stages = step.strategies.devices(*STAGE_AXES)
     if np.all(stages == 1):
         return 0.0
     # A row is of the busiest stage of all for its work: one stage has neither all rows nor all waits.
-    waits = np.maximum(lockstep_s(seconds, strategies, last_chunk) - passes, 0.0)
+    waits = np.maximum(lockstep_s(seconds, step.strategies, step.last_chunk) - passes, 0.0)
     return np.where(stages > 1, waits, 0.0)
 
 
@@ -514,9 +497,7 @@ def waits_s(
     work: Sequence[Work],
     rows: Sequence[Row],
     seconds: Callable[[Ledger], Mapping[str, Number]],
-    strategies: Strategies,
-    assumptions: Assumptions,
-    last_chunk: Number,
+    step: TrainingStep,
 ) -> dict[str, Number]:
     """Seconds in which a pipeline stage waits for each resource, if its tasks take no longer than that resource.
 
@@ -529,13 +510,12 @@ def waits_s(
         if part != "sends"
     }
     return {
-        name: _idle_s({owner: time[name] for owner, time in times.items()}, strategies, assumptions, last_chunk)
-        for name in next(iter(times.values()))
+        name: _idle_s({owner: time[name] for owner, time in times.items()}, step) for name in next(iter(times.values()))
     }
 
 
 def lockstep_s(seconds: Mapping[_Owner, Number], strategies: Strategies, last_chunk: Number) -> Number:
-    """Seconds of a step's passes if pipeline stages pass from slot to slot together, as those of the program do.
+    """Seconds of a step's passes if pipeline stages pass from slot to slot together, as those of one loop do.
 
     A slot lasts as long as the longest task of any stage in it, and a task as long as the rows of a microbatch.
     ``seconds`` are of all microbatches, by phase and part; ``last_chunk`` is the share of a chunk's layers that the

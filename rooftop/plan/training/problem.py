@@ -8,7 +8,7 @@ from functools import cache, cached_property
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import Rules
-from rooftop.capabilities import AskedSwitches, Choice, TrainingSpec
+from rooftop.capabilities import AskedSwitches, AttentionKernel, Choice, TrainingSpec
 from rooftop.core.errors import RooftopError
 from rooftop.frameworks.framework import Framework, FrameworkName, framework_of
 from rooftop.hardware import Slice
@@ -17,7 +17,7 @@ from rooftop.models.numerics import Numerics
 from rooftop.plan.pricing import Bounds
 from rooftop.plan.shapes import require_planned
 from rooftop.plan.training.assumptions import Assumptions
-from rooftop.plan.training.memory import HEADROOM, Memory, book_memory, step_memory
+from rooftop.plan.training.memory import Memory, book_memory, step_memory
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Workload
@@ -83,6 +83,11 @@ class Problem(AskedSwitches):
         return self.program.switches.get(switch) if asked is None else asked
 
     @property
+    def kernel(self) -> AttentionKernel:
+        """The attention kernel of the program."""
+        return "reference" if self.assumed.attention == "reference" else self.program.habits.attention_kernel
+
+    @property
     def capacity(self) -> float:
         """HBM bytes of a device: usable, or nominal with the book's bounds."""
         chip = self.slice.chip
@@ -90,9 +95,8 @@ class Problem(AskedSwitches):
 
     @property
     def roomy_bytes(self) -> float:
-        """HBM bytes of a device that a search fills: what is usable, less the compiler's room on TPUs."""
-        by_xla = self.slice.chip.kind == "tpu" and self.program.habits.state == "xla"
-        room = HEADROOM if self.bounds == "usable" and by_xla else 0.0
+        """HBM bytes of a device that a search fills: usable ones, less the room that a compiler needs."""
+        room = self.program.habits.headroom if self.bounds == "usable" else 0.0
         return (1 - room) * self.capacity
 
     def days_at(self, step_s: float) -> float | None:
@@ -118,14 +122,13 @@ class Problem(AskedSwitches):
 
     def spec(self, axes: Mapping[str, int], choice: Choice) -> TrainingSpec:
         """The train step that a program is asked for, on a mesh with these ``axes``."""
-        assumptions, chip = self.assumed, self.slice.chip
         return TrainingSpec(
             model=self.model,
             axes=axes,
             sequences=self.workload.batch_seqs,
             seq_len=self.workload.seq_len,
-            kernel=assumptions.kernel(chip.kind),
-            attention_block=assumptions.attention_block or Rates.of(chip).attention_block,
+            kernel=self.kernel,
+            attention_block=self.assumed.attention_block or Rates.of(self.slice.chip).attention_block,
             choice=choice,
             numerics=self.formats,
             rules=_rules(tuple(axes), experts_over_tensor=choice.experts_over_tensor),

@@ -14,7 +14,6 @@ from rooftop.models.attention import parameters
 from rooftop.models.widths import MOST_PADDING
 from rooftop.plan.documents import Reason
 from rooftop.plan.pricing import scalar
-from rooftop.plan.training.memory import HEADROOM
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline import rules
@@ -22,7 +21,7 @@ from rooftop.roofline import rules
 
 def training_reasons(problem: Problem, step: TrainingStep) -> list[Reason]:
     """The rules of chapters 1, 4, 5, 6 and 12 for this job and the chosen strategy."""
-    networks = _nodes if problem.slice.chip.kind == "gpu" else _networks
+    networks = _nodes if problem.slice.chip.switched else _networks
     return [*_memory(problem, step), *networks(problem, step), *_shapes(problem, step)]
 
 
@@ -59,7 +58,7 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
         yield Reason.at_least(
             rule="room for the compiler",
             source="bench/compiler/compile_random.py",
-            formula=f"planned bytes <= {1 - HEADROOM:.0%} of usable HBM",
+            formula=f"planned bytes <= {1 - problem.program.habits.headroom:.0%} of usable HBM",
             value=problem.roomy_bytes,
             limit=total,
             text=f"The plan takes {total / problem.capacity:.0%} of HBM. So near to its edge XLA recomputes values "

@@ -444,7 +444,7 @@ def _seconds(problem: Problem, strategies: Strategies, priced: Mask | None) -> F
         part = slice(start, start + rows)
         block = (some[part] if len(seconds) > rows else some).factored()
         step = problem.step(block)
-        times = expected_s(training_work(step), block, step.rates, step.assumptions, step.last_chunk, step.launch_s)
+        times = expected_s(training_work(step), step)
         seconds[part, chosen] = block.flat(times)
     return seconds
 
@@ -632,7 +632,7 @@ def searched_switches(problem: Problem, layouts: Layouts) -> dict[str, tuple[boo
 
     Collective matmuls are where the chip's compiler overlaps them, whole experts over tensor where there are experts.
     """
-    tensor = problem.program.is_ours and layouts.along(*COLUMN_AXES).max(initial=1) > 1
+    tensor = layouts.along(*COLUMN_AXES).max(initial=1) > 1
     plain = problem.formats.matmul == problem.formats.compute
     worth = {
         "collective_matmuls": tensor and plain and overlap(problem.slice.chip.name).collective_matmuls,
@@ -641,7 +641,8 @@ def searched_switches(problem: Problem, layouts: Layouts) -> dict[str, tuple[boo
     settings: dict[str, tuple[bool, ...]] = {}
     for name, pays in worth.items():
         pinned = problem.pinned(name)
-        settings[name] = (pinned,) if pinned is not None else (False, True) if pays else (False,)
+        tried = (False, True) if pays and name in problem.program.searched else (False,)
+        settings[name] = tried if pinned is None else (pinned,)
     return settings
 
 

@@ -27,6 +27,7 @@ from rooftop.arrays.rules import (
     copy_axes,
 )
 from rooftop.arrays.tiles import VPU, scattered_rows, shifts, summed_whole
+from rooftop.capabilities import AttentionKernel
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
 from rooftop.core.rounding import next_multiple
@@ -87,6 +88,16 @@ class TrainingStep:
         """Rates of one device, peak and expected."""
         return Rates.of(self.slice.chip)
 
+    @property
+    def kernel(self) -> AttentionKernel:
+        """The attention kernel."""
+        return "reference" if self.assumptions.attention == "reference" else self.habits.attention_kernel
+
+    @property
+    def lanes(self) -> int:
+        """Elements to which the last dim of an array is padded."""
+        return LANES if self.habits.pads_lanes else 1
+
     @cached_property
     def tensor(self) -> Floats:
         """Ways of tensor parallelism, [C, 1]."""
@@ -117,7 +128,7 @@ class TrainingStep:
             self.workload.seq_len,
             ring=self.strategies.layouts.along(*SEQUENCE_AXES)[:, None],
             residual=self.strategies.layouts.along(*RESIDUAL_AXES)[:, None],
-            kernel=self.assumptions.kernel(self.slice.chip.kind),
+            kernel=self.kernel,
         ).astype(np.float64)
         return positions
 
@@ -160,7 +171,6 @@ class TrainingStep:
     @cached_property
     def pairs_per_token(self) -> Floats:
         """(Query, key) pairs that the attention kernel executes per token and head, averaged over layers, [C, 1]."""
-        kernel = self.assumptions.kernel(self.slice.chip.kind)
         largest = self.attention_block
         ring = self.strategies.devices(*SEQUENCE_AXES)
         own = self.positions / ring
@@ -169,10 +179,10 @@ class TrainingStep:
         pairs, full = [], []
         for positions, on_device in ((int(length.real), int(length.imag)) for length in lengths):
             block = largest
-            if kernel != "cudnn":
-                block = positions if kernel == "reference" else block_size(on_device, largest)
+            if self.kernel != "cudnn":
+                block = positions if self.kernel == "reference" else block_size(on_device, largest)
             devices = positions // on_device
-            chunks = devices * CONTEXT_CHUNKS if devices > 1 and kernel != "reference" else 1
+            chunks = devices * CONTEXT_CHUNKS if devices > 1 and self.kernel != "reference" else 1
             pairs.append(mean_attended_pairs(self.model, positions, block, chunks=chunks) / positions)
             full.append(full_attention_share(self.model, positions, block, chunks=chunks))
         per_token, unwindowed = (np.array(values)[index].reshape(own.shape) for values in (pairs, full))
@@ -205,7 +215,7 @@ class TrainingStep:
     def passed(self, nbytes: Number) -> Number:
         """HBM bytes of a pass that reads and writes ``nbytes``: XLA keeps one end in VMEM if that leaves any of it."""
         chip = self.slice.chip
-        if chip.kind != "tpu":
+        if not self.habits.small_in_vmem:
             return 2.0 * nbytes
         return nbytes * np.where(np.asarray(nbytes) < chip.vmem_bytes / chip.devices, 1.0, 2.0)
 
@@ -331,7 +341,7 @@ class TrainingStep:
         ``head`` is the size of a head if the weight has a dim of them. ``shape`` may be that of one of several
         ``experts``.
         """
-        if self.slice.chip.kind != "tpu":
+        if not self.habits.scatters_tiles:
             return 0.0
         parts, whole_tiles = self.strategies.devices(*GATHER_AXES), self.rates.overlap.whole_tiles
         if not np.any(parts > 1):
@@ -360,13 +370,13 @@ class TrainingStep:
         """Permutes after gradients of a weight [rows, columns] are scattered over fsdp, and rows in each, [C, 1]."""
         parts = self.strategies.devices(*GATHER_AXES)
         part = np.asarray(self.widths.stored(rows)) / parts
-        if self.slice.chip.kind != "tpu" or not self.rates.overlap.whole_tiles or not np.any(part % VPU[0]):
+        if not self.habits.scatters_tiles or not self.rates.overlap.whole_tiles or not np.any(part % VPU[0]):
             return 0.0, 0.0
         return shifts(part, parts), next_multiple(part, VPU[0])
 
     def padded_in_pieces(self, shape: MatmulShape) -> Number:
         """1 where fsdp scatters gradients of a weight in parts that its pieces pad, and permutes move rows, [C, K]."""
-        if self.slice.chip.kind != "tpu" or not self.rates.overlap.whole_tiles:
+        if not self.habits.scatters_tiles or not self.rates.overlap.whole_tiles:
             return 0.0
         parts = self.strategies.devices(*GATHER_AXES)
         part = np.asarray(self.widths.stored(shape.k)) / parts
@@ -500,7 +510,7 @@ class TrainingStep:
         XLA lays that dim into the lanes of registers which it pads least: D or F, as a device has them.
         """
         moe = self.model.moe
-        if moe is None or self.slice.chip.kind != "tpu":
+        if moe is None or not self.habits.pads_lanes:
             return np.ones_like(self.tensor)
         rows = self.widths.stored(self.model.d_model) / self.strategies.devices(*GATHER_AXES)
         padding: Floats = reduce(

@@ -12,11 +12,10 @@ from rooftop.core.ledger import CollectiveKind, Number
 from rooftop.core.rounding import next_multiple
 from rooftop.core.scopes import Phase
 from rooftop.models.attention import attention_kind
-from rooftop.models.program_sizes import LANES
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.work.checkpoints import offloads, stacked_bytes, unstacked_bytes
-from rooftop.plan.training.work.elements import VECTOR_OPS, elementwise_passes, norm
+from rooftop.plan.training.work.elements import VECTOR_OPS, norm
 from rooftop.plan.training.work.matmuls.block import MatmulBlock
 from rooftop.plan.training.work.matmuls.work import matmul_work
 from rooftop.plan.training.work.phases import backward, recompute
@@ -87,14 +86,14 @@ def _rotation(step: TrainingStep, count: Number) -> list[Work]:
     model, tokens, heads = step.model, step.tokens, step.widths.heads
     d_qk, _ = attention_kind(model).head_sizes
     queries_keys = tokens * (heads + step.kv_heads) * d_qk * step.element_bytes
-    kernels = elementwise_passes(step)
+    kernels = step.habits.passes
     passes = kernels.rope + (kernels.normed_heads if model.qk_norm else 0.0)
     rope = Work(
         scope="layers/attn/rope", phase="forward", count=count,
         hbm_bytes=passes * step.in_hbm(tokens * heads * d_qk * step.element_bytes) * queries_keys,
         vector_flops=VECTOR_OPS["rope"] * queries_keys / step.element_bytes,
         formula=f"queries and keys {'normalised, ' if model.qk_norm else ''}rotated, transposed, written: "
-        f"{passes:.1f} passes{', but for what stays in VMEM' if step.slice.chip.kind == 'tpu' else ''}",
+        f"{passes:.1f} passes{', but for what stays in VMEM' if step.habits.small_in_vmem else ''}",
     )  # fmt: skip
     return [
         rope,
@@ -147,7 +146,7 @@ class _Core:
         ringed, _ = step.key_exchange
         hops = np.maximum(self.ring - 1, 0)
         queries = step.tokens * step.widths.heads * (d_qk + d_v) / 2 * step.element_bytes
-        lanes = LANES if step.slice.chip.kind == "tpu" else 1
+        lanes = step.lanes
         padded = (next_multiple(d_qk, lanes) + next_multiple(d_v, lanes)) / (d_qk + d_v)
         moved = padded * ((passes.once + passes.hop * hops) * queries + passes.keys_hop * hops * self.keys_values)
         # What small queries leave in VMEM was not read for latent attention.
@@ -211,7 +210,7 @@ def _core_work(core: _Core) -> list[Work]:
     per_pair = float(kernel_flops(chip, d_qk, d_v))
     gradients = float(kernel_flops(chip, d_qk, d_v, backward=True, fused=fused))
     again = step.strategies.recomputed("attn_core")
-    nested = step.staged if step.assumptions.own_program else 0.0
+    nested = step.staged if step.habits.staged_loop else 0.0
     if core.reference:
         repeated = core.work("recompute", per_pair / 2 * (1 + again + nested), 1.0)
     else:

@@ -13,8 +13,6 @@ from rooftop.plan.training.step import TrainingStep
 
 #: Checkpoints that no matmul makes; those that the scan over layers keeps in any case are counted with the norms.
 _APART = ("attn_normed", "rope", "attn_core", "mlp_normed")
-#: Passes of XLA:GPU over the checkpoints of a layer: written to their stacks by copies, and copied out of them.
-_STACK_PASSES = 5.0
 
 
 def offloads(step: TrainingStep, count: Number, scopes: Mapping[str, str], *, moe_layer: bool) -> list[Work]:
@@ -37,10 +35,9 @@ def unstacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: boo
 
     Layers are scanned, so that checkpoints of all are stacked. XLA copies a layer's out of the stack (a read and a
     write), and does not fuse that with what reads them. A stage takes a microbatch's out of its buffer in the same way.
-    The layer's input is counted with the norms. XLA:GPU copies them into the stack, too; other frameworks on GPUs have
-    no stacks.
+    The layer's input is counted with the norms.
     """
-    if step.habits.kernels is not None:
+    if not step.habits.unstacked_passes:
         return 0.0
     names = [name for name in scopes if name != "layer_input"]
     elements = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)
@@ -48,8 +45,8 @@ def unstacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: boo
         inside = [name for name in names if name in MLP_CHECKPOINTS]
         # A stage keeps nothing of what happens next to its experts.
         elements = elements - step.staged * step.strategies.kept("save", step.model, moe_layer=True, names=inside)
-    passes = _STACK_PASSES if step.slice.chip.kind == "gpu" else 2.0
-    return passes * (1.0 + step.staged) * elements * step.tokens / step.tensor * step.element_bytes
+    passes = step.habits.unstacked_passes * (1.0 + step.staged)
+    return passes * elements * step.tokens / step.tensor * step.element_bytes
 
 
 def stacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bool) -> Number:
@@ -58,7 +55,7 @@ def stacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bool)
     XLA:TPU fuses the results of matmuls with their stacks. The results of norms, of the rotation and of attention's
     kernel are read once more and written; what is small is read from VMEM.
     """
-    if not step.assumptions.own_program or step.slice.chip.kind != "tpu":
+    if not step.habits.stacks_checkpoints:
         return 0.0
     names = [name for name in scopes if name in _APART]
     elements = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)

@@ -32,17 +32,6 @@ _EXPERT_CHECKPOINTS = {
 }
 
 
-#: Passes over the rows of experts on their way there or back, as counted in compiled programs: rows gathered by index,
-#: zeros in empty slots, and copies into the layouts of the AllToAll and of the matmuls.
-_EXCHANGE_PASSES = 4.0
-#: Passes more over rows of experts, in units of bf16, before they are quantised in the forward pass: a read and a write
-#: as float32 (3), a copy of these into the layout of the matmul (4), and a read of float32 in place of bf16 (1).
-#: Counted in the program of DeepSeek-V2-Lite in int8 (docs/accuracy.md).
-_WIDENED_PASSES = 8.0
-#: Passes (a read or a write) of a kernel that puts the rows of experts in order, by token or by expert.
-_PERMUTE_PASSES = 2.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Routed:
     """Tokens of a layer and the rows of experts that a device makes of them."""
@@ -89,16 +78,11 @@ class _Routed:
             # The mask is written and read, and so are the rows.
             masks = 2.0 * self.own * self.slots * step.workload.seq_len * step.element_bytes
             return masks + self.sent + self.own * step.model.d_model * step.element_bytes
-        if step.slice.chip.kind == "gpu":
-            # PyTorch's AllToAll needs rows in order on either side; a dispatcher of nodes has one copy for each GPU
-            # until then. XLA:GPU gathers and scatters rows by index, 10.7 passes in the five times that they are moved.
-            twice = step.habits.kernels is not None and step.habits.dispatch == "experts"
-            return _PERMUTE_PASSES * self.sent * (2.0 if twice else 1.0)
-        return _EXCHANGE_PASSES * step.passed(self.sent)
+        return step.habits.exchange_passes * step.passed(self.sent)
 
     def recomputed(self, name: str) -> Number:
         """1 where a checkpoint is made again, as all are in a stage (``programs.sharding.on_shards``)."""
-        nested = self.step.staged if self.step.assumptions.own_program else 0.0
+        nested = self.step.staged if self.step.habits.staged_loop else 0.0
         again: Number = np.maximum(self.step.strategies.recomputed(name), nested)
         return again
 
@@ -200,7 +184,7 @@ def _copies(routed: _Routed, down: Sequence[MatmulShape], count: Number) -> list
         step.passed(step.stored(down) * local * step.operand_bytes),
         0.0,
     )
-    narrow = step.operand_bytes < step.element_bytes and step.assumptions.own_program
+    narrow = step.operand_bytes < step.element_bytes
     return [
         Work(
             scope="layers/moe/experts", phase="forward", count=count, hbm_bytes=step.model.mlp_matrices * together,
@@ -208,7 +192,7 @@ def _copies(routed: _Routed, down: Sequence[MatmulShape], count: Number) -> list
         ),
         Work(
             scope="layers/moe/experts", phase="forward", count=count,
-            elementwise_bytes=_WIDENED_PASSES * routed.sent if narrow and step.slice.chip.kind == "tpu" else 0.0,
+            elementwise_bytes=step.habits.widened_passes * routed.sent if narrow else 0.0,
             formula="rows of experts made float32 before they are copied into the layout of matmuls in 8 bits",
         ),
     ]  # fmt: skip
@@ -242,9 +226,9 @@ def _shared(routed: _Routed, count: Number) -> list[Work]:
 
 
 def _moved_back(step: TrainingStep, move: Work) -> Work:
-    """The way back of gradients of rows; XLA:GPU has gradients of experts' weights next to it."""
+    """The way back of gradients of rows."""
     back = backward(move, 1.0)
-    if step.slice.chip.kind != "gpu" or step.habits.kernels is not None:
+    if not step.habits.hides_token_gradients:
         return back
     return replace(back, collectives=tuple(replace(one, hides="gradient_scatter") for one in back.collectives))
 

@@ -68,11 +68,11 @@ def head_work(step: TrainingStep) -> list[Work]:
         formula="float32 logits read twice; maximum and sums over the split vocabulary",
     )  # fmt: skip
     losses = [loss, backward(loss, 1.0, collectives=False)]
-    if step.assumptions.own_program:
+    if step.habits.chunked_loss:
         unembed = _in_chunks(step, table, unembed)
         # The derivative of the softmax belongs to the gradients of the unembedding.
         formula = "float32 logits read for the sums over the split vocabulary"
-        passes = _stored_logits(step, logits) if step.slice.chip.kind == "tpu" else 8.0 * logits
+        passes = _stored_logits(step, logits) if step.habits.fused_loss else 8.0 * logits
         losses = [replace(loss, hbm_bytes=passes, formula=formula)]
     work = [*norm(step, "final_norm", count, 0.0), *unembed]
     if model.tied_embeddings:
@@ -107,7 +107,7 @@ def _in_chunks(step: TrainingStep, table: MatmulShape, unembed: Sequence[Work]) 
     chunks = step.loss_chunks
     count = step.tokens * table.n
     logits = _stored_logits(step, count)
-    gradients = logits if step.slice.chip.kind == "tpu" else element * count
+    gradients = logits if step.habits.fused_loss else element * count
     rows, matrix = step.tokens * table.k * element, table.parameters * element
     halved = {name: flops / 2 for name, flops in both.flops.items()}
     of_matrix = Work(
@@ -132,7 +132,7 @@ def _in_chunks(step: TrainingStep, table: MatmulShape, unembed: Sequence[Work]) 
         hbm_bytes=rows + gradients + chunks * matrix, formula="dX: 2 T k n",
     )  # fmt: skip
     work = [replace(forward, hbm_bytes=rows + logits + chunks * matrix), of_rows, of_matrix]
-    if step.slice.chip.kind == "tpu":
+    if step.habits.fused_loss:
         return work
     derivative = Work(
         scope="unembed", phase="backward", count=both.count, hbm_bytes=(4.0 + element) * count,

@@ -24,7 +24,7 @@ def sending_work(step: TrainingStep) -> list[Work]:
     sent = step.tokens * step.model.d_model * step.element_bytes / step.tensor
     transfer = Transfer("permute", STAGE_AXES, sent, "stage")
     copied: Number = 0.0
-    if staged and step.assumptions.own_program:
+    if staged and step.habits.staged_loop:
         copied = 2.0 * step.staged * shared_bytes(step, "save") / step.strategies.chunks
     work = Work(
         scope="pipeline", phase="forward", count=step.strategies.trips if staged else 1.0, collectives=(transfer,),
@@ -41,7 +41,7 @@ def stacking_work(step: TrainingStep, dense: Number, experts: Number) -> list[Wo
     A task fills the gradients of its layers with zeros first. Where a stage may skip a layer, each layer's gradients
     are copied into the stack.
     """
-    if not np.any(step.staged) or not step.assumptions.own_program or step.slice.chip.kind != "tpu":
+    if not np.any(step.staged) or not step.habits.zeroed_sums:
         return []
     sizes, gather = step.layer_parameters, step.strategies.devices(*GATHER_AXES)
     passes = np.where(step.padding_layers > 0, 3.0, 1.0)

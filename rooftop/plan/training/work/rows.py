@@ -28,10 +28,7 @@ from rooftop.plan.training.work.recurrence import mixer_work
 
 def training_ledger(step: TrainingStep) -> Ledger:
     """Every row of the step, with the exposed time of its collectives; figures broadcast to [C, K]."""
-    return price_work(
-        training_work(step), step.strategies, step.rates, step.assumptions, step.last_chunk,
-        fills_stages=step.habits.fills_stages, launch_s=step.launch_s,
-    )  # fmt: skip
+    return price_work(training_work(step), step)
 
 
 def training_work(step: TrainingStep) -> list[Work]:

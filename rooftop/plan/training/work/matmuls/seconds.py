@@ -19,9 +19,6 @@ from rooftop.roofline.achievable import grouped_matmul_seconds
 #: (docs/collective-matmul.md): of their outputs, whose buffers XLA copies; of a gathered stream that the gradients of
 #: weights read, put together from shards; and of a scattered shard, of which a device's own term is added last.
 _BUFFER_PASSES, _WHOLE_PASSES, _SCATTER_PASSES = 2.0, 2.0, 4.0
-#: Pieces of a matmul whose output is scattered piece by piece: Megatron's user buffers have four (Megatron-Bridge's
-#: performance guide).
-_SCATTER_PIECES = 4
 
 #: The matmul of the forward pass, that for gradients of inputs and that for gradients of weights.
 _Kernel = Literal["forward", "inputs", "weights"]
@@ -68,16 +65,16 @@ def _in_pieces(sizes: MatmulSizes, payload: Number, forward_s: Number, inputs_s:
         into, out = out, into
     gathered_s: Number = step.tensor * into(shard)
     scattered_s: Number = out(shard) + 2 * (step.tensor - 1) * out(shard / 2)
-    if step.habits.kernels is not None:
+    if step.habits.scatter_pieces:
         # An input is quantised once; what each piece more costs is the start of its matmul.
         start_s = step.rates.fractions.matmul["16-bit"].start_s
-        gathered_s, scattered_s = into(tokens), out(tokens) + (_SCATTER_PIECES - 1) * start_s
+        gathered_s, scattered_s = into(tokens), out(tokens) + (step.habits.scatter_pieces - 1) * start_s
         gathered_s = gathered_s + (step.tensor - 1) * start_s
     ring = partial(
         RingSteps,
         on=rings,
         members=step.tensor,
-        pieces=0 if step.habits.kernels is None else _SCATTER_PIECES,
+        pieces=step.habits.scatter_pieces,
         at_once=step.rates.overlap.asynchronous == "all",
     )
     gathering, scattering = ring(beside_s=into(shard), sums=False), ring(beside_s=out(shard), sums=True)

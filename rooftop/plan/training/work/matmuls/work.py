@@ -69,7 +69,7 @@ def _operands(sizes: MatmulSizes) -> _OperandBytes:
     step, element, operand = sizes.step, sizes.element, sizes.operand
     # Arrays that share an input read it one by one, and their gradients of it are added up in HBM. Those of matmuls in
     # 8 bits are of 32 bits until the last one.
-    sharing = sizes.block.arrays if len(sizes.block.shapes) == 1 and step.assumptions.own_program else 1
+    sharing = sizes.block.arrays if len(sizes.block.shapes) == 1 and step.habits.separate_arrays else 1
     read, of_input = sharing * sizes.inputs, (sharing - 1) * 2.0 * (4.0 if sizes.narrow else element) + element
     forward = (read + sizes.weights) * operand + sizes.outputs * element
     backward = (sizes.outputs + sizes.weights) * (operand + element) + read * element + sizes.inputs * of_input
@@ -98,7 +98,7 @@ class _MovedBytes:
 def _moved(sizes: MatmulSizes) -> _MovedBytes:
     """The bytes that a block moves besides its operands."""
     step, element, operand = sizes.step, sizes.element, sizes.operand
-    weights, stored, own_program = sizes.weights, sizes.stored, step.assumptions.own_program
+    weights, stored = sizes.weights, sizes.stored
     # An activation is read and written in fewer bits: its maxima are fused into what makes it. A device quantises its
     # own part of a weight, which it reads for the maxima and once more.
     of_weight = weights / sizes.gather * (2.0 * element + operand) if sizes.narrow else 0.0
@@ -106,7 +106,7 @@ def _moved(sizes: MatmulSizes) -> _MovedBytes:
         of_weight = of_weight / step.strategies.microbatches
     quantised = step.habits.quantising_reads * element + step.habits.quantised_copies * operand
     copied: tuple[Number, Number] = (0.0, 0.0)
-    if sizes.block.scope.startswith("layers") and own_program and step.slice.chip.kind == "tpu":
+    if sizes.block.scope.startswith("layers") and step.habits.unstacks_weights:
         # Forward into VMEM. What is not gathered is copied for the backward pass only.
         part = weights / sizes.gather * element
         copied = np.where(sizes.gather > 1, part, 0.0), 2.0 * part
@@ -114,7 +114,7 @@ def _moved(sizes: MatmulSizes) -> _MovedBytes:
         inputs=sizes.inputs * quantised if sizes.narrow else 0.0,
         outputs=sizes.outputs * quantised if sizes.narrow else 0.0,
         weight=of_weight,
-        cut=np.where(stored > weights, (stored + weights) * element, 0.0) if own_program else 0.0,
+        cut=np.where(stored > weights, (stored + weights) * element, 0.0) if step.habits.cuts_padding else 0.0,
         out_of_stack=copied[0],
         out_of_stack_again=copied[1],
     )

@@ -45,13 +45,13 @@ def update_work(step: TrainingStep) -> list[Work]:
     more = np.maximum(step.strategies.microbatches - 1, 0)
     added = total * more * (not step.habits.adds_in_matmuls)
     read = total * gradient
-    if step.assumptions.own_program and step.slice.chip.kind == "tpu":
+    if step.habits.zeroed_sums:
         # The loop over microbatches adds the first one's to zeros. Each microbatch's stacks of layers' gradients begin
         # as zeros, too. Only clipping, and the norm as a metric, read sums once more.
         stacks = step.strategies.microbatches * (shards["dense"] + shards["experts"]) * step.element_bytes
         read = np.where(step.staged, read, stacks)
         added = total * step.strategies.microbatches * (more > 0)
-    if step.assumptions.own_program and np.any(step.staged):
+    if step.habits.staged_loop and np.any(step.staged):
         outside = shards["vocab"] * (1 + step.model.tied_embeddings)
         of_a_trip = (shards["dense"] + shards["experts"]) / step.strategies.chunks + outside
         added = np.where(step.staged, of_a_trip * step.strategies.trips, added)
