@@ -39,7 +39,7 @@ class ElementwisePasses:
 @cache
 def _kernels() -> Mapping[str, ElementwisePasses]:
     """Passes by the name of the kernels."""
-    table = tomllib.loads(Path(__file__).with_name("data").joinpath("kernels.toml").read_text(encoding="utf-8"))
+    table = tomllib.loads((Path(__file__).with_name("data") / "kernels.toml").read_text(encoding="utf-8"))
     return {
         name: ElementwisePasses(**{key: value for key, value in entry.items() if key != "source"})
         for name, entry in table.items()

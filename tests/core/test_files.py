@@ -38,7 +38,6 @@ OWN = {
     "rooftop/requests/request.py": {"_classes"},
     "rooftop/runs/checkpoints.py": {"_publish"},
     "rooftop/frameworks/framework.py": {"_table"},
-    "rooftop/frameworks/habits.py": {"_kernels"},
     "rooftop/runs/restarts.py": {"run"},
     "rooftop/runs/supervise.py": {"is_stopped"},
     "rooftop/serve/api/compiling.py": {"main"},
