@@ -25,10 +25,10 @@ from typing import Any
 from compile import COLUMNS, PAGE, compiled_figures, priced_again, put, read_rows, table, write_rows
 
 from rooftop.core.errors import RooftopError
+from rooftop.frameworks.framework import framework_of
 from rooftop.hardware import Slice
 from rooftop.models import load_model
 from rooftop.plan.training.answer import plan_training
-from rooftop.plan.training.memory import HEADROOM
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import Workload
@@ -129,7 +129,9 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _is_tight(line: Mapping[str, Any]) -> bool:
     """True for a plan that leaves the compiler no room in HBM."""
-    return float(line["planned_peak_bytes"]) > (1 - HEADROOM) * Slice.parse(line["slice"]).chip.hbm_usable_bytes
+    chip = Slice.parse(line["slice"]).chip
+    room = framework_of("rooftop", chip=chip).habits.headroom
+    return float(line["planned_peak_bytes"]) > (1 - room) * chip.hbm_usable_bytes
 
 
 def _order(name: str) -> tuple[int, ...]:

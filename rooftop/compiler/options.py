@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rooftop.arrays.rules import GATHER_AXES, ways
-from rooftop.roofline.overlap import overlap
+from rooftop.frameworks.framework import framework_of
+from rooftop.hardware import chip as find_chip
 
 Purpose = Literal["whole-slice gathers", "no windowed einsums", "pipelined embeddings", "absent GPUs"]
 Options = Mapping[str, bool | int | str]
@@ -34,11 +35,11 @@ def options_for(purpose: Purpose, release: str | None = None) -> dict[str, bool 
 
 def train_options(mesh: Mapping[str, int], chip: str, *, slices: int) -> dict[str, bool | int | str]:
     """Options of XLA:TPU for a train step on axes of these sizes, over ``slices`` of the chip."""
-    schedule, gathered = overlap(chip), ways(mesh, *GATHER_AXES)
+    habits, gathered = framework_of("rooftop", chip=find_chip(chip)).habits, ways(mesh, *GATHER_AXES)
     whole = ways(mesh, *mesh)
-    if gathered in (whole, whole // slices) and schedule.whole_slice_gather == "all_reduce":
+    if gathered in (whole, whole // slices) and habits.gathers_as_sums:
         return options_for("whole-slice gathers")
-    return options_for("no windowed einsums") if gathered > 1 and not schedule.windowed_einsum else {}
+    return options_for("no windowed einsums") if gathered > 1 and habits.slow_windowed_einsums else {}
 
 
 def compile_without_refused(

@@ -107,15 +107,15 @@ def framework_of(
     name: str,
     *,
     chip: Chip,
-    model: ModelConfig,
+    model: ModelConfig | None = None,
     matmul: str = "bf16",
     release: str | None = None,
     settings: Mapping[str, str] = _EMPTY,
 ) -> Framework:
     """The framework ``name`` for a model on a chip, with matmuls in the dtype ``matmul``.
 
-    The newest release by default. Raises RooftopError for a framework, release, setting or value that does not exist,
-    and for a framework that does not run on the chip.
+    Without a ``model`` it has what all models have in common. The newest release by default. Raises RooftopError for a
+    framework, release, setting or value that does not exist, and for a framework that does not run on the chip.
     """
     data = framework_data(name)
     if not runs_on(name, chip):
@@ -203,8 +203,8 @@ def framework_data(name: str) -> Mapping[str, Any]:
     if name not in FRAMEWORKS:
         raise unknown("framework", name, FRAMEWORKS)
     data = _table(name)
-    if "compiler" in data:
-        data["rule"] = [*_table(data["compiler"])["rule"], *data.get("rule", ())]
+    if data.get("compiler") == "xla":
+        data["rule"] = [*_table("xla/programs")["rule"], *_table("xla/libtpu-0.0.42.1")["rule"], *data.get("rule", ())]
     return data
 
 
@@ -232,14 +232,14 @@ class _Job:
     releases: Sequence[str]
     release: str | None
     chip: Chip
-    model: ModelConfig
+    model: ModelConfig | None
     matmul: str
 
     def missing(self, facts: Mapping[str, Any]) -> str | None:
         """The reason why facts are not about the job, as in 'nothing with bf16 matmuls'; None if they are."""
-        chip, kind = self.chip.name, "dense" if self.model.moe is None else "experts"
-        if kind != facts.get("models", kind):
-            return f"for {self.model.name}, which has {'no' if kind == 'dense' else 'its'} experts"
+        chip = self.chip.name
+        if (why := self._other_model(facts.get("models"))) is not None:
+            return why
         if {chip, family_of(chip), self.chip.kind}.isdisjoint(facts.get("chips", (chip,))):
             return f"on {chip}: {', '.join(facts['chips'])}"
         if self.matmul not in facts.get("dtypes", (self.matmul,)):
@@ -251,6 +251,15 @@ class _Job:
             before = self.releases.index(self.release) < self.releases.index(first)
             return f"with {self.name} {self.release}: from {first}" if before else None
         return None
+
+    def _other_model(self, kind: str | None) -> str | None:
+        """The reason why facts about models of a ``kind`` are not about the job's."""
+        if kind is None:
+            return None
+        if self.model is None:
+            return f"for a job without a model: {kind}"
+        own = "dense" if self.model.moe is None else "experts"
+        return None if own == kind else f"for {self.model.name}, which has {'no' if own == 'dense' else 'its'} experts"
 
 
 def _join(parts: dict[str, dict[str, Any]], facts: Mapping[str, Any]) -> None:

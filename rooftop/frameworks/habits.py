@@ -17,6 +17,12 @@ from rooftop.frameworks.launches import GRAPH_PARTS, GraphPart
 State = Literal["xla", "distributed_optimizer", "reserved"]
 
 
+#: Collectives of a layer that run next to computation.
+Asynchronous = Literal["none", "gathers", "all"]
+#: Gradients of weights that a compiler scatters.
+Scatters = Literal["any", "parts", "tiles"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ElementwisePasses:
     """HBM passes (a read or a write of an activation) of elementwise work in one execution, by scope."""
@@ -141,8 +147,23 @@ class Habits:
     between hosts in every hop."""
     exposes_parts_of_nodes: bool = False
     """Nothing hides a transfer of groups over nodes with some GPUs of a node but not all."""
-    scatters_tiles: bool = False
-    """Gradients of a weight whose parts are no whole tiles are summed everywhere, or scattered with padding."""
+    hides_weight_gathers: float = 1.0
+    """Share of the gathers of weights that is next to computation."""
+    hides_gradient_scatters: float = 1.0
+    """Share of the scatters of their gradients."""
+    asynchronous: Asynchronous = "none"
+    """Collectives of a layer that run next to any computation (``rooftop.plan.parts``)."""
+    hides_rings: bool = False
+    """The permutes of collective matmuls overlap them, so that plans may have them."""
+    slow_windowed_einsums: bool = False
+    """The compiler's own collective matmuls of gathered weights take longer than the matmuls that they replace."""
+    sums_whole_slices: bool = False
+    """A ReduceScatter over every device of a slice is an AllReduce."""
+    gathers_as_sums: bool = False
+    """An AllGather over every device of a slice is an AllReduce, unless an option says otherwise."""
+    scatters: Scatters = "any"
+    """Gradients that are scattered: 'any'; of 'parts' that can be cut into pieces, which are padded; of whole 'tiles'.
+    Others are summed on every device (``rooftop.arrays.tiles.summed_whole``)."""
 
     # -- memory
     state: State = "xla"
@@ -151,7 +172,10 @@ class Habits:
     headroom: float = 0.0
     """Share of usable HBM that a search leaves free."""
     small_in_vmem: bool = False
-    """Arrays that are small stay in VMEM from one operation to the next."""
+    """One end of a pass over a small array is in VMEM."""
+    vmem_share: float = 0.0
+    """Share of VMEM below which arrays around attention stay there from one operation to the next, the smaller the more
+    of them."""
     pads_lanes: bool = False
     """Arrays whose last dim does not fill registers are padded, and tied tables copied into whole ones."""
     gradients_by_loop: bool = False

@@ -41,8 +41,8 @@ import numpy.typing as npt
 
 from rooftop.core.ledger import CollectiveKind, Number
 from rooftop.core.scopes import Phase
+from rooftop.frameworks.habits import Asynchronous
 from rooftop.plan.pricing import StagePart, Transfer, Work
-from rooftop.roofline.overlap import Asynchronous
 
 #: A pass with the part of its work, and a kind of transfers in it: their time is exposed by one share.
 Group = tuple[tuple[str, str], str]

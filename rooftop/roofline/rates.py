@@ -19,7 +19,6 @@ from rooftop.roofline.achievable import (
     matmul_fraction,
 )
 from rooftop.roofline.collectives import NetworkRates
-from rooftop.roofline.overlap import Overlap, overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +27,6 @@ class Rates:
 
     chip: Chip
     fractions: Fractions
-    overlap: Overlap
 
     @classmethod
     def of(cls, chip: Chip) -> Rates:
@@ -121,7 +119,7 @@ class Rates:
 
 @lru_cache(maxsize=64)
 def _rates(chip: Chip) -> Rates:
-    return Rates(chip=chip, fractions=fractions(chip), overlap=overlap(chip.name))
+    return Rates(chip=chip, fractions=fractions(chip))
 
 
 def device_stats(chip: Chip) -> Mapping[str, str | float]:

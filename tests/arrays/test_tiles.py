@@ -24,8 +24,8 @@ from rooftop.arrays.tiles import (
     summed_whole,
 )
 from rooftop.core.errors import RooftopError
+from rooftop.frameworks.framework import framework_of
 from rooftop.hardware import Slice
-from rooftop.roofline.overlap import overlap
 
 Ints = npt.NDArray[np.int64]
 
@@ -243,7 +243,7 @@ _MISSED = pytest.mark.xfail(strict=True, reason="XLA's choice over long rings is
 )
 def test_gradients_that_xla_does_not_scatter(row: dict[str, str]) -> None:
     shape = tuple(int(size) for size in row["shape"].split("x"))
-    whole_tiles = overlap(row["slice"].partition(":")[0]).whole_tiles
+    whole_tiles = framework_of("rooftop", chip=Slice.parse(row["slice"]).chip).habits.scatters == "tiles"
     assert summed_whole(shape, int(row["parts"]), whole_tiles=whole_tiles) == (row["kind"] == "all_reduce")
 
 

@@ -11,6 +11,7 @@ from rooftop.arrays import Mesh
 from rooftop.arrays.rules import COLUMN_AXES, GATHER_AXES
 from rooftop.core.ledger import CollectiveKind
 from rooftop.core.scopes import Phase
+from rooftop.frameworks.habits import Asynchronous
 from rooftop.hardware import Slice
 from rooftop.models import load_model
 from rooftop.plan.layouts import from_mesh
@@ -22,7 +23,6 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Workload
-from rooftop.roofline.overlap import Asynchronous
 
 #: Scope, phase, seconds of computation, and transfers: kind, assumption, pieces, seconds.
 _Line = tuple[str, Phase, float, list[tuple[CollectiveKind, Hiding, float, float]]]

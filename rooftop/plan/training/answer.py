@@ -26,7 +26,6 @@ from rooftop.plan.training.search import Sweep, SweepOptions, best_of, plan_of, 
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import MOST_TOKENS
 from rooftop.roofline.achievable import fractions
-from rooftop.roofline.overlap import overlap
 
 #: Layouts (the best ones of the search) among which a changed job looks again.
 LOOK_AGAIN = 32
@@ -251,7 +250,7 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
     if 2 * workload.batch_tokens <= MOST_TOKENS:
         larger = replace(workload, batch_tokens=2 * workload.batch_tokens)
         yield JobChange(text="twice the batch", problem=replace(problem, workload=larger))
-    shares = problem.assumed.shares(overlap(chip.name))
+    shares = problem.assumed.shares(problem.program.habits)
     for name, text in (
         ("weight_gather", "asynchronous weight AllGathers"),
         ("gradient_scatter", "asynchronous gradient ReduceScatters"),
@@ -259,7 +258,7 @@ def _changes(problem: Problem) -> Iterator[JobChange]:
         if shares[name] < 1:
             hidden = replace(assumptions, hidden={**assumptions.hidden, name: 1.0})
             yield JobChange(text=text, problem=replace(problem, assumptions=hidden))
-    if problem.pinned("collective_matmuls") is False and overlap(chip.name).collective_matmuls:
+    if problem.pinned("collective_matmuls") is False and problem.program.habits.hides_rings:
         yield JobChange(text="collective matmuls over tensor", problem=replace(problem, collective_matmuls=True))
     able = matmul_dtypes(problem.program.name, MATMUL_DTYPES)
     faster_dtypes = (dtype for dtype in able if chip.flops_per_s.get(dtype, 0.0) > chip.flops_per_s.get("bf16", 0.0))

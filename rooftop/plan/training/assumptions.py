@@ -9,11 +9,11 @@ from typing import Literal
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import Record
+from rooftop.frameworks.habits import Habits
 from rooftop.plan.pricing import parse_shares, require_shares
-from rooftop.roofline.overlap import Overlap
 
 #: Largest share of each transfer's time that can overlap computation, unless a schedule of the compiler says otherwise
-#: (``rooftop.roofline.overlap`` has the first two by chip). A collective between two dependent matmuls is exposed
+#: (``rooftop.frameworks`` has the first two by chip). A collective between two dependent matmuls is exposed
 #: unless it is written as a collective matmul. ``context`` and ``stage`` are written to overlap;
 #: their 0.9 is assumed, not measured.
 HIDDEN: Mapping[str, float] = MappingProxyType(
@@ -64,9 +64,13 @@ class Assumptions(Record):
         if self.calibration <= 0:
             raise RooftopError("calibration", self.calibration, "a positive factor")
 
-    def shares(self, schedule: Overlap) -> dict[str, float]:
-        """The share of each transfer that may hide: as given, else by the compiler's schedule, else ``HIDDEN``."""
-        return {**HIDDEN, **schedule.hidden, **self.hidden}
+    def shares(self, habits: Habits) -> dict[str, float]:
+        """The share of each transfer that may hide: as given, else by the program's schedule, else ``HIDDEN``."""
+        scheduled = {
+            "weight_gather": habits.hides_weight_gathers,
+            "gradient_scatter": habits.hides_gradient_scatters,
+        }
+        return {**HIDDEN, **scheduled, **self.hidden}
 
     def with_hidden(self, text: str) -> Assumptions:
         """These assumptions with some changed, from 'weight_gather=1,tensor=0.5'."""

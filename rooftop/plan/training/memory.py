@@ -117,7 +117,7 @@ def _outside_vmem(step: TrainingStep, classes: Sequence[Number], at_loss: npt.ND
     small: of VMEM, the share that the largest array of a layer, or a chunk of the loss, leaves to them is theirs. What
     the attention kernel writes for its gradient, the log-sum-exps of a layer, is in HBM all the same.
     """
-    if not step.rates.overlap.small_in_vmem:
+    if not step.habits.vmem_share:
         return list(classes)
     model, chip = step.model, step.slice.chip
     widths: Number = np.float64(model.d_model)
@@ -316,9 +316,9 @@ def _layer_backward(step: TrainingStep) -> Number:
     # A ring also has its running sums, and the keys and values in transit.
     ring = np.where(step.strategies.devices(*SEQUENCE_AXES) > 1, 5.0 * heads * d_v, 0.0)
     streams = 3.0 * hidden + 5.0 * step.tensor * model.d_model
-    if step.rates.overlap.asynchronous == "all":
+    if step.habits.asynchronous == "all":
         streams = streams + _kept_late(step, hidden, heads)
-    if step.rates.overlap.asynchronous == "gathers" and moe is None and step.habits.as_scheduled:
+    if step.habits.asynchronous == "gathers" and moe is None and step.habits.as_scheduled:
         streams = np.where(step.staged > 0, streams, _streams_of_mlp(step, hidden, heads))
     if step.operand_bytes < step.element_bytes and model.mla is None:
         streams = np.maximum(streams, 2.0 * hidden + 8.0 * step.tensor * model.d_model)
@@ -405,12 +405,12 @@ def _table_pieces(step: TrainingStep) -> Number:
     On TPU7x SparseCores copy a tied table. Elsewhere, an untied one of which a device's rows do not fill registers
     arrives in padded pieces. XLA has room for its gradient by then if the gather is asynchronous.
     """
-    overlap, vocab = step.rates.overlap, step.widths.vocab
+    habits, vocab = step.habits, step.widths.vocab
     if step.model.tied_embeddings:
-        return step.model.d_model * vocab if overlap.asynchronous == "all" else 0.0
+        return step.model.d_model * vocab if habits.asynchronous == "all" else 0.0
     parts = step.strategies.devices(*GATHER_AXES)
     rows = step.widths.stored(step.model.d_model) / parts
-    ahead = step.strategies.gathers_ahead(overlap) | (overlap.asynchronous == "all")
+    ahead = step.strategies.gathers_ahead(habits) | (habits.asynchronous == "all")
     # Up to half a register has tiles of its own size.
     padded = np.where(rows > VPU[0] / 2, next_multiple(rows, VPU[0]), rows)
     return np.where(ahead & (parts > 1) & (rows % VPU[0] > 0), parts * padded * vocab, 0.0)

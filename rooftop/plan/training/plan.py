@@ -406,7 +406,7 @@ class TrainingPlan:
     def document(self) -> TrainingPlanDocument:
         """The plan as a record."""
         problem, numerics = self.problem, self.problem.formats
-        assumptions = replace(problem.assumed, hidden=problem.assumed.shares(self.step.rates.overlap))
+        assumptions = replace(problem.assumed, hidden=problem.assumed.shares(self.step.habits))
         flops = flops_per_token(problem.model, problem.workload.seq_len)
         return TrainingPlanDocument(
             kind="train",

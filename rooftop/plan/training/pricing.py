@@ -19,11 +19,11 @@ import numpy.typing as npt
 from rooftop.arrays.rules import COLUMN_AXES, GATHER_AXES, STAGE_AXES
 from rooftop.core.ledger import CollectiveKind, Ledger, Number, Row
 from rooftop.core.scopes import Phase
+from rooftop.frameworks.habits import Asynchronous
 from rooftop.plan.parts import Group, LayerParts, group
 from rooftop.plan.pricing import ALWAYS, RingSteps, StagePart, Transfer, Work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.strategies import RING_HOP, Strategies
-from rooftop.roofline.overlap import Asynchronous
 from rooftop.roofline.rates import Rates
 from rooftop.scheduling.pipeline import ModelPart, StageOp
 
@@ -52,7 +52,7 @@ def _hidden_with(item: Work, transfer: Transfer, asynchronous: Asynchronous) -> 
 
 def _asynchronous(step: TrainingStep) -> Asynchronous:
     """The collectives of which the compiler's order within a layer decides what is hidden."""
-    return step.rates.overlap.asynchronous if step.habits.as_scheduled else "none"
+    return step.habits.asynchronous if step.habits.as_scheduled else "none"
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class _Durations:
                 steps = [self._part(step, axes, ("ici",)) for step in ("reduce_scatter", "all_gather")]
                 in_steps = _sum(*steps, self._part(kind, axes, ("dcn",)))
                 line = _where((within < devices) & (bound | (within > 1)), in_steps, line)
-            if kind == "reduce_scatter" and self.rates.overlap.whole_slice_scatter == "all_reduce":
+            if kind == "reduce_scatter" and self.step.habits.sums_whole_slices:
                 # A compiler that cannot scatter over a whole slice sums everything everywhere, and keeps a part. Nor
                 # does it scatter within slices and between them.
                 whole, crosses = within * slice_.num_slices == slice_.devices, (within > 1) & (within < devices)
@@ -231,7 +231,7 @@ class _Times:
             compute=[durations.compute_s(item) for item in work],
             transfers=[[durations.transfer_s(transfer) for transfer in item.collectives] for item in work],
             host=[durations.host_s(item) for item in work],
-            exposed=_Busy.of(work, durations).exposed(step.assumptions.shares(step.rates.overlap)),
+            exposed=_Busy.of(work, durations).exposed(step.assumptions.shares(step.habits)),
             factor=step.assumptions.calibration * step.rates.step,
             asynchronous=_asynchronous(step),
         )
@@ -278,12 +278,12 @@ class _Busy:
         habits, asynchronous = durations.step.habits, _asynchronous(durations.step)
         staged = np.where(durations.strategies.devices(*STAGE_AXES) > 1, 1.0, 0.0)
         shared = durations.strategies.share_links(GATHER_AXES, COLUMN_AXES) if asynchronous == "all" else False
-        busy, schedule = cls(parts=LayerParts(asynchronous, shared=shared), staged=staged), durations.rates.overlap
+        busy = cls(parts=LayerParts(asynchronous, shared=shared), staged=staged)
         # A share that users set is kept to.
-        is_scheduled = durations.step.assumptions.shares(schedule)["weight_gather"] == schedule.hidden["weight_gather"]
+        is_scheduled = durations.step.assumptions.shares(habits)["weight_gather"] == habits.hides_weight_gathers
         if asynchronous != "all" and habits.as_scheduled and is_scheduled:
             least = durations.strategies.groups is not None
-            crosses, ahead = durations.crosses, durations.strategies.gathers_ahead(schedule)
+            crosses, ahead = durations.crosses, durations.strategies.gathers_ahead(habits)
             busy = replace(busy, parts=LayerParts(asynchronous, crosses=crosses, ahead=ahead, least=least))
         counted = asynchronous != "none" or bool(np.any(busy.parts.gathers_hide))
         # A transfer that is done twice, as in a recomputation, is priced once.
@@ -368,7 +368,7 @@ def expected_s(work: Sequence[Work], step: TrainingStep) -> Number:
     rates, assumptions = step.rates, step.assumptions
     busy = _Busy.of(work, _Durations(step))
     seconds = dict(busy.compute)
-    for key, share in busy.exposed(assumptions.shares(rates.overlap)).items():
+    for key, share in busy.exposed(assumptions.shares(step.habits)).items():
         for owner, transfers in busy.transfers[key].items():
             seconds[owner] = seconds.get(owner, 0.0) + share * transfers
     factor = assumptions.calibration * rates.step

@@ -41,7 +41,6 @@ from rooftop.plan.training.pricing import expected_s
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.strategies import Strategies, choices
 from rooftop.plan.training.work.rows import training_work
-from rooftop.roofline.overlap import overlap
 
 #: The batch in one piece: padding of layouts, before any other choice.
 _WHOLE = Choice(remat="none")
@@ -635,7 +634,7 @@ def searched_switches(problem: Problem, layouts: Layouts) -> dict[str, tuple[boo
     tensor = layouts.along(*COLUMN_AXES).max(initial=1) > 1
     plain = problem.formats.matmul == problem.formats.compute
     worth = {
-        "collective_matmuls": tensor and plain and overlap(problem.slice.chip.name).collective_matmuls,
+        "collective_matmuls": tensor and plain and problem.program.habits.hides_rings,
         "experts_over_tensor": tensor and problem.model.moe is not None,
     }
     settings: dict[str, tuple[bool, ...]] = {}

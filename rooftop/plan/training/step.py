@@ -222,9 +222,9 @@ class TrainingStep:
     def in_hbm(self, nbytes: Number) -> Number:
         """Share of the passes over an array around attention that go to HBM: XLA keeps what is small in VMEM, [C, K].
 
-        ``Overlap.small_in_vmem`` is the share of VMEM from which nothing is kept; below it, less in proportion.
+        ``Habits.vmem_share`` is the share of VMEM from which nothing is kept; below it, less in proportion.
         """
-        chip, small = self.slice.chip, self.rates.overlap.small_in_vmem
+        chip, small = self.slice.chip, self.habits.vmem_share
         if not small:
             return 1.0
         return np.minimum(np.asarray(nbytes) / (small * chip.vmem_bytes / chip.devices), 1.0)
@@ -341,9 +341,9 @@ class TrainingStep:
         ``head`` is the size of a head if the weight has a dim of them. ``shape`` may be that of one of several
         ``experts``.
         """
-        if not self.habits.scatters_tiles:
+        if self.habits.scatters == "any":
             return 0.0
-        parts, whole_tiles = self.strategies.devices(*GATHER_AXES), self.rates.overlap.whole_tiles
+        parts, whole_tiles = self.strategies.devices(*GATHER_AXES), self.habits.scatters == "tiles"
         if not np.any(parts > 1):
             return 0.0
         first, index = self._weight_splits
@@ -370,13 +370,13 @@ class TrainingStep:
         """Permutes after gradients of a weight [rows, columns] are scattered over fsdp, and rows in each, [C, 1]."""
         parts = self.strategies.devices(*GATHER_AXES)
         part = np.asarray(self.widths.stored(rows)) / parts
-        if not self.habits.scatters_tiles or not self.rates.overlap.whole_tiles or not np.any(part % VPU[0]):
+        if self.habits.scatters != "tiles" or not np.any(part % VPU[0]):
             return 0.0, 0.0
         return shifts(part, parts), next_multiple(part, VPU[0])
 
     def padded_in_pieces(self, shape: MatmulShape) -> Number:
         """1 where fsdp scatters gradients of a weight in parts that its pieces pad, and permutes move rows, [C, K]."""
-        if not self.habits.scatters_tiles or not self.rates.overlap.whole_tiles:
+        if self.habits.scatters != "tiles":
             return 0.0
         parts = self.strategies.devices(*GATHER_AXES)
         part = np.asarray(self.widths.stored(shape.k)) / parts

@@ -20,11 +20,11 @@ from rooftop.arrays.rings import closes
 from rooftop.arrays.rules import AXES, GATHER_AXES, STAGE_AXES
 from rooftop.capabilities import Choice
 from rooftop.core.ledger import Number
+from rooftop.frameworks.habits import Habits
 from rooftop.models import ModelConfig
 from rooftop.models.activations import CHECKPOINTS, kept_widths
 from rooftop.plan.layouts import Layouts, Ways
 from rooftop.roofline.collectives import Price, price, ring_hop
-from rooftop.roofline.overlap import Overlap
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule, SlotCounts, SlotMix, slot_counts
 
 #: The share of the 1F1B bubble that each pipeline schedule leaves idle. In the zero-bubble one (ZB-H1, Qi et al.
@@ -170,12 +170,12 @@ class Strategies:
         ways = self._ways_of(axes).ways
         return ways.within_slice[ways.of][:, None]
 
-    def gathers_ahead(self, overlap: Overlap) -> npt.NDArray[np.bool_]:
+    def gathers_ahead(self, habits: Habits) -> npt.NDArray[np.bool_]:
         """True where weights are gathered asynchronously within slices, but not all collectives are, [C, 1]."""
         slice_ = self.layouts.slice
         whole: npt.NDArray[np.bool_] = self.within_slice(*GATHER_AXES) * slice_.num_slices == slice_.devices
         # Over whole slices options of the compiler make it so: see ``rooftop.compiler.options``.
-        return whole & (overlap.whole_slice_gather == "all_reduce") | (overlap.asynchronous == "gathers")
+        return whole & habits.gathers_as_sums | (habits.asynchronous == "gathers")
 
     def share_links(self, axes: tuple[str, ...], others: tuple[str, ...]) -> npt.NDArray[np.bool_]:
         """True where both have devices along one physical axis: their transfers wait for each other, [C, 1].

@@ -75,7 +75,7 @@ def _in_pieces(sizes: MatmulSizes, payload: Number, forward_s: Number, inputs_s:
         on=rings,
         members=step.tensor,
         pieces=step.habits.scatter_pieces,
-        at_once=step.rates.overlap.asynchronous == "all",
+        at_once=step.habits.asynchronous == "all",
     )
     gathering, scattering = ring(beside_s=into(shard), sums=False), ring(beside_s=out(shard), sums=True)
     added = rings * _SCATTER_PASSES * payload / step.tensor
