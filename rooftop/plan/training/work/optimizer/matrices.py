@@ -19,16 +19,14 @@ from rooftop.plan.training.step import TrainingStep
 class StackedMatrix:
     """A stacked weight: one matrix [rows, columns] as all devices store it, [C, 1].
 
-    Fsdp splits its rows. Tensor splits its columns if ``in_columns`` is 1 and its rows if 0, or nothing if None. Of
-    several heads the columns are [heads, ``head``], and tensor splits the heads. ``arrays`` weights are alike, each of
-    so many ``experts`` on a device: ``whole`` ones if tensor deals them out. ``when`` is 1 where the weight is stored
-    like this.
+    Fsdp splits its rows. Tensor splits its columns if ``in_columns`` is 1 and its rows if 0, or nothing if None.
+    ``arrays`` weights are alike, each of so many ``experts`` on a device: ``whole`` ones if tensor deals them out.
+    ``when`` is 1 where the weight is stored like this.
     """
 
     rows: Number
     columns: Number
     in_columns: Number | None
-    head: int | None = None
     arrays: int = 1
     experts: Number | None = None
     whole: bool = False
@@ -85,12 +83,11 @@ def _mlp_matrices(step: TrainingStep, hidden: int, experts: Number | None = None
 def _attention_matrices(step: TrainingStep) -> Iterator[StackedMatrix]:
     model, widths, tensor = step.model, step.widths, step.tensor
     d, h, copied = model.d_model, model.d_head, widths.copied_keys > 0
-    yield StackedMatrix(rows=widths.stored(d), columns=widths.heads * tensor * h, in_columns=1, head=h)
+    yield StackedMatrix(rows=widths.stored(d), columns=widths.heads * tensor * h, in_columns=1)
     yield StackedMatrix(
         rows=np.where(copied, widths.spread(d), widths.stored(d)),
         columns=np.where(copied, model.kv_heads, step.kv_heads * tensor) * h,
         in_columns=1 - widths.copied_keys,
-        head=h,
         arrays=2,
     )
     yield StackedMatrix(rows=widths.stored(widths.heads * h) * tensor, columns=d, in_columns=0)
@@ -102,8 +99,8 @@ def _latent_matrices(step: TrainingStep, mla: MLA) -> Iterator[StackedMatrix]:
     if mla.q_rank is not None:
         yield StackedMatrix(rows=widths.stored(d), columns=mla.q_rank, in_columns=None)
     queries = heads * model.d_head
-    yield StackedMatrix(rows=widths.stored(mla.q_rank or d), columns=queries, in_columns=1, head=model.d_head)
+    yield StackedMatrix(rows=widths.stored(mla.q_rank or d), columns=queries, in_columns=1)
     yield StackedMatrix(rows=widths.stored(d), columns=mla.kv_rank + mla.d_rope, in_columns=None)
     head = mla.d_nope + mla.d_v
-    yield StackedMatrix(rows=widths.stored(mla.kv_rank), columns=heads * head, in_columns=1, head=head)
+    yield StackedMatrix(rows=widths.stored(mla.kv_rank), columns=heads * head, in_columns=1)
     yield StackedMatrix(rows=widths.stored(widths.heads * mla.d_v) * step.tensor, columns=d, in_columns=0)

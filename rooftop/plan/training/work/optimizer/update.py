@@ -9,7 +9,6 @@ from rooftop.core.quantities import dtype_bytes
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.training.step import TrainingStep
 from rooftop.plan.training.work.elements import VECTOR_OPS
-from rooftop.plan.training.work.optimizer.adafactor import factored_work
 from rooftop.plan.training.work.optimizer.muon import newton_schulz_work
 
 
@@ -68,5 +67,4 @@ def update_work(step: TrainingStep) -> list[Work]:
             vector_flops=VECTOR_OPS["update"] * total, formula="state read and written once per parameter held",
         ),
         *(newton_schulz_work(step) if step.numerics.update.orthogonalised else ()),
-        *(factored_work(step) if step.numerics.update.factored else ()),
     ]  # fmt: skip
