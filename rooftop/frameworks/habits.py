@@ -19,8 +19,6 @@ State = Literal["xla", "distributed_optimizer", "reserved"]
 
 #: Collectives of a layer that run next to computation.
 Asynchronous = Literal["none", "gathers", "all"]
-#: Gradients of weights that a compiler scatters.
-Scatters = Literal["any", "parts", "tiles"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +67,6 @@ class Habits:
     """Matmuls of weights' gradients add to the sums over microbatches."""
     scatter_pieces: int = 0
     """Pieces of a matmul whose output is scattered next to it; 0: one for each hop of a ring, in halves."""
-    chunked_loss: bool = False
-    """Unembedding and loss are done chunk by chunk, and logits stay in float32."""
-    fused_loss: bool = False
-    """The derivative of the softmax is computed as a matmul reads the logits."""
 
     # -- 8-bit matmuls
     quantises_once: bool = False
@@ -81,8 +75,6 @@ class Habits:
     """Times that an activation is read to be quantised: 2 where its largest value is needed first."""
     quantised_copies: float = 1.0
     """Layouts in which it is then written."""
-    widened_passes: float = 0.0
-    """Passes over rows of experts, in units of the compute dtype, before they are quantised in the forward pass."""
 
     # -- launches
     launch_s: float = 0.0
@@ -118,14 +110,8 @@ class Habits:
     # -- loops and stacks
     unstacked_passes: float = 0.0
     """Passes that take a layer's checkpoints out of the stack of all layers."""
-    stacks_checkpoints: bool = False
-    """Checkpoints that no matmul makes are copied into their stacks."""
     unstacks_weights: bool = False
     """A device's part of a layer's weights is copied out of the stack of all layers before it is gathered."""
-    zeroed_sums: bool = False
-    """Gradients of a loop's layers, and sums over microbatches, begin as zeros that are written."""
-    cuts_padding: bool = False
-    """Rows that fsdp adds are cut off once a weight is gathered, and put to its gradient."""
     fills_stages: bool = False
     """Pipeline stages get layers of all kinds in order, the last stages fewer of them."""
     staged_loop: bool = False
@@ -140,8 +126,6 @@ class Habits:
     hides_gradients: bool = False
     """Inputs gathered for gradients of weights arrive next to matmuls of gradients of inputs, which are summed next to
     those of weights."""
-    hides_behind_attention: bool = True
-    """Transfers hide behind attention kernels, too."""
     steps_between_slices: bool = False
     """Sums over slices are scattered within each, summed between them and gathered; a ring that crosses slices goes
     between hosts in every hop."""
@@ -161,29 +145,17 @@ class Habits:
     """A ReduceScatter over every device of a slice is an AllReduce."""
     gathers_as_sums: bool = False
     """An AllGather over every device of a slice is an AllReduce, unless an option says otherwise."""
-    scatters: Scatters = "any"
-    """Gradients that are scattered: 'any'; of 'parts' that can be cut into pieces, which are padded; of whole 'tiles'.
-    Others are summed on every device (``rooftop.arrays.tiles.summed_whole``)."""
-
     # -- memory
     state: State = "xla"
     """Memory of parameters, gradients and optimizer: 'xla' as XLA's programs; 'distributed_optimizer' as Megatron-LM's,
     which splits the optimizer's part over copies; 'reserved' as PyTorch's allocator has it for FSDP."""
     headroom: float = 0.0
     """Share of usable HBM that a search leaves free."""
-    small_in_vmem: bool = False
-    """One end of a pass over a small array is in VMEM."""
     vmem_share: float = 0.0
     """Share of VMEM below which arrays around attention stay there from one operation to the next, the smaller the more
     of them."""
     pads_lanes: bool = False
     """Arrays whose last dim does not fill registers are padded, and tied tables copied into whole ones."""
-    gradients_by_loop: bool = False
-    """Gradients of layers get their place when the backward pass of their loop begins."""
-    early_zeros: bool = False
-    """Zeros of the layers' gradients are written before the loss."""
-    rounded_logits: bool = False
-    """The rounded gradient of the logits is there next to the logits."""
     table_in_pieces: bool = False
     """The unembedding is there a second time, as it arrives."""
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +17,8 @@ from rooftop.arrays.tiles import (
     default_layout,
     mxu_padding,
     padded_shape,
-    scattered_rows,
-    shifts,
-    summed_whole,
 )
 from rooftop.core.errors import RooftopError
-from rooftop.frameworks.framework import framework_of
 from rooftop.hardware import Slice
 
 Ints = npt.NDArray[np.int64]
@@ -208,66 +202,6 @@ def test_mxu_padding() -> None:
 def test_default_layouts(text: str) -> None:
     compiled = TileLayout.parse(text)
     assert str(default_layout(compiled.dtype, compiled.shape)) == text
-
-
-def _scattered(name: str = "scatter.csv") -> list[dict[str, str]]:
-    """Results of bench/evidence/scatter.py: gradients as XLA:TPU compiled them."""
-    path = Path(__file__).parents[2] / "bench" / "results" / name
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-#: Arrays over long rings that the rule gets wrong, as slice, parts and shape.
-_NOT_AS_RULED = (
-    "v5p:4x4x8-8-4096x128256",
-    "v5p:8x8x8-256-16384x3584",
-    "v5p:8x8x8-256-16384x6656",
-    "v5p:8x8x16-512-16384x13312",
-    "v5p:16x16x16-1024-16384x6656",
-    "v5p:16x20x28-1120-17920x6656",
-    "v6e:8x8-8-4096x16032",
-    "tpu7x:2x2x4-16-3072x32064",
-)
-
-
-def _name(row: dict[str, str]) -> str:
-    return f"{row['slice']}-{row['parts']}-{row['shape']}"
-
-
-_MISSED = pytest.mark.xfail(strict=True, reason="XLA's choice over long rings is not known in full")
-
-
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=_name(row), marks=[_MISSED] * (_name(row) in _NOT_AS_RULED)) for row in _scattered()],
-)
-def test_gradients_that_xla_does_not_scatter(row: dict[str, str]) -> None:
-    shape = tuple(int(size) for size in row["shape"].split("x"))
-    whole_tiles = framework_of("rooftop", chip=Slice.parse(row["slice"]).chip).habits.scatters == "tiles"
-    assert summed_whole(shape, int(row["parts"]), whole_tiles=whole_tiles) == (row["kind"] == "all_reduce")
-
-
-@pytest.mark.parametrize(
-    ("part", "parts", "permutes"),
-    [
-        (48, 96, 0), (43, 96, 10), (22, 96, 8), (75, 96, 6), (28, 256, 32), (52, 256, 19), (14, 512, 64),
-    ],
-)  # fmt: skip
-def test_rows_of_padded_parts_are_moved_by_permutes(part: int, parts: int, permutes: int) -> None:
-    """Permutes counted in compiled programs of bench/evidence/scatter.py."""
-    assert shifts(part, parts) == permutes
-
-
-@pytest.mark.parametrize("row", [pytest.param(row, id=_name(row)) for row in _scattered("scatter_rows.csv")])
-def test_scattered_parts_are_padded_to_pieces(row: dict[str, str]) -> None:
-    rows, columns = (int(size) for size in row["shape"].split("x"))
-    parts = int(row["parts"])
-    assert scattered_rows(rows // parts, columns, parts) == int(row["rows"])
-
-
-def test_scattered_parts_of_several_layouts_are_those_of_each() -> None:
-    parts, columns = np.array([2, 4, 16]), np.array([896, 4096, 3584])
-    assert scattered_rows(4096 / parts, columns, parts).tolist() == [2064, 1040, 288]
 
 
 @pytest.mark.parametrize(("dtype", "what"), [("f64", "32 bits"), ("bf61", "bf16")])

@@ -146,12 +146,7 @@ def test_eight_bits_on_gpus_are_int8() -> None:
     assert not obstacles("tpu7x:2x2x1", "f8_e4m3")
 
 
-def test_the_loss_is_where_most_memory_is_used() -> None:
-    """LLaMA-3 8B as compiled for eight H100 (docs/compile.md): with the zeros of the layers' gradients."""
+def test_memory_is_that_of_the_compiled_program() -> None:
+    """LLaMA-3 8B as compiled for eight H100 (docs/compile.md)."""
     plan = best("llama3-8b", "h100:8", seqs=16, axes="fsdp=8", remat="matmuls")
-    table = 4096 * 128256
-    # Float32 logits of a chunk, and their gradient in bf16.
-    logits = (4.0 + 2.0) * 1024 * 128256
-    streams = 3 * 2.0 * (16 * 4096 / 8) * 4096
-    assert plan.memory["workspace"] == pytest.approx(2 * 2 * table + logits + streams, rel=0.01)
     assert plan.memory_bytes == pytest.approx(42470351916, rel=0.03)

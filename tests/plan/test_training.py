@@ -26,7 +26,6 @@ from rooftop.explain.join import join
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
 from rooftop.models.activations import CHECKPOINTS, SEARCHED
-from rooftop.models.attention import MatmulShape
 from rooftop.models.numerics import Numerics
 from rooftop.models.program_sizes import LANES, block_size, padded_positions
 from rooftop.plan.layouts import enumerate_layouts, from_mesh
@@ -208,7 +207,7 @@ def test_every_offloaded_checkpoint_goes_to_the_host_and_back(model: str, checkp
 
 def at_own_pace(asked: Problem) -> Problem:
     """The problem of a program whose stages wait for their neighbours alone, and repeat nothing."""
-    habits = replace(asked.program.habits, lockstep=False, staged_loop=False, zeroed_sums=False)
+    habits = replace(asked.program.habits, lockstep=False, staged_loop=False)
     return replace(asked, framework=replace(asked.program, habits=habits))
 
 
@@ -446,11 +445,28 @@ def test_data_over_dcn_reduces_gradient_shards() -> None:
 _KNOWN_MISSES = {
     "3-5": {"memory": "0.968: what both layers of a trip of the loop have kept"},
     "3-20": {"time": "0.895: no plan leaves memory free, and XLA multiplies again what it has no room for"},
-    "7-4": {"FLOPs": "5 % fewer: no plan leaves memory free, and XLA multiplies again what it has no room for"},
+    "7-4": {
+        "FLOPs": "5 % fewer: no plan leaves memory free, and XLA multiplies again what it has no room for",
+        "time": "1.077: the loss is fused into the unembedding",
+    },
     "8-2": {"time": "1.065: rows of experts on TPU7x"},
     "h100-fsdp": {"time": "0.941: what a layer's backward pass waits for, and no plan counts: docs/compile.md"},
     "h200-405b": {"time": "0.947: the same, over 32 nodes"},
     "h100-moe": {"time": "0.927: the same, with experts"},
+    # Rules that explained these cost more lines than they moved errors of all plans: bench/results/rules.csv.
+    "v5p-uneven-d": {"time": "0.903: gradients whose parts are no whole tiles are summed on every device"},
+    "pod": {"time": "0.921: the same"},
+    "1-1": {"time": "0.950: the same"},
+    "3-7": {"time": "1.083: the loss is fused into the unembedding"},
+    "3-10": {"time": "1.090: the same"},
+    "3-25": {"time": "1.071: the same"},
+    "3-32": {"time": "1.078: the same"},
+    "tpu7x-rings": {"memory": "0.914: pieces of gathered streams as they arrive"},
+    "tpu7x-muon": {"memory": "0.966: gradients of weights come last, and keep gate and up"},
+    "v5e-shared-keys": {"memory": "1.093: layers of two kinds, whose gradients get their place in turn"},
+    "v5e-stages-uneven": {"memory": "0.966: eight streams next to the loss of a stage"},
+    "3-13": {"memory": "1.055: permutes of padded gradients end the MLP's input early"},
+    "a100-fsdp": {"memory": "0.967: zeros of gradients are written before the loss"},
 }
 
 
@@ -580,27 +596,6 @@ def test_narrow_heads_of_one_sequence_are_kept_padded(remat: str, seqs: int, com
     assert plan.memory_bytes == pytest.approx(compiled, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("on", "axes", "seqs", "compiled"),
-    [
-        ("v5e:4x4", {"fsdp": 2, "tensor": 8}, 8, 2.072e9),
-        ("v5e:4x8", {"fsdp": 4, "tensor": 8}, 16, 1.540e9),
-        ("v5e:4x4", {"tensor": 16}, 4, None),
-    ],
-)
-def test_padded_parts_of_gradients_end_the_input_early(
-    on: str, axes: dict[str, int], seqs: int, compiled: float | None
-) -> None:
-    """Peaks of two compiled layers: over two devices XLA pads the gate's gradients, over four it does not."""
-    asked = problem("llama3-8b", on, axes=axes, seqs=seqs, remat="block", microbatches=1)
-    asked = replace(asked, model=replace(asked.model, layers=2))
-    plan = best(sweep(asked))
-    up = MatmulShape(np.asarray(4096.0), np.asarray(14336.0 / axes["tensor"]))
-    assert np.all(plan.step.padded_in_pieces(up) == (axes.get("fsdp") == 2))
-    if compiled is not None:
-        assert plan.memory_bytes == pytest.approx(compiled, rel=0.025)
-
-
 def test_a_search_leaves_the_compiler_room_in_hbm() -> None:
     asked = problem("qwen3-32b", "v5p:2x2x2", seqs=8, seq_len=2048)
     # Compiled, the plan without remat has 98.6 GB of 102.8, and XLA repeats matmuls and gathers.
@@ -638,22 +633,6 @@ def test_a_plan_without_room_is_too_short_an_estimate_and_names_the_nearest_with
     assert any(line.startswith("its time is an estimate, and too short: at 99% of HBM") for line in lines)
     assert any(line.startswith("nearest with room: v6e:4x4 as ") for line in lines)
     assert plan_training(asked).nearest_with_room is None
-
-
-def test_the_loss_reads_its_logits_once_and_each_chunk_sums_the_matrix() -> None:
-    """As in every compiled program: gradients of the softmax are fused into the matmuls that need them."""
-    asked = replace(problem("qwen3-0.6b", "v5e:4x4", seqs=64, seq_len=2048), axes={"fsdp": 16}, remat="matmuls")
-    rows = best(sweep(replace(asked, microbatches=1))).ledger.rows
-    loss = [row for row in rows if row.scope == "loss"]
-    logits, matrix = 8192 * 151936, 1024 * 151936
-    assert [(row.phase, float(row.hbm_bytes)) for row in loss] == [("forward", 4.0 * logits)]
-    of_matrix = [row for row in rows if row.scope == "unembed" and row.phase == "backward"][1]
-    # 8 chunks of 1,024 tokens: each reads and writes the sum in bf16.
-    assert float(of_matrix.hbm_bytes) == 2.0 * 8192 * 1024 + 4.0 * logits + 8 * 4.0 * matrix
-    # Logits of a small vocabulary stay in VMEM.
-    small = replace(problem("mistral-7b", "v5e:4x4", seqs=16), axes={"fsdp": 4, "tensor": 4}, remat="matmuls")
-    rows = best(sweep(replace(small, microbatches=1))).ledger.rows
-    assert [float(row.hbm_bytes) for row in rows if row.scope == "loss"] == [0.0]
 
 
 def test_a_stage_holds_a_microbatch_more_than_those_in_flight() -> None:
@@ -741,12 +720,13 @@ def test_padded_positions_divide(seq_len: int, ring: int, tensor: int, kernel: A
 
 
 def test_long_sequences_use_the_whole_pod() -> None:
-    """The book's pod has 2^8 x 5 x 7 chips: 128 sequences of 128 Ki tokens are split 35 ways."""
+    """The book's pod has 2^8 x 5 x 7 chips: batch and sequences of 128 Ki tokens are split unevenly."""
     pod = problem("llama3.1-405b", "v5p:16x20x28", seqs=128, seq_len=2**17)
     plan = best(sweep(pod))
     assert plan.fits and not plan.obstacles
-    assert plan.mesh.shape["context"] == 35
-    assert 0 < plan.padding.share < 0.05
+    assert plan.mesh.shape["context"] > 1
+    assert plan.mesh.shape["context"] * plan.mesh.shape["fsdp"] % 35 == 0
+    assert 0 < plan.padding.share < 0.1
 
 
 @settings(max_examples=examples(30), deadline=None)

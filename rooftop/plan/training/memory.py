@@ -32,7 +32,7 @@ from rooftop.core.rounding import next_multiple
 from rooftop.frameworks.habits import State
 from rooftop.models import ModelConfig
 from rooftop.models.activations import MLP_CHECKPOINTS, POLICIES
-from rooftop.models.attention import MatmulShape, attention_kind
+from rooftop.models.attention import attention_kind
 from rooftop.models.program_sizes import LANES
 from rooftop.models.segments import segments
 from rooftop.plan.training.step import TrainingStep
@@ -86,18 +86,14 @@ def training_memory(step: TrainingStep) -> Memory:
     under_way = 2 * staged * saved_bytes(step, "offload") / in_flight(step) / strategies.chunks
     state = (elements - vocab) * numerics.optimizer_bytes + vocab * numerics.table_optimizer_bytes
     optimizer = state + _table_copies(step)
-    loss, layer = _loss(step) + staged * _stage_loss(step), _layer_backward(step)
+    loss, layer = _loss(step), _layer_backward(step)
     saved = saved_bytes(step, "save")
-    in_layers = numerics.gradient_bytes * (elements - vocab)
-    ended, unmade = _at_worst_loop(step, saved, in_layers)
-    # XLA:GPU makes the zeros of the layers' gradients before the loss.
-    zeros = (1 - staged) * in_layers if step.habits.early_zeros else 0.0
-    at_loss = sums + zeros + loss + ended > gradients - unmade + layer + taken
+    at_loss = sums + loss > gradients + layer + taken
     stored = elements * dtype_bytes(numerics.weights)
     classes = (
         np.where(at_loss, loss, layer),
-        saved + under_way + np.where(at_loss, 0.0, taken - ended),
-        np.where(at_loss, sums + zeros, gradients - unmade),
+        saved + under_way + np.where(at_loss, 0.0, taken),
+        np.where(at_loss, sums, gradients),
         weights - copies - stored,
     )
     outside = _outside_vmem(step, classes, at_loss)
@@ -136,35 +132,6 @@ def _outside_vmem(step: TrainingStep, classes: Sequence[Number], at_loss: npt.ND
     written = 4.0 * LANES * step.widths.heads * step.tokens
     outside[0] = np.minimum(np.maximum(outside[0], written), classes[0])
     return outside
-
-
-def _at_worst_loop(step: TrainingStep, saved: Number, gradients: Number) -> tuple[Number, Number]:
-    """Bytes of ``saved`` activations gone, and of layers' ``gradients`` not there yet, where both need most, [C, K].
-
-    Layers that are alike are one loop. The backward pass begins with the last loop, and gradients get their place when
-    their loop begins: then what later layers saved is gone, and earlier layers have no gradients yet.
-    """
-    loops = segments(step.model)
-    if len(loops) == 1 or not step.habits.gradients_by_loop or np.all(step.staged):
-        return 0.0, 0.0
-    sizes, saved_of = step.layer_parameters, _kept(step, "save")
-    parameters = sizes["attn"] + sizes["mlp"], sizes["attn"] + sizes["experts"] + sizes.get("shared", 0.0)
-    shares = [
-        [run.repeats * sum((by_kind[kind.moe] for kind in run.kinds), 0.0) for run in loops]
-        for by_kind in (saved_of, parameters)
-    ]
-    all_saved, unmade = (np.maximum(sum(of_loops, 0.0), 1.0) for of_loops in shares)
-    all_parameters, gone = unmade, np.float64(0.0)
-    most: Number = np.float64(-1.0)
-    worst: tuple[Number, Number] = (0.0, 0.0)
-    for of_saved, of_parameters in zip(*(reversed(of_loops) for of_loops in shares), strict=True):
-        unmade = unmade - of_parameters
-        less = saved * gone / all_saved, gradients * unmade / all_parameters
-        needed = saved - less[0] + gradients - less[1]
-        worst = np.where(needed > most, less[0], worst[0]), np.where(needed > most, less[1], worst[1])
-        most, gone = np.maximum(most, needed), gone + of_saved
-    unstaged = 1.0 - step.staged
-    return unstaged * worst[0], unstaged * worst[1]
 
 
 def book_memory(step: TrainingStep) -> Memory:
@@ -316,8 +283,6 @@ def _layer_backward(step: TrainingStep) -> Number:
     # A ring also has its running sums, and the keys and values in transit.
     ring = np.where(step.strategies.devices(*SEQUENCE_AXES) > 1, 5.0 * heads * d_v, 0.0)
     streams = 3.0 * hidden + 5.0 * step.tensor * model.d_model
-    if step.habits.asynchronous == "all":
-        streams = streams + _kept_late(step, hidden, heads)
     if step.habits.asynchronous == "gathers" and moe is None and step.habits.as_scheduled:
         streams = np.where(step.staged > 0, streams, _streams_of_mlp(step, hidden, heads))
     if step.operand_bytes < step.element_bytes and model.mla is None:
@@ -337,24 +302,10 @@ def _streams_of_mlp(step: TrainingStep, hidden: Number, heads: Number) -> Number
     twice. An output norm adds one more sum; layers that alternate in kind also keep the previous layer's input: five.
     """
     model = step.model
-    up = MatmulShape(np.asarray(float(model.d_model)), step.columns(model.d_ff))
-    again = step.strategies.kept("save", model, moe_layer=False, names=("mlp_up",)) == 0
     plain = model.norm_placement == "pre" and all(len(run.kinds) == 1 for run in segments(model))
-    arrays = 4.0 - again * step.padded_in_pieces(up) if plain else 5.0
+    arrays = 4.0 if plain else 5.0
     d_v = attention_kind(model).head_sizes[1]
     return 3.0 * hidden + np.where(step.tensor > 1, arrays * step.tensor * model.d_model, heads * d_v)
-
-
-def _kept_late(step: TrainingStep, hidden: Number, heads: Number) -> Number:
-    """Elements per token that the backward pass of a layer has more on TPU7x, where gradients of weights come last.
-
-    The gate and the up projection stay for them, of which an activation is made again as it is read; so do the log-sum-
-    exps of the attention kernel, a row of float32 for each query and head. Of collective matmuls it has the pieces of
-    all four gathered streams as they arrive, and puts three of them together: in place of five arrays of the stream.
-    """
-    pieces = 4.0 * (1.0 - 1.0 / step.tensor) - 2.0
-    arriving = step.rings * np.maximum(pieces, 0.0) * step.tensor * step.model.d_model
-    return hidden + 4.0 * heads * LANES / step.element_bytes + arriving
 
 
 def _table_copies(step: TrainingStep) -> Number:
@@ -375,28 +326,18 @@ def _table_copies(step: TrainingStep) -> Number:
     return copies
 
 
-def _stage_loss(step: TrainingStep) -> Number:
-    """Bytes that a stage holds next to the loss, as counted in peaks of compiled programs (docs/accuracy.md).
-
-    They are eight streams: two places for inputs and two for gradients, and what is sent and received, both ways.
-    """
-    return 8.0 * _own(step) * step.model.d_model * step.element_bytes
-
-
 def _loss(step: TrainingStep) -> Number:
     """The unembedding as gathered and its gradient, a chunk's float32 logits, the stream before and its gradient.
 
-    On GPUs the gradient of the logits is there too, rounded for its matmuls. Before the first logits the table may be
-    there a second time, as it arrives (``_table_pieces``).
+    Before the first logits the table may be there a second time, as it arrives (``_table_pieces``).
     """
     table = step.model.d_model * step.widths.vocab
     chunk = step.tokens / step.loss_chunks * step.widths.vocab
     streams = (2.0 * step.tensor + 1.0) * _own(step) * step.model.d_model
-    rounded = chunk if step.habits.rounded_logits else 0.0
     logits = 4.0 * chunk
     if step.habits.table_in_pieces:
         logits = np.maximum(logits, step.element_bytes * _table_pieces(step))
-    return (2.0 * table + streams + rounded) * step.element_bytes + logits
+    return (2.0 * table + streams) * step.element_bytes + logits
 
 
 def _table_pieces(step: TrainingStep) -> Number:

@@ -107,29 +107,11 @@ class _Durations:
             fixed_s, seconds_per_byte = _where(
                 crosses, (hops * hop_s, hops / devices * per_byte), (fixed_s, seconds_per_byte)
             )
-        if np.any(transfer.summed):
-            fixed, per_byte = self._line("all_reduce", transfer.axes)
-            fixed_s = np.where(transfer.summed, fixed, fixed_s)
-            seconds_per_byte = np.where(transfer.summed, per_byte, seconds_per_byte)
         seconds = transfer.pieces * fixed_s + transfer.payload * seconds_per_byte
-        if np.any(transfer.shifts):
-            seconds = seconds + np.where(transfer.summed, 0.0, self._shifts_s(transfer))
         if (ring := transfer.ring) is not None:
             hops = np.maximum(ring.members - 1, 0)
             seconds = np.where(ring.on, hops * self._hop_s(transfer, ring), seconds)
         return seconds if transfer.when is ALWAYS else transfer.when * seconds
-
-    def _shifts_s(self, transfer: Transfer) -> Number:
-        """Seconds of the permutes after a scatter of padded parts, within a part of a slice.
-
-        In an AllToAll every device sends to each other one, half of that either way round at once: in the mean, shifts
-        by one device, by two and so on take twice the time of an AllToAll of as many bytes.
-        """
-        slice_ = self.strategies.layouts.slice
-        within, devices = self.strategies.within_slice(*transfer.axes), self.strategies.devices(*transfer.axes)
-        scattered = (within == devices) & (within * slice_.num_slices < slice_.devices)
-        fixed_s, per_byte = self._line("all_to_all", transfer.axes)
-        return np.where(scattered, transfer.shifts * (fixed_s + 2.0 * per_byte * transfer.shifted), 0.0)
 
     @property
     def crosses(self) -> npt.NDArray[np.bool_]:
@@ -292,7 +274,7 @@ class _Busy:
             owner, window = (item.phase, item.part), _window(item)
             compute = item.count * durations.compute_s(item)
             busy.compute[owner] = busy.compute.get(owner, 0.0) + compute
-            if item.scope.startswith("layers/") and (habits.hides_behind_attention or item.scope != "layers/attn/core"):
+            if item.scope.startswith("layers/") and True:
                 busy.room[window] = busy.room.get(window, 0.0) + compute
             by_kind: dict[Group, Number] = {}
             for transfer in item.collectives:

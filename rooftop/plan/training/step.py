@@ -14,7 +14,7 @@ from functools import cached_property, reduce
 
 import numpy as np
 
-from rooftop.arrays.mesh import Floats, Ints
+from rooftop.arrays.mesh import Floats
 from rooftop.arrays.rules import (
     BATCH_AXES,
     COLUMN_AXES,
@@ -26,7 +26,6 @@ from rooftop.arrays.rules import (
     Rules,
     copy_axes,
 )
-from rooftop.arrays.tiles import VPU, scattered_rows, shifts, summed_whole
 from rooftop.capabilities import AttentionKernel
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
@@ -212,13 +211,6 @@ class TrainingStep:
         share, parts = (np.array(values)[index].reshape(ring.shape) for values in (rings, before))
         return share, parts
 
-    def passed(self, nbytes: Number) -> Number:
-        """HBM bytes of a pass that reads and writes ``nbytes``: XLA keeps one end in VMEM if that leaves any of it."""
-        chip = self.slice.chip
-        if not self.habits.small_in_vmem:
-            return 2.0 * nbytes
-        return nbytes * np.where(np.asarray(nbytes) < chip.vmem_bytes / chip.devices, 1.0, 2.0)
-
     def in_hbm(self, nbytes: Number) -> Number:
         """Share of the passes over an array around attention that go to HBM: XLA keeps what is small in VMEM, [C, K].
 
@@ -334,62 +326,6 @@ class TrainingStep:
         """Elements of the gathered weights of ``shapes`` as they are stored, [C, 1]: with rows that fsdp pads."""
         padded = (MatmulShape(np.asarray(self.widths.stored(shape.k)), shape.n) for shape in shapes)
         return parameters(padded)
-
-    def summed_whole(self, shape: MatmulShape, *, head: int = 0, experts: Number = 0.0) -> Number:
-        """1 where gradients of a weight are summed on every device instead of scattered over fsdp, [C, K].
-
-        ``head`` is the size of a head if the weight has a dim of them. ``shape`` may be that of one of several
-        ``experts``.
-        """
-        if self.habits.scatters == "any":
-            return 0.0
-        parts, whole_tiles = self.strategies.devices(*GATHER_AXES), self.habits.scatters == "tiles"
-        if not np.any(parts > 1):
-            return 0.0
-        first, index = self._weight_splits
-        # Of all choices, only where tensor has its experts matters for a weight.
-        _, columns, switch = np.unique(self.strategies.experts_over_tensor, return_index=True, return_inverse=True)
-        sizes = np.broadcast_arrays(self.widths.stored(shape.k), shape.n, parts)
-        if sizes[0].shape[1] == 1:
-            columns, switch = columns[:1] * 0, np.zeros(1, np.int64)
-        rows, widths, ways = (size[np.ix_(first, columns)].astype(np.int64).reshape(-1).tolist() for size in sizes)
-        several = np.any(np.asarray(experts) > 0)
-
-        def dims(k: int, c: int) -> tuple[int, ...]:
-            # Of experts it matters that there are several: one alone is folded into the rows.
-            return (k, 2, c) if several else (k, c // head, head) if head else (k, c)
-
-        summed = [
-            float(n > 1 and summed_whole(dims(k, c), n, whole_tiles=whole_tiles))
-            for k, c, n in zip(rows, widths, ways, strict=True)
-        ]
-        whole: Number = np.reshape(summed, (len(first), len(columns)))[np.ix_(index, switch.reshape(-1))]
-        return np.where(np.asarray(experts) > 1, whole, 0.0) if several else whole
-
-    def shifts(self, rows: Number) -> tuple[Number, Number]:
-        """Permutes after gradients of a weight [rows, columns] are scattered over fsdp, and rows in each, [C, 1]."""
-        parts = self.strategies.devices(*GATHER_AXES)
-        part = np.asarray(self.widths.stored(rows)) / parts
-        if self.habits.scatters != "tiles" or not np.any(part % VPU[0]):
-            return 0.0, 0.0
-        return shifts(part, parts), next_multiple(part, VPU[0])
-
-    def padded_in_pieces(self, shape: MatmulShape) -> Number:
-        """1 where fsdp scatters gradients of a weight in parts that its pieces pad, and permutes move rows, [C, K]."""
-        if self.habits.scatters != "tiles":
-            return 0.0
-        parts = self.strategies.devices(*GATHER_AXES)
-        part = np.asarray(self.widths.stored(shape.k)) / parts
-        padded = (parts > 1) & (scattered_rows(part, shape.n, parts) > next_multiple(part, VPU[0]))
-        return np.where(padded, 1.0 - self.summed_whole(shape), 0.0)
-
-    @cached_property
-    def _weight_splits(self) -> tuple[Ints, Ints]:
-        """The first layout of each different split of weights, over fsdp and tensor, and which of them each has."""
-        _, first, index = np.unique(
-            self.strategies.devices(*GATHER_AXES) + 1j * self.tensor, return_index=True, return_inverse=True
-        )
-        return first, index.reshape(-1)
 
     @cached_property
     def copied_keys(self) -> Floats:

@@ -14,7 +14,7 @@ from rooftop.core.scopes import Phase
 from rooftop.models.attention import attention_kind
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.training.step import TrainingStep
-from rooftop.plan.training.work.checkpoints import offloads, stacked_bytes, unstacked_bytes
+from rooftop.plan.training.work.checkpoints import offloads, unstacked_bytes
 from rooftop.plan.training.work.elements import VECTOR_OPS, norm
 from rooftop.plan.training.work.matmuls.block import MatmulBlock
 from rooftop.plan.training.work.matmuls.work import matmul_work
@@ -75,7 +75,6 @@ def _projections(step: TrainingStep, count: Number) -> list[Work]:
         keys=True,
         rings=step.rings * (1 - step.widths.copied_keys) if model.mla is None else 0.0,
         arrays=3 if model.mla is None else len(shapes.into),
-        heads=(model.d_head,) if model.mla is None else (model.mla.d_nope + model.mla.d_v, kind.head_sizes[0]),
     )
     latent = block(shapes=shapes.latent, tokens=step.tokens / step.tensor)
     return [*matmul_work(step, latent), *matmul_work(step, into)]
@@ -93,7 +92,7 @@ def _rotation(step: TrainingStep, count: Number) -> list[Work]:
         hbm_bytes=passes * step.in_hbm(tokens * heads * d_qk * step.element_bytes) * queries_keys,
         vector_flops=VECTOR_OPS["rope"] * queries_keys / step.element_bytes,
         formula=f"queries and keys {'normalised, ' if model.qk_norm else ''}rotated, transposed, written: "
-        f"{passes:.1f} passes{', but for what stays in VMEM' if step.habits.small_in_vmem else ''}",
+        f"{passes:.1f} passes{', but for what stays in VMEM' if step.habits.vmem_share else ''}",
     )  # fmt: skip
     return [
         rope,
@@ -172,9 +171,7 @@ class _Core:
         per_score = 12.0 if self.reference else 0.0
         merging = self.merged(_RING_BACKWARD if phase == "backward" else _RING_FORWARD)
         stacking: Number = 0.0
-        if phase == "forward":
-            stacking = stacked_bytes(step, _ATTENTION_CHECKPOINTS, moe_layer=False)
-        elif phase == "backward":
+        if phase == "backward":
             stacking = unstacked_bytes(step, _ATTENTION_CHECKPOINTS, moe_layer=False)
         matmul_s = step.rates.attention_s(
             scores,

@@ -11,9 +11,6 @@ from rooftop.models.activations import MLP_CHECKPOINTS
 from rooftop.plan.pricing import Work
 from rooftop.plan.training.step import TrainingStep
 
-#: Checkpoints that no matmul makes; those that the scan over layers keeps in any case are counted with the norms.
-_APART = ("attn_normed", "rope", "attn_core", "mlp_normed")
-
 
 def offloads(step: TrainingStep, count: Number, scopes: Mapping[str, str], *, moe_layer: bool) -> list[Work]:
     """Offloaded checkpoints of a layer on their way to host memory, and back for the backward pass."""
@@ -47,17 +44,3 @@ def unstacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: boo
         elements = elements - step.staged * step.strategies.kept("save", step.model, moe_layer=True, names=inside)
     passes = step.habits.unstacked_passes * (1.0 + step.staged)
     return passes * elements * step.tokens / step.tensor * step.element_bytes
-
-
-def stacked_bytes(step: TrainingStep, scopes: Iterable[str], *, moe_layer: bool) -> Number:
-    """Bytes that a layer's forward pass moves to keep the named checkpoints, as counted in compiled programs.
-
-    XLA:TPU fuses the results of matmuls with their stacks. The results of norms, of the rotation and of attention's
-    kernel are read once more and written; what is small is read from VMEM.
-    """
-    if not step.habits.stacks_checkpoints:
-        return 0.0
-    names = [name for name in scopes if name in _APART]
-    elements = step.strategies.kept("save", step.model, moe_layer=moe_layer, names=names)
-    copied = elements * (1.0 - step.staged) * step.tokens / step.tensor * step.element_bytes
-    return copied * (1.0 + step.in_hbm(copied / len(names)))

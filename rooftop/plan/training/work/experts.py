@@ -15,7 +15,7 @@ from rooftop.models.config import MoE
 from rooftop.plan.pricing import Transfer, Work, unless
 from rooftop.plan.shapes import mlp_matmuls
 from rooftop.plan.training.step import TrainingStep
-from rooftop.plan.training.work.checkpoints import offloads, stacked_bytes, unstacked_bytes
+from rooftop.plan.training.work.checkpoints import offloads, unstacked_bytes
 from rooftop.plan.training.work.elements import activation, norm
 from rooftop.plan.training.work.matmuls.block import ExpertBatch, MatmulBlock
 from rooftop.plan.training.work.matmuls.work import matmul_work
@@ -78,7 +78,7 @@ class _Routed:
             # The mask is written and read, and so are the rows.
             masks = 2.0 * self.own * self.slots * step.workload.seq_len * step.element_bytes
             return masks + self.sent + self.own * step.model.d_model * step.element_bytes
-        return step.habits.exchange_passes * step.passed(self.sent)
+        return step.habits.exchange_passes * 2.0 * self.sent
 
     def recomputed(self, name: str) -> Number:
         """1 where a checkpoint is made again, as all are in a stage (``programs.sharding.on_shards``)."""
@@ -137,7 +137,6 @@ def _multiplied(routed: _Routed, count: Number) -> list[Work]:
         again=routed.recomputed("mlp_up"),
         experts=batch(tiles=up_tiles),
         arrays=model.mlp_matrices - 1,
-        stacked=stacked_bytes(step, _EXPERT_CHECKPOINTS, moe_layer=True) / local,
     )
     down = block(
         shapes=shapes_down,
@@ -150,7 +149,7 @@ def _multiplied(routed: _Routed, count: Number) -> list[Work]:
     return [
         *matmul_work(step, up),
         shares,
-        *_copies(routed, shapes_down, count),
+        _copies(routed, shapes_down, count),
         *of_shares,
         *activation(step, "layers/moe/experts", count, routed.rows * columns, again=routed.recomputed("mlp_act")),
         *matmul_work(step, down),
@@ -175,27 +174,16 @@ def _shares(routed: _Routed, count: Number) -> list[Work]:
     return [shares, recompute(shares, 1.0), of_shares]
 
 
-def _copies(routed: _Routed, down: Sequence[MatmulShape], count: Number) -> list[Work]:
-    """Copies of gathered weights, and of rows into the layout of matmuls in 8 bits."""
+def _copies(routed: _Routed, down: Sequence[MatmulShape], count: Number) -> Work:
+    """Copies of gathered weights: shards of several experts arrive device by device, and are put together."""
     step, local = routed.step, routed.step.widths.experts
-    # Shards of several experts arrive device by device: a copy puts those of each expert together.
-    together = np.where(
-        (local > 1) & (step.strategies.devices(*GATHER_AXES) > 1),
-        step.passed(step.stored(down) * local * step.operand_bytes),
-        0.0,
-    )
-    narrow = step.operand_bytes < step.element_bytes
-    return [
-        Work(
-            scope="layers/moe/experts", phase="forward", count=count, hbm_bytes=step.model.mlp_matrices * together,
-            formula="gathered weights of several experts put together",
-        ),
-        Work(
-            scope="layers/moe/experts", phase="forward", count=count,
-            elementwise_bytes=step.habits.widened_passes * routed.sent if narrow else 0.0,
-            formula="rows of experts made float32 before they are copied into the layout of matmuls in 8 bits",
-        ),
-    ]  # fmt: skip
+    together = 2.0 * step.stored(down) * local * step.operand_bytes
+    gathered = (local > 1) & (step.strategies.devices(*GATHER_AXES) > 1)
+    return Work(
+        scope="layers/moe/experts", phase="forward", count=count,
+        hbm_bytes=step.model.mlp_matrices * np.where(gathered, together, 0.0),
+        formula="gathered weights of several experts put together",
+    )  # fmt: skip
 
 
 def _combined(routed: _Routed, count: Number) -> list[Work]:

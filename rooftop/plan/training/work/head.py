@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -67,13 +66,8 @@ def head_work(step: TrainingStep) -> list[Work]:
         vector_flops=VECTOR_OPS["loss"] * logits,
         formula="float32 logits read twice; maximum and sums over the split vocabulary",
     )  # fmt: skip
-    losses = [loss, backward(loss, 1.0, collectives=False)]
-    if step.habits.chunked_loss:
-        unembed = _in_chunks(step, table, unembed)
-        # The derivative of the softmax belongs to the gradients of the unembedding.
-        formula = "float32 logits read for the sums over the split vocabulary"
-        passes = _stored_logits(step, logits) if step.habits.fused_loss else 8.0 * logits
-        losses = [replace(loss, hbm_bytes=passes, formula=formula)]
+    if step.habits.staged_loop and np.any(step.staged):
+        unembed = [replace(item, collectives=_summed_in_stages(step, item)) for item in unembed]
     work = [*norm(step, "final_norm", count, 0.0), *unembed]
     if model.tied_embeddings:
         turned = Transfer("all_to_all", COLUMN_AXES, step.held_parameters["vocab"] * step.element_bytes, "all_to_all")
@@ -82,60 +76,20 @@ def head_work(step: TrainingStep) -> list[Work]:
             formula="the embedding table, split over D, split over V instead",
         )  # fmt: skip
         work += [turn, backward(turn, 1.0)]
-    return [*work, *losses]
+    return [*work, loss, backward(loss, 1.0, collectives=False)]
 
 
-def _stored_logits(step: TrainingStep, logits: Number) -> Number:
-    """HBM bytes of a pass over float32 ``logits``: none if XLA keeps those of a chunk in VMEM, of which it takes half.
-
-    Compiled programs keep 33 MB of 128 MiB there, and do not keep 65 MB of 64 MiB.
-    """
-    chip = step.slice.chip
-    chunk = 4.0 * step.tokens / step.loss_chunks * step.widths.vocab
-    return logits * np.where(chunk > chip.vmem_bytes / chip.devices / 2, 4.0, 0.0)
-
-
-def _in_chunks(step: TrainingStep, table: MatmulShape, unembed: Sequence[Work]) -> list[Work]:
-    """The unembedding as our program runs it: chunk by chunk, on TPUs with the loss fused into it.
-
-    Each chunk reads the matrix, and writes its float32 logits. Both gradients read the logits', and that of the matrix
-    reads and writes the sum of the chunks before. On TPUs the derivative of the softmax is computed as the matrix unit
-    reads the logits, and rounded there. On GPUs it is a pass of its own, which rounds.
-    """
-    forward, both = unembed
-    element, dtype = step.element_bytes, step.numerics.compute
-    chunks = step.loss_chunks
-    count = step.tokens * table.n
-    logits = _stored_logits(step, count)
-    gradients = logits if step.habits.fused_loss else element * count
-    rows, matrix = step.tokens * table.k * element, table.parameters * element
-    halved = {name: flops / 2 for name, flops in both.flops.items()}
-    of_matrix = Work(
-        scope="unembed", phase="backward", count=both.count, flops=halved,
-        matmul_s=step.rates.matmul_s(table.k, step.tokens, table.n, dtype),
-        hbm_bytes=rows + gradients + 2.0 * chunks * matrix,
-        formula="dW: 2 T k n; the sum of all chunks read and written for each",
-    )  # fmt: skip
-    collectives = both.collectives
-    if np.any(step.staged):
-        # In a stage each chunk's partial sums are added up over tensor at once, on every device, in float32.
-        summed = Transfer("all_reduce", COLUMN_AXES, 4.0 * step.tokens * table.k, "tensor", step.staged, pieces=chunks)
-        unstaged = 1 - step.staged
-        others = (
-            replace(one, when=one.when * unstaged) if (one.kind, one.axes) == ("reduce_scatter", COLUMN_AXES) else one
-            for one in collectives
-        )
-        collectives = (*others, summed)
-    of_rows = replace(
-        both, collectives=collectives, flops=halved, matmul_s=step.rates.matmul_s(step.tokens, table.n, table.k, dtype),
-        vector_flops=VECTOR_OPS["loss"] * step.tokens * table.n,
-        hbm_bytes=rows + gradients + chunks * matrix, formula="dX: 2 T k n",
-    )  # fmt: skip
-    work = [replace(forward, hbm_bytes=rows + logits + chunks * matrix), of_rows, of_matrix]
-    if step.habits.fused_loss:
-        return work
-    derivative = Work(
-        scope="unembed", phase="backward", count=both.count, hbm_bytes=(4.0 + element) * count,
-        formula="derivative of the softmax: float32 logits read, their gradients written in the dtype of matmuls",
-    )  # fmt: skip
-    return [*work, derivative]
+def _summed_in_stages(step: TrainingStep, item: Work) -> tuple[Transfer, ...]:
+    """The transfers of the unembedding: in a stage each chunk adds up its partial sums on every device, in float32."""
+    scattered = ("reduce_scatter", COLUMN_AXES)
+    transfers: list[Transfer] = []
+    for transfer in item.collectives:
+        if (transfer.kind, transfer.axes) == scattered:
+            nbytes = 4.0 * step.tokens * step.model.d_model
+            transfers.append(replace(transfer, when=transfer.when * (1 - step.staged)))
+            transfers.append(
+                Transfer("all_reduce", COLUMN_AXES, nbytes, "tensor", step.staged, pieces=step.loss_chunks)
+            )
+        else:
+            transfers.append(transfer)
+    return tuple(transfers)

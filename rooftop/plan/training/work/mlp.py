@@ -8,7 +8,7 @@ from rooftop.core.ledger import Number
 from rooftop.plan.pricing import Work
 from rooftop.plan.shapes import mlp_matmuls
 from rooftop.plan.training.step import TrainingStep
-from rooftop.plan.training.work.checkpoints import offloads, stacked_bytes, unstacked_bytes
+from rooftop.plan.training.work.checkpoints import offloads, unstacked_bytes
 from rooftop.plan.training.work.elements import activation, norm
 from rooftop.plan.training.work.matmuls.block import MatmulBlock
 from rooftop.plan.training.work.matmuls.work import matmul_work
@@ -36,7 +36,6 @@ def mlp_work(step: TrainingStep, count: Number) -> list[Work]:
         gathered=stream,
         again=recomputed("mlp_up"),
         arrays=step.model.mlp_matrices - 1,
-        stacked=stacked_bytes(step, _DENSE_CHECKPOINTS, moe_layer=False),
     )
     down = block(
         scope="layers/mlp/down",

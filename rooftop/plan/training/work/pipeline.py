@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rooftop.arrays.rules import GATHER_AXES, REPLICA_AXES, STAGE_AXES
+from rooftop.arrays.rules import REPLICA_AXES, STAGE_AXES
 from rooftop.core.ledger import Number
 from rooftop.plan.pricing import Transfer, Work
 from rooftop.plan.training.memory import shared_bytes
@@ -33,31 +33,6 @@ def sending_work(step: TrainingStep) -> list[Work]:
         "checkpoints of a microbatch put into their buffer",
     )  # fmt: skip
     return [work, replace(backward(work, 1.0), elementwise_bytes=0.0)]
-
-
-def stacking_work(step: TrainingStep, dense: Number, experts: Number) -> list[Work]:
-    """Passes over the stacks of gradients of a stage's layers, as counted in compiled programs.
-
-    A task fills the gradients of its layers with zeros first. Where a stage may skip a layer, each layer's gradients
-    are copied into the stack.
-    """
-    if not np.any(step.staged) or not step.habits.zeroed_sums:
-        return []
-    sizes, gather = step.layer_parameters, step.strategies.devices(*GATHER_AXES)
-    passes = np.where(step.padding_layers > 0, 3.0, 1.0)
-    parts = [("layers/attn/qkv", dense + experts, sizes["attn"])]
-    if step.model.dense_layers:
-        parts.append(("layers/mlp/up", dense, sizes["mlp"]))
-    if step.model.moe is not None:
-        parts += [("layers/moe/experts", experts, sizes["experts"]), ("layers/moe/shared", experts, sizes["shared"])]
-    return [
-        Work(
-            scope=scope, phase="backward", count=count,
-            elementwise_bytes=step.staged * passes * elements / gather * step.element_bytes,
-            formula="gradients of a task's layers begun with zeros, and put into their stack",
-        )
-        for scope, count, elements in parts
-    ]  # fmt: skip
 
 
 def vector_work(step: TrainingStep) -> list[Work]:

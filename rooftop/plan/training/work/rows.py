@@ -22,7 +22,7 @@ from rooftop.plan.training.work.experts import expert_work
 from rooftop.plan.training.work.head import embedding_work, head_work
 from rooftop.plan.training.work.mlp import mlp_work
 from rooftop.plan.training.work.optimizer.update import update_work
-from rooftop.plan.training.work.pipeline import sending_work, stacking_work, vector_work
+from rooftop.plan.training.work.pipeline import sending_work, vector_work
 from rooftop.plan.training.work.recurrence import mixer_work
 
 
@@ -36,7 +36,6 @@ def training_work(step: TrainingStep) -> list[Work]:
     microbatches, alone = step.strategies.microbatches, step.layers_alone
     layers, dense = step.layers - alone.every, step.dense_layers - alone.every_dense
     shared = _layers(step, dense * microbatches, (layers - dense) * microbatches)
-    shared += stacking_work(step, dense * microbatches, (layers - dense) * microbatches)
     if (period := len(segments(step.model)[shared_segment(step.model)].kinds)) > 1:
         shared = [replace(item, period=period) for item in shared]
     if np.any(step.padding_layers):

@@ -36,8 +36,7 @@ class MatmulBlock:
     scattered over it; ``again`` is 1 where the forward pass is recomputed; ``residual`` adds the sum into the residual
     stream. ``keys``: key and value heads are among the columns, which are gathered over tensor too where devices have
     heads in common. Weights are in ``arrays`` arrays, each with collectives of its own, of all ``experts`` at once;
-    ``shapes`` are of one expert. The columns of each shape may be ``heads`` of so many elements. ``stacked`` are bytes
-    of checkpoints that the forward pass moves, ``unstacked`` those that the backward pass moves before it. Where
+    ``shapes`` are of one expert. ``unstacked`` are bytes of checkpoints that the backward pass moves before it. Where
     ``rings`` is 1, shards of the input or the output travel next to the matmul, which is done in pieces.
     """
 
@@ -52,8 +51,6 @@ class MatmulBlock:
     keys: bool = False
     experts: ExpertBatch | None = None
     arrays: int = 1
-    heads: Sequence[int] = ()
-    stacked: Number = 0.0
     unstacked: Number = 0.0
     rings: Number = 0.0
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from rooftop.arrays.rules import COLUMN_AXES, GATHER_AXES, REPLICA_AXES, copy_axes
 from rooftop.core.ledger import CollectiveKind, Number
-from rooftop.models.attention import MatmulShape
 from rooftop.plan.pricing import ALWAYS, RingSteps, Transfer
 from rooftop.plan.training.work.matmuls.block import MatmulSizes
 from rooftop.plan.training.work.matmuls.seconds import BlockSeconds
@@ -110,8 +109,15 @@ def _maxima(sizes: MatmulSizes) -> tuple[tuple[Transfer, ...], tuple[Transfer, .
 def _scattered_gradients(sizes: MatmulSizes) -> tuple[Transfer, ...]:
     """Gradients of weights scattered over fsdp, and in pipeline stages summed over the axes that hold copies."""
     step, block = sizes.step, sizes.block
-    heads = block.heads or (0,) * len(block.shapes)
-    scattered = tuple(_scattered(sizes, shape, head) for shape, head in zip(block.shapes, heads, strict=True))
+    many = len(block.shapes)
+    scattered = tuple(
+        Transfer(
+            "reduce_scatter", GATHER_AXES,
+            sizes.stored_bytes if many == 1 else step.stored([shape]) * sizes.element,
+            "gradient_scatter", pieces=block.pieces / many,
+        )
+        for shape in block.shapes
+    )  # fmt: skip
     if block.keys and np.any(step.copied_keys):
         copied, both, when = step.copied_keys * sizes.element, (*GATHER_AXES, *COLUMN_AXES), step.widths.copied_keys
         scattered += (Transfer("reduce_scatter", both, copied, "gradient_scatter", when, pieces=2),)
@@ -120,20 +126,3 @@ def _scattered_gradients(sizes: MatmulSizes) -> tuple[Transfer, ...]:
         copies = tuple(axis for axis in copy_axes(*block.dims) if axis not in REPLICA_AXES)
         scattered += (Transfer("all_reduce", copies, own, "gradient_scatter", step.staged),)
     return scattered
-
-
-def _scattered(sizes: MatmulSizes, shape: MatmulShape, head: int) -> Transfer:
-    """The gradients of one shape scattered over fsdp; its columns are heads of ``head`` elements, or none."""
-    step, block, many = sizes.step, sizes.block, len(sizes.block.shapes)
-    columns = shape.n if head else sizes.columns(shape)
-    experts = 0.0 if block.experts is None else block.local
-    # Parts of heads or experts are scattered in whole tiles or not at all.
-    moves, rows = (0.0, 0.0) if head or block.experts is not None else step.shifts(shape.k)
-    return Transfer(
-        "reduce_scatter", GATHER_AXES, sizes.stored_bytes if many == 1 else step.stored([shape]) * sizes.element,
-        "gradient_scatter",
-        pieces=block.pieces / many,
-        summed=step.summed_whole(MatmulShape(shape.k, columns), head=head, experts=experts),
-        shifts=moves * block.pieces / many,
-        shifted=rows * columns * sizes.element,
-    )  # fmt: skip

@@ -43,13 +43,6 @@ def update_work(step: TrainingStep) -> list[Work]:
     # lookup and of its matmul are made by different stages, and added one by one.
     more = np.maximum(step.strategies.microbatches - 1, 0)
     added = total * more * (not step.habits.adds_in_matmuls)
-    read = total * gradient
-    if step.habits.zeroed_sums:
-        # The loop over microbatches adds the first one's to zeros. Each microbatch's stacks of layers' gradients begin
-        # as zeros, too. Only clipping, and the norm as a metric, read sums once more.
-        stacks = step.strategies.microbatches * (shards["dense"] + shards["experts"]) * step.element_bytes
-        read = np.where(step.staged, read, stacks)
-        added = total * step.strategies.microbatches * (more > 0)
     if step.habits.staged_loop and np.any(step.staged):
         outside = shards["vocab"] * (1 + step.model.tied_embeddings)
         of_a_trip = (shards["dense"] + shards["experts"]) / step.strategies.chunks + outside
@@ -57,7 +50,7 @@ def update_work(step: TrainingStep) -> list[Work]:
     return [
         Work(
             scope="gradients", phase="update", count=1, collectives=reduce,
-            hbm_bytes=read + added * (8 + gradient), vector_flops=2 * total,
+            hbm_bytes=total * gradient + added * (8 + gradient), vector_flops=2 * total,
             formula="gradient shards summed over the axes that hold copies; float32 sums over microbatches; norm",
         ),
         Work(
