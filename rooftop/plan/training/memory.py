@@ -292,7 +292,7 @@ def _own(step: TrainingStep) -> Number:
 
 
 def _layer_backward(step: TrainingStep) -> Number:
-    """Bytes that the backward pass of one layer adds, as counted in peaks of compiled programs (docs/accuracy.md).
+    """Bytes that a layer's backward pass adds, as counted in peaks of compiled programs (docs/evidence/accuracy.md).
 
     Its weights as gathered over fsdp and the largest one's whole gradient; three arrays of hidden activations; five of
     the stream at the width of the matmuls' inputs (those of both blocks, their gradients, partial sums) and four as the
@@ -381,7 +381,7 @@ def _table_copies(step: TrainingStep) -> Number:
 
 
 def _stage_loss(step: TrainingStep) -> Number:
-    """Bytes that a stage holds next to the loss, as counted in peaks of compiled programs (docs/accuracy.md).
+    """Bytes that a stage holds next to the loss, as counted in peaks of compiled programs (docs/evidence/accuracy.md).
 
     They are eight streams: two places for inputs and two for gradients, and what is sent and received, both ways.
     """

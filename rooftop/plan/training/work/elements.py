@@ -16,12 +16,12 @@ from rooftop.plan.training.work.phases import backward, recompute
 
 #: HBM passes (a read or a write) of elementwise work that XLA:TPU does not fuse into matmuls, in one forward execution;
 #: the backward pass has twice as many. Together 18 D + 38 (N + K) H bytes per token and layer in bf16, as counted in
-#: compiled layers (docs/achievable.md): norms, and around attention the rotation, transposes and log-sum-exps. Gates
-#: and residual sums are fused, and paid in the matmuls' fraction of peak.
+#: compiled layers (docs/evidence/achievable.md): norms, and around attention the rotation, transposes and log-sum-exps.
+#: Gates and residual sums are fused, and paid in the matmuls' fraction of peak.
 _NORM_PASSES = 1.5
 _ROPE_PASSES = 38 / 6
 #: Passes more where queries and keys are normalised before they are rotated: XLA writes them in float32 between, as
-#: counted in the programs of Qwen3-0.6B (docs/accuracy.md).
+#: counted in the programs of Qwen3-0.6B (docs/evidence/accuracy.md).
 _NORMED_HEADS_PASSES = 3.3
 
 

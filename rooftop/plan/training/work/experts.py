@@ -37,7 +37,7 @@ _EXPERT_CHECKPOINTS = {
 _EXCHANGE_PASSES = 4.0
 #: Passes more over rows of experts, in units of bf16, before they are quantised in the forward pass: a read and a write
 #: as float32 (3), a copy of these into the layout of the matmul (4), and a read of float32 in place of bf16 (1).
-#: Counted in the program of DeepSeek-V2-Lite in int8 (docs/accuracy.md).
+#: Counted in the program of DeepSeek-V2-Lite in int8 (docs/evidence/accuracy.md).
 _WIDENED_PASSES = 8.0
 #: Passes (a read or a write) of a kernel that puts the rows of experts in order, by token or by expert.
 _PERMUTE_PASSES = 2.0
