@@ -1,18 +1,20 @@
 """Reference pages that are generated: ``docs/library.md`` from signatures, ``docs/options.md`` from commands.
 
-``docs/model-types.md`` is generated from the counts that the tests compare. ``python docs/reference.py`` (or ``make
-docs``) writes all; the tests check that nothing would change.
+``docs/model-types.md`` is generated from the counts that the tests compare, and the table in ``docs/trust.md`` from the
+evidence of plans. ``python docs/reference.py`` (or ``make docs``) writes all; tests check that nothing would change.
 """
 
 from __future__ import annotations
 
+import csv
 import importlib
 import inspect
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
@@ -27,11 +29,16 @@ from rooftop.frameworks import framework
 from rooftop.frameworks.programs import PROGRAMS
 from rooftop.library.results import Result
 from rooftop.models import ModelConfig, count_params, from_huggingface
+from rooftop.plan import evidence
 from rooftop.plan.shapes import require_planned
 from rooftop.requests.request import Request
 from rooftop.requests.words import GROUPS, MEANINGS
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Around the table of errors in docs/trust.md.
+_ERRORS, _END = "<!-- written: python docs/reference.py -->", "<!-- end -->"
+#: Figures of the table of errors, in its order.
+_PHASES = {"train": "step", "decode": "decode step", "prefill": "prefill", "tpot": "TPOT", "ttft": "TTFT"}
 #: Options of the process that every verb has.
 _EVERYWHERE = ("--help",)
 
@@ -324,6 +331,44 @@ def _needed(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{value} on {_listed(only['chips'])}"
 
 
+def trust_page() -> str:
+    """The page on trust, with the table of errors of the published runs that intervals rest on."""
+    text = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(_ERRORS)
+    return f"{before}{_ERRORS}\n{_errors_table()}\n{_END}{rest.partition(_END)[2]}"
+
+
+def _errors_table() -> str:
+    plans = Path(evidence.__file__)
+    runs = [run for name in ("evidence.csv", "engine_evidence.csv") for run in _ratios(plans.with_name(name))]
+    as_ours = {run["run"]: run for run in _ratios(plans.with_name("own_evidence.csv")) if run["phase"] == "train"}
+    places = sorted({(run["phase"] != "train", run["framework"], run["chip"], run["kind"]) for run in runs})
+    text = "| program | chip | model | figure | runs | mean error, % | largest | as rooftop's program |\n"
+    text += "|---|---|---|---|---|---|---|---|"
+    for is_serving, *place in places:
+        phases: dict[str, list[dict[str, str]]] = {}
+        for run in runs:
+            if [run["framework"], run["chip"], run["kind"]] == place and (run["phase"] != "train") == is_serving:
+                phases.setdefault(run["phase"], []).append(run)
+        errors = [_errors(members) for _, members in sorted(phases.items())]
+        ours = "" if is_serving else f"{fmean(_errors(as_ours[run['run']] for run in phases['train'])):.1f}"
+        figures = "; ".join(_PHASES[phase] for phase in sorted(phases))
+        text += f"\n| {' | '.join(place)} | {figures} | {'; '.join(f'{len(group)}' for group in errors)} | "
+        text += f"{'; '.join(f'{fmean(group):.1f}' for group in errors)} | "
+        text += f"{'; '.join(f'{max(group):.0f}' for group in errors)} | {ours} |"
+    return text
+
+
+def _errors(runs: Iterable[Mapping[str, str]]) -> list[float]:
+    """Expected over measured times, minus 1, of published runs: in %, without signs."""
+    return [abs(100 / float(run["ratio"]) - 100) for run in runs]
+
+
+def _ratios(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def _listed(names: str | list[str]) -> str:
     return names if isinstance(names, str) else ", ".join(names)
 
@@ -346,6 +391,7 @@ PAGES = {
     "library.md": library_page,
     "model-types.md": types_page,
     "options.md": options_page,
+    "trust.md": trust_page,
 }
 
 

@@ -1,8 +1,8 @@
 """Transcripts in the documentation are real: this runs them again.
 
-A block that begins with ``$ `` is a command and what it printed. ``python docs/transcripts.py [PAGE...]`` (or ``make
-docs``) runs those of the named pages, by default of all, with this Python's ``rooftop``, and writes what they print; the
-tests check that nothing would change.
+A block that begins with ``$ `` is a command and what it printed. ``python docs/transcripts.py [PAGE...]`` runs the
+commands of the named pages with this Python's ``rooftop``, by default those of all pages (``make docs``), and writes
+what they print. The tests check that nothing would change.
 """
 
 from __future__ import annotations
