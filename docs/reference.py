@@ -39,6 +39,10 @@ ROOT = Path(__file__).resolve().parent.parent
 _ERRORS, _END = "<!-- written: python docs/reference.py -->", "<!-- end -->"
 #: Figures of the table of errors, in its order.
 _PHASES = {"train": "step", "decode": "decode step", "prefill": "prefill", "tpot": "TPOT", "ttft": "TTFT"}
+#: Most arguments of a signature that the page of the library shows in full.
+_FEW = 6
+#: Members that every result has, described once.
+_OF_RESULTS = ("document", "summary", "to_json()", "record")
 #: Options of the process that every verb has.
 _EVERYWHERE = ("--help",)
 
@@ -75,25 +79,52 @@ plan.to_json()  # plan.json, as `rooftop plan train --json` prints it
 rooftop.compile(plan)  # the real XLA:TPU compiler, without a TPU
 ```
 
-This page is written by `docs/reference.py` from signatures and docstrings.
+`help(rooftop.plan_training)` has all arguments with types and defaults. Below, arguments that mean the same as an option
+of the command line are named only: [options](options.md) has their meaning. This page is written by `docs/reference.py`.
 
 """
+    known = _meanings()
     for name, function in functions.items():
         if inspect.isclass(function) and issubclass(function, Request):
-            text += f"## rooftop.{name}\n\n{_docstring(function)}\n\n"
-            takers = [taker for taker, taking in functions.items() if getattr(taking, "request", None) is function]
-            members = [f"- `{member.name}`: {member.about}" for member in function.settings()]
-            text += f"Its fields are those of `rooftop.{takers[0]}`.\n\n" if takers else "\n".join(members) + "\n\n"
+            if function not in (getattr(taker, "request", None) for taker in functions.values()):
+                members = {member.name: member.about for member in function.settings()}
+                text += f"## rooftop.{name}\n\n{_docstring(function)[0]}\n\n{_arguments(members, known)}\n\n"
             continue
-        text += f"## rooftop.{name}\n\n```python\n{_signature(name, function)}\n```\n\n{_docstring(function)}\n\n"
+        about, arguments = _docstring(function)
+        text += f"## rooftop.{name}\n\n```python\n{_signature(name, function)}\n```\n\n{about}\n\n"
+        text += f"{_arguments(arguments, known)}\n\n" if arguments else ""
+        if (request := getattr(function, "request", None)) is not None and request.__name__ in names:
+            text += f"Its request is `rooftop.{request.__name__}`, with the same fields.\n\n"
     text += "## Results\n\n"
     for module in modules:
         for name, kind in vars(importlib.import_module(module)).items():
             if inspect.isclass(kind) and issubclass(kind, Result) and kind.__module__ == module:
-                text += f"### {name}\n\n{_docstring(kind)}\n\n"
-                members = [f"- `{member}`: {_first_line(value)}" for member, value in _members(kind)]
-                text += "\n".join(members) + "\n\n"
+                text += f"### {name}\n\n{_docstring(kind)[0]}\n\n"
+                members = {member: _first_line(value) for member, value in _members(kind) if member not in _OF_RESULTS}
+                text += "".join(f"- `{member}`: {line}\n" for member, line in members.items()) + "\n"
     return text.rstrip() + "\n"
+
+
+def _meanings() -> frozenset[str]:
+    """Meanings of options, as docstrings of arguments have them."""
+    texts = (*MEANINGS.values(), *(option.help or "" for _, option in every_option()))
+    return frozenset(_plain(text) for text in texts)
+
+
+def _plain(text: str) -> str:
+    """A meaning without what differs between an option and the argument of its name."""
+    return re.sub(r"\[default:.*\]|[`\s.]|--", "", text).lower()
+
+
+def _arguments(arguments: Mapping[str, str], known: frozenset[str]) -> str:
+    """Arguments as a list: those that are options by their names, the others with their meanings."""
+    options_of_verbs = [name for name, about in arguments.items() if _plain(about) in known]
+    lines = [
+        f"- `{name}`: {about.replace('``', '`')}" for name, about in arguments.items() if name not in options_of_verbs
+    ]
+    if options_of_verbs:
+        lines.append(f"- as on the command line: {', '.join(f'`{name}`' for name in options_of_verbs)}")
+    return "\n".join(lines)
 
 
 def options_page() -> str:
@@ -183,17 +214,21 @@ def _first_line(value: object) -> str:
 
 
 def _signature(name: str, function: Callable[..., object]) -> str:
+    """The signature: all arguments where they are few, else those that have no default."""
     signature = inspect.signature(function)
-    lines: list[str] = []
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not any(line.startswith("    *") for line in lines):
-            lines.append("    *,")
+    parameters = list(signature.parameters.values())
+    few = len(parameters) <= _FEW
+    words: list[str] = []
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
         stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-        lines.append(f"    {stars}{parameter.name}: {_annotation(parameter.annotation)}{default},")
-    result = _annotation(signature.return_annotation)
-    inside = "".join(f"{line}\n" for line in lines)
-    return f"rooftop.{name}(\n{inside}) -> {result}" if lines else f"rooftop.{name}() -> {result}"
+        if few or not default or parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            words.append(f"{stars}{parameter.name}: {_annotation(parameter.annotation)}{default}")
+    if not few:
+        words.append("...")
+    return f"rooftop.{name}({', '.join(words)}) -> {_annotation(signature.return_annotation)}"
 
 
 def _annotation(annotation: object) -> str:
@@ -201,23 +236,23 @@ def _annotation(annotation: object) -> str:
     return str(annotation).strip("\"'")
 
 
-def _docstring(value: object) -> str:
-    """The docstring in Markdown: arguments as a list."""
-    text = inspect.getdoc(value) or ""
+def _docstring(value: object) -> tuple[str, dict[str, str]]:
+    """The docstring in Markdown without its arguments, and the meanings of these."""
     shown: list[str] = []
-    arguments = False
-    for line in text.splitlines():
+    arguments: dict[str, str] = {}
+    name = ""
+    for line in (inspect.getdoc(value) or "").splitlines():
         if line == "Args:":
-            arguments = True
-        elif arguments and line.startswith("    ") and not line.startswith("     "):
+            name = line
+        elif name and line.startswith("    ") and not line.startswith("     "):
             name, _, about = line.strip().partition(": ")
-            shown.append(f"- `{name}`: {about}")
-        elif arguments and line.startswith("     "):
-            shown[-1] += f" {line.strip()}"
+            arguments[name] = about
+        elif name and line.startswith("     "):
+            arguments[name] += f" {line.strip()}"
         else:
-            arguments = False
+            name = ""
             shown.append(line.replace("``", "`"))
-    return "\n".join(shown)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(shown)).strip(), arguments
 
 
 def types_page() -> str:
