@@ -79,8 +79,9 @@ plan.to_json()  # plan.json, as `rooftop plan train --json` prints it
 rooftop.compile(plan)  # the real XLA:TPU compiler, without a TPU
 ```
 
-`help(rooftop.plan_training)` has all arguments with types and defaults. Below, arguments that mean the same as an option
-of the command line are named only: [options](options.md) has their meaning. This page is written by `docs/reference.py`.
+`help(rooftop.plan_training)` has all arguments with types and defaults. Below, arguments that mean the same as an
+option of the command line are named only: [options](options.md) has their meaning. This page is written by
+`docs/reference.py`.
 
 """
     known = _meanings()
