@@ -147,7 +147,7 @@ def test_eight_bits_on_gpus_are_int8() -> None:
 
 
 def test_the_loss_is_where_most_memory_is_used() -> None:
-    """LLaMA-3 8B as compiled for eight H100 (docs/compile.md): with the zeros of the layers' gradients."""
+    """LLaMA-3 8B as compiled for eight H100 (docs/evidence/accuracy.md): with the zeros of the layers' gradients."""
     plan = best("llama3-8b", "h100:8", seqs=16, axes="fsdp=8", remat="matmuls")
     table = 4096 * 128256
     # Float32 logits of a chunk, and their gradient in bf16.

@@ -442,7 +442,7 @@ _KNOWN_MISSES = {
     "3-20": {"time": "0.895: no plan leaves memory free, and XLA multiplies again what it has no room for"},
     "7-4": {"FLOPs": "5 % fewer: no plan leaves memory free, and XLA multiplies again what it has no room for"},
     "8-2": {"time": "1.065: rows of experts on TPU7x"},
-    "h100-fsdp": {"time": "0.941: what a layer's backward pass waits for, and no plan counts: docs/compile.md"},
+    "h100-fsdp": {"time": "0.941: what a layer's backward pass waits for, in no plan: docs/evidence/accuracy.md"},
     "h200-405b": {"time": "0.947: the same, over 32 nodes"},
     "h100-moe": {"time": "0.927: the same, with experts"},
 }

@@ -48,7 +48,7 @@ class ElementwisePasses:
 #: gradient 3, and 3 for the sum of two gradients; rotation 2. Eager PyTorch has a kernel for each operation, with
 #: float32 between them: RMSNorm converts (3 passes), squares (4), averages (2), scales (4), converts (3) and multiplies
 #: (2), about half as much again backward; rotation converts, multiplies and converts back (10); SwiGLU is two kernels.
-#: XLA:GPU fuses nothing into cuBLAS's matmuls: as counted in compiled layers (docs/compile.md).
+#: XLA:GPU fuses nothing into cuBLAS's matmuls: as counted in compiled layers (docs/evidence/accuracy.md).
 _ELEMENTWISE: Mapping[str | None, ElementwisePasses] = {
     None: ElementwisePasses(
         norm=_NORM_PASSES,
