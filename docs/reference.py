@@ -41,6 +41,8 @@ _ERRORS, _END = "<!-- written: python docs/reference.py -->", "<!-- end -->"
 _PHASES = {"train": "step", "decode": "decode step", "prefill": "prefill", "tpot": "TPOT", "ttft": "TTFT"}
 #: Most arguments of a signature that the page of the library shows in full.
 _FEW = 6
+#: Between paragraphs; of a result's docstring the page has the first.
+_PARAGRAPH = "\n\n"
 #: Members that every result has, described once.
 _OF_RESULTS = ("document", "summary", "to_json()", "record")
 #: Options of the process that every verb has.
@@ -59,7 +61,8 @@ Functions whose verb has options also take one request, `plan_training(PlanTrain
 frozen record with the same fields, which stands in each answer under `request`. `write` and `read` are its JSON; on the
 command line `--save-request` writes it, and `--request` reads it from its file or from an answer. Objects of a process,
 such as a function or a compiled program, are no JSON: a request with one is answered, and not written.
-They raise `RooftopError` (the input is wrong) and `Infeasible` (the answer is no), both of `rooftop.core.errors`.
+All raise `RooftopError`, naming the argument that is wrong, and some `Infeasible` (the answer is no); both are in
+`rooftop.core.errors`.
 Results are frozen; all of them have
 
 | member | value |
@@ -85,6 +88,7 @@ option of the command line are named only: [options](options.md) has their meani
 
 """
     known = _meanings()
+    shown: dict[str, dict[str, str]] = {}
     for name, function in functions.items():
         if inspect.isclass(function) and issubclass(function, Request):
             if function not in (getattr(taker, "request", None) for taker in functions.values()):
@@ -93,14 +97,16 @@ option of the command line are named only: [options](options.md) has their meani
             continue
         about, arguments = _docstring(function)
         text += f"## rooftop.{name}\n\n```python\n{_signature(name, function)}\n```\n\n{about}\n\n"
-        text += f"{_arguments(arguments, known)}\n\n" if arguments else ""
+        same = next((name for name, listed in shown.items() if arguments and listed == arguments), None)
+        text += f"Its arguments are those of `rooftop.{same}`.\n\n" if same else f"{_arguments(arguments, known)}\n\n"
+        shown[name] = arguments
         if (request := getattr(function, "request", None)) is not None and request.__name__ in names:
             text += f"Its request is `rooftop.{request.__name__}`, with the same fields.\n\n"
     text += "## Results\n\n"
     for module in modules:
         for name, kind in vars(importlib.import_module(module)).items():
             if inspect.isclass(kind) and issubclass(kind, Result) and kind.__module__ == module:
-                text += f"### {name}\n\n{_docstring(kind)[0]}\n\n"
+                text += f"### {name}\n\n{_docstring(kind)[0].partition(_PARAGRAPH)[0]}\n\n"
                 members = {member: _first_line(value) for member, value in _members(kind) if member not in _OF_RESULTS}
                 text += "".join(f"- `{member}`: {line}\n" for member, line in members.items()) + "\n"
     return text.rstrip() + "\n"
@@ -238,7 +244,7 @@ def _annotation(annotation: object) -> str:
 
 
 def _docstring(value: object) -> tuple[str, dict[str, str]]:
-    """The docstring in Markdown without its arguments, and the meanings of these."""
+    """The docstring in Markdown without its arguments and errors, and the meanings of the arguments."""
     shown: list[str] = []
     arguments: dict[str, str] = {}
     name = ""
@@ -253,7 +259,8 @@ def _docstring(value: object) -> tuple[str, dict[str, str]]:
         else:
             name = ""
             shown.append(line.replace("``", "`"))
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(shown)).strip(), arguments
+    paragraphs = re.split(r"\n{2,}", "\n".join(shown).strip())
+    return "\n\n".join(text for text in paragraphs if not text.startswith("Raises RooftopError")), arguments
 
 
 def types_page() -> str:
