@@ -296,10 +296,9 @@ configuration class has as defaults, where they describe a model, and a tiny one
 
 Of {len(rows)} types all are counted, {planned} are planned, and {runs} run in the programs that train and serve, with
 logits and gradients equal to those of transformers (`tests/programs/test_families.py`). A model with a part that no
-program has is never run: its plan says `executable: false` and names the part, and a program that is asked for it stops
-with the same words. The planner refuses a model that is only counted. `gemma3` is read as `gemma3_text`, `kimi_k2`
-as `deepseek_v3`, `qwen3_vl_text` and `qwen3_vl_moe_text` as `qwen3` and `qwen3_moe`; of any other multimodal file the
-`text_config`, if its type is one of these. Vision and audio are other models.
+program has is never run: its plan says `executable: false` and names the part. The planner refuses a model that is only
+counted. `gemma3` is read as `gemma3_text`, `kimi_k2` as `deepseek_v3`, `qwen3_vl_text` and `qwen3_vl_moe_text` as
+`qwen3` and `qwen3_moe`; of any other multimodal file the `text_config`, if its type is one of these.
 
 A key of the file that its type does not have is refused by name, unless it is null, false or zero, or known to change
 nothing.
