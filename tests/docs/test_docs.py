@@ -113,5 +113,10 @@ def test_the_site_has_every_page() -> None:
     assert [link for link in links if not link.resolve().is_relative_to(docs)] == []
 
 
+def test_pages_of_the_tool_are_short() -> None:
+    """Tables and histories of figures belong to ``docs/evidence``, which is counted apart."""
+    assert sum(len(_text(page).split()) for page in (ROOT / "docs").glob("*.md")) <= 60_000
+
+
 def test_the_version_stands_in_the_citation() -> None:
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
