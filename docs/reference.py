@@ -1,18 +1,20 @@
 """Reference pages that are generated: ``docs/library.md`` from signatures, ``docs/options.md`` from commands.
 
-``docs/model-types.md`` is generated from the counts that the tests compare. ``python docs/reference.py`` (or ``make
-docs``) writes all; the tests check that nothing would change.
+``docs/model-types.md`` is generated from the counts that the tests compare, and the table in ``docs/trust.md`` from the
+evidence of plans. ``python docs/reference.py`` (or ``make docs``) writes all; tests check that nothing would change.
 """
 
 from __future__ import annotations
 
+import csv
 import importlib
 import inspect
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
@@ -27,11 +29,22 @@ from rooftop.frameworks import framework
 from rooftop.frameworks.programs import PROGRAMS
 from rooftop.library.results import Result
 from rooftop.models import ModelConfig, count_params, from_huggingface
+from rooftop.plan import evidence
 from rooftop.plan.shapes import require_planned
 from rooftop.requests.request import Request
 from rooftop.requests.words import GROUPS, MEANINGS
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Around the table of errors in docs/trust.md.
+_ERRORS, _END = "<!-- written: python docs/reference.py -->", "<!-- end -->"
+#: Figures of the table of errors, in its order.
+_PHASES = {"train": "step", "decode": "decode step", "prefill": "prefill", "tpot": "TPOT", "ttft": "TTFT"}
+#: Most arguments of a signature that the page of the library shows in full.
+_FEW = 6
+#: Between paragraphs; of a result's docstring the page has the first.
+_PARAGRAPH = "\n\n"
+#: Members that every result has, described once.
+_OF_RESULTS = ("document", "summary", "to_json()", "record")
 #: Options of the process that every verb has.
 _EVERYWHERE = ("--help",)
 
@@ -48,7 +61,8 @@ Functions whose verb has options also take one request, `plan_training(PlanTrain
 frozen record with the same fields, which stands in each answer under `request`. `write` and `read` are its JSON; on the
 command line `--save-request` writes it, and `--request` reads it from its file or from an answer. Objects of a process,
 such as a function or a compiled program, are no JSON: a request with one is answered, and not written.
-They raise `RooftopError` (the input is wrong) and `Infeasible` (the answer is no), both of `rooftop.core.errors`.
+All raise `RooftopError`, naming the argument that is wrong, and some `Infeasible` (the answer is no); both are in
+`rooftop.core.errors`.
 Results are frozen; all of them have
 
 | member | value |
@@ -68,25 +82,56 @@ plan.to_json()  # plan.json, as `rooftop plan train --json` prints it
 rooftop.compile(plan)  # the real XLA:TPU compiler, without a TPU
 ```
 
-This page is written by `docs/reference.py` from signatures and docstrings.
+`help(rooftop.plan_training)` has all arguments with types and defaults. Below, arguments that mean the same as an
+option of the command line are named only: [options](options.md) has their meaning. This page is written by
+`docs/reference.py`.
 
 """
+    known = _meanings()
+    shown: dict[str, dict[str, str]] = {}
     for name, function in functions.items():
         if inspect.isclass(function) and issubclass(function, Request):
-            text += f"## rooftop.{name}\n\n{_docstring(function)}\n\n"
-            takers = [taker for taker, taking in functions.items() if getattr(taking, "request", None) is function]
-            members = [f"- `{member.name}`: {member.about}" for member in function.settings()]
-            text += f"Its fields are those of `rooftop.{takers[0]}`.\n\n" if takers else "\n".join(members) + "\n\n"
+            if function not in (getattr(taker, "request", None) for taker in functions.values()):
+                members = {member.name: member.about for member in function.settings()}
+                text += f"## rooftop.{name}\n\n{_docstring(function)[0]}\n\n{_arguments(members, known)}\n\n"
             continue
-        text += f"## rooftop.{name}\n\n```python\n{_signature(name, function)}\n```\n\n{_docstring(function)}\n\n"
+        about, arguments = _docstring(function)
+        text += f"## rooftop.{name}\n\n```python\n{_signature(name, function)}\n```\n\n{about}\n\n"
+        same = next((name for name, listed in shown.items() if arguments and listed == arguments), None)
+        text += f"Its arguments are those of `rooftop.{same}`.\n\n" if same else f"{_arguments(arguments, known)}\n\n"
+        shown[name] = arguments
+        if (request := getattr(function, "request", None)) is not None and request.__name__ in names:
+            text += f"Its request is `rooftop.{request.__name__}`, with the same fields.\n\n"
     text += "## Results\n\n"
     for module in modules:
         for name, kind in vars(importlib.import_module(module)).items():
             if inspect.isclass(kind) and issubclass(kind, Result) and kind.__module__ == module:
-                text += f"### {name}\n\n{_docstring(kind)}\n\n"
-                members = [f"- `{member}`: {_first_line(value)}" for member, value in _members(kind)]
-                text += "\n".join(members) + "\n\n"
+                text += f"### {name}\n\n{_docstring(kind)[0].partition(_PARAGRAPH)[0]}\n\n"
+                members = {member: _first_line(value) for member, value in _members(kind) if member not in _OF_RESULTS}
+                text += "".join(f"- `{member}`: {line}\n" for member, line in members.items()) + "\n"
     return text.rstrip() + "\n"
+
+
+def _meanings() -> frozenset[str]:
+    """Meanings of options, as docstrings of arguments have them."""
+    texts = (*MEANINGS.values(), *(option.help or "" for _, option in every_option()))
+    return frozenset(_plain(text) for text in texts)
+
+
+def _plain(text: str) -> str:
+    """A meaning without what differs between an option and the argument of its name."""
+    return re.sub(r"\[default:.*\]|[`\s.]|--", "", text).lower()
+
+
+def _arguments(arguments: Mapping[str, str], known: frozenset[str]) -> str:
+    """Arguments as a list: those that are options by their names, the others with their meanings."""
+    options_of_verbs = [name for name, about in arguments.items() if _plain(about) in known]
+    lines = [
+        f"- `{name}`: {about.replace('``', '`')}" for name, about in arguments.items() if name not in options_of_verbs
+    ]
+    if options_of_verbs:
+        lines.append(f"- as on the command line: {', '.join(f'`{name}`' for name in options_of_verbs)}")
+    return "\n".join(lines)
 
 
 def options_page() -> str:
@@ -176,17 +221,21 @@ def _first_line(value: object) -> str:
 
 
 def _signature(name: str, function: Callable[..., object]) -> str:
+    """The signature: all arguments where they are few, else those that have no default."""
     signature = inspect.signature(function)
-    lines: list[str] = []
-    for parameter in signature.parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not any(line.startswith("    *") for line in lines):
-            lines.append("    *,")
+    parameters = list(signature.parameters.values())
+    few = len(parameters) <= _FEW
+    words: list[str] = []
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
         stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-        lines.append(f"    {stars}{parameter.name}: {_annotation(parameter.annotation)}{default},")
-    result = _annotation(signature.return_annotation)
-    inside = "".join(f"{line}\n" for line in lines)
-    return f"rooftop.{name}(\n{inside}) -> {result}" if lines else f"rooftop.{name}() -> {result}"
+        if few or not default or parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            words.append(f"{stars}{parameter.name}: {_annotation(parameter.annotation)}{default}")
+    if not few:
+        words.append("...")
+    return f"rooftop.{name}({', '.join(words)}) -> {_annotation(signature.return_annotation)}"
 
 
 def _annotation(annotation: object) -> str:
@@ -194,23 +243,24 @@ def _annotation(annotation: object) -> str:
     return str(annotation).strip("\"'")
 
 
-def _docstring(value: object) -> str:
-    """The docstring in Markdown: arguments as a list."""
-    text = inspect.getdoc(value) or ""
+def _docstring(value: object) -> tuple[str, dict[str, str]]:
+    """The docstring in Markdown without its arguments and errors, and the meanings of the arguments."""
     shown: list[str] = []
-    arguments = False
-    for line in text.splitlines():
+    arguments: dict[str, str] = {}
+    name = ""
+    for line in (inspect.getdoc(value) or "").splitlines():
         if line == "Args:":
-            arguments = True
-        elif arguments and line.startswith("    ") and not line.startswith("     "):
+            name = line
+        elif name and line.startswith("    ") and not line.startswith("     "):
             name, _, about = line.strip().partition(": ")
-            shown.append(f"- `{name}`: {about}")
-        elif arguments and line.startswith("     "):
-            shown[-1] += f" {line.strip()}"
+            arguments[name] = about
+        elif name and line.startswith("     "):
+            arguments[name] += f" {line.strip()}"
         else:
-            arguments = False
+            name = ""
             shown.append(line.replace("``", "`"))
-    return "\n".join(shown)
+    paragraphs = re.split(r"\n{2,}", "\n".join(shown).strip())
+    return "\n\n".join(text for text in paragraphs if not text.startswith("Raises RooftopError")), arguments
 
 
 def types_page() -> str:
@@ -246,10 +296,9 @@ configuration class has as defaults, where they describe a model, and a tiny one
 
 Of {len(rows)} types all are counted, {planned} are planned, and {runs} run in the programs that train and serve, with
 logits and gradients equal to those of transformers (`tests/programs/test_families.py`). A model with a part that no
-program has is never run: its plan says `executable: false` and names the part, and a program that is asked for it stops
-with the same words. The planner refuses a model that is only counted. `gemma3` is read as `gemma3_text`, `kimi_k2`
-as `deepseek_v3`, `qwen3_vl_text` and `qwen3_vl_moe_text` as `qwen3` and `qwen3_moe`; of any other multimodal file the
-`text_config`, if its type is one of these. Vision and audio are other models.
+program has is never run: its plan says `executable: false` and names the part. The planner refuses a model that is only
+counted. `gemma3` is read as `gemma3_text`, `kimi_k2` as `deepseek_v3`, `qwen3_vl_text` and `qwen3_vl_moe_text` as
+`qwen3` and `qwen3_moe`; of any other multimodal file the `text_config`, if its type is one of these.
 
 A key of the file that its type does not have is refused by name, unless it is null, false or zero, or known to change
 nothing.
@@ -324,6 +373,44 @@ def _needed(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{value} on {_listed(only['chips'])}"
 
 
+def trust_page() -> str:
+    """The page on trust, with the table of errors of the published runs that intervals rest on."""
+    text = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(_ERRORS)
+    return f"{before}{_ERRORS}\n{_errors_table()}\n{_END}{rest.partition(_END)[2]}"
+
+
+def _errors_table() -> str:
+    plans = Path(evidence.__file__)
+    runs = [run for name in ("evidence.csv", "engine_evidence.csv") for run in _ratios(plans.with_name(name))]
+    as_ours = {run["run"]: run for run in _ratios(plans.with_name("own_evidence.csv")) if run["phase"] == "train"}
+    places = sorted({(run["phase"] != "train", run["framework"], run["chip"], run["kind"]) for run in runs})
+    text = "| program | chip | model | figure | runs | mean error, % | largest | as rooftop's program |\n"
+    text += "|---|---|---|---|---|---|---|---|"
+    for is_serving, *place in places:
+        phases: dict[str, list[dict[str, str]]] = {}
+        for run in runs:
+            if [run["framework"], run["chip"], run["kind"]] == place and (run["phase"] != "train") == is_serving:
+                phases.setdefault(run["phase"], []).append(run)
+        errors = [_errors(members) for _, members in sorted(phases.items())]
+        ours = "" if is_serving else f"{fmean(_errors(as_ours[run['run']] for run in phases['train'])):.1f}"
+        figures = "; ".join(_PHASES[phase] for phase in sorted(phases))
+        text += f"\n| {' | '.join(place)} | {figures} | {'; '.join(f'{len(group)}' for group in errors)} | "
+        text += f"{'; '.join(f'{fmean(group):.1f}' for group in errors)} | "
+        text += f"{'; '.join(f'{max(group):.0f}' for group in errors)} | {ours} |"
+    return text
+
+
+def _errors(runs: Iterable[Mapping[str, str]]) -> list[float]:
+    """Expected over measured times, minus 1, of published runs: in %, without signs."""
+    return [abs(100 / float(run["ratio"]) - 100) for run in runs]
+
+
+def _ratios(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def _listed(names: str | list[str]) -> str:
     return names if isinstance(names, str) else ", ".join(names)
 
@@ -346,6 +433,7 @@ PAGES = {
     "library.md": library_page,
     "model-types.md": types_page,
     "options.md": options_page,
+    "trust.md": trust_page,
 }
 
 

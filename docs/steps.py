@@ -1,4 +1,4 @@
-"""Steps of one layer for ``rooftop tune`` (docs/tune.md): an MLP, however it is split, and experts with AllToAlls."""
+"""Steps of one layer for ``rooftop tune`` (docs/evidence/compiler.md): an MLP, and experts with AllToAlls."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Transcripts in the documentation are real: this runs them again.
 
-A block that begins with ``$ `` is a command and what it printed. ``python docs/transcripts.py`` (or ``make docs``) runs
-every one with this Python's ``rooftop`` and writes what it prints; the tests check that nothing would change.
+A block that begins with ``$ `` is a command and what it printed. ``python docs/transcripts.py [PAGE...]`` runs the
+commands of the named pages with this Python's ``rooftop``, by default those of all pages (``make docs``), and writes
+what they print. The tests check that nothing would change.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _BLOCK = re.compile(r"```\n\$ (?P<command>.+)\n(?P<printed>(?:.*\n)*?)```\n")
 
 def pages() -> list[Path]:
     """The pages that may hold transcripts."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def commands(page: Path) -> list[tuple[str, str]]:
@@ -51,8 +52,11 @@ def tidy(output: str) -> str:
 
 
 def main() -> None:
-    """Rewrite every transcript."""
-    for page in pages():
+    """Rewrite the transcripts of the named pages, by default of all."""
+    named = [Path(name).resolve() for name in sys.argv[1:]] or pages()
+    if unknown := [str(page) for page in named if page not in pages()]:
+        sys.exit(f"not pages of the documentation: {', '.join(unknown)}")
+    for page in named:
         text = page.read_text(encoding="utf-8")
         fresh = _BLOCK.sub(lambda block: f"```\n$ {block['command']}\n{run(block['command'])}```\n", text)
         if fresh != text:

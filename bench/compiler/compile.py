@@ -2,7 +2,7 @@
 
 Each case is planned, its program compiled ahead of time by XLA:TPU (no TPU; half a minute to two minutes each on two
 cores, one at a time) and set next to the plan. Writes bench/results/compile.csv, a row at a time, and the table of
-docs/accuracy.md. A case whose program cannot be built, or does not fit, says so in ``note``.
+docs/evidence/accuracy.md. A case whose program cannot be built, or does not fit, says so in ``note``.
 
     python bench/compiler/compile.py [NAME ... | --planned]
 
@@ -39,7 +39,7 @@ from rooftop.plan.training.workload import Workload
 from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule
 
 RESULTS = Path(__file__).parents[1] / "results" / "compile.csv"
-PAGE = Path(__file__).parents[2] / "docs" / "accuracy.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "accuracy.md"
 COLUMNS = (
     "name", "model", "layers", "slice", "mesh", "remat", "microbatches", "sequences", "seq_len", "attention",
     "optimizer", "matmul", "collective_matmuls", "experts_over_tensor",

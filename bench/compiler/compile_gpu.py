@@ -1,7 +1,7 @@
 """Plans for GPUs next to their compiled programs, with no GPU: FLOPs, peak memory, collective bytes, expected time.
 
 As ``bench/compiler/compile.py``, with the compiler for GPUs (``pip install 'rooftop[gpu-compile]'``), whose version is
-that of jax. Writes bench/results/compile_gpu.csv, and a table of docs/compile.md.
+that of jax. Writes bench/results/compile_gpu.csv, and a table of docs/evidence/accuracy.md.
 
     python bench/compiler/compile_gpu.py [NAME ...]
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from compile import case, main
 
 RESULTS = Path(__file__).parents[1] / "results" / "compile_gpu.csv"
-PAGE = Path(__file__).parents[2] / "docs" / "compile.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "accuracy.md"
 CASES = (
     case("h100-fsdp", "llama3-8b", "h100:8", "fsdp=8", "matmuls", 16),
     case("h100-fsdp-tensor", "llama3-8b", "h100:8", "fsdp=4,tensor=2", "block", 16),

@@ -6,7 +6,7 @@ Models, slices, sequence lengths and batches are drawn; the search does the rest
 of time (no TPU; one at a time, a minute or several each). A draw whose plan does not fit, or that no program runs, is
 drawn again. Writes bench/results/compile_random.csv, a row at a time, and prints a table. Rows that the file has are
 not compiled again, except with ``--again``; ``--only`` picks single draws of a seed. Without a seed nothing is
-compiled: all rows get today's planned time and memory, and are the table of docs/accuracy.md.
+compiled: all rows get today's planned time and memory, and are the table of docs/evidence/accuracy.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 Each release is installed in an environment of its own (``rooftop check --with libtpu==RELEASE``), which compiles
 ``step`` below: two layers of an MLP with their gradients, 2 x 2 chips of v5e, rows over data and columns over model.
-Writes bench/results/releases.csv and prints the table of docs/check.md. No TPU is needed; 200 MB for each release.
+Writes bench/results/releases.csv and prints the table of docs/evidence/compiler.md. No TPU is needed; 200 MB for each
+release.
 """
 
 from __future__ import annotations

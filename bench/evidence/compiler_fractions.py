@@ -10,12 +10,12 @@ matmul     bare matmuls, forward [M,K]x[K,N] ("nn"), dX ("nt") and dW ("tn"): `e
 batched    the same for matmuls of several experts at once, [E,M,K]x[E,K,N]; "detail" has E;
 layer      dense LLaMA layers, forward and backward: the same for their matmuls, and HBM bytes of everything else;
 attention  the splash kernels of JAX: the final VLIW listing, issued in order, one bundle a cycle, a matrix push
-           waiting until its systolic array is free ("cycles" is one executed block; see docs/achievable.md);
+           waiting until its systolic array is free ("cycles" is one executed block; see docs/evidence/achievable.md);
 recipes    the same for the kernels of published recipes: their library, blocks, layouts and options, and segment ids,
            which MaxText always has. "m" and "k" are queries and keys of a block, "cycles" those of a block without a
            causal mask; "detail" has the cycles of all, per 1024 scores of the causal blocks of 2,048 x 2,048.
 
-The table goes to bench/results/compiler_fractions.csv; docs/achievable.md says what follows from it.
+The table goes to bench/results/compiler_fractions.csv; docs/evidence/achievable.md says what follows from it.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "forward": (2048, 2048, 2048), "fused": (2048, 2048, 2048),
     },
 }  # fmt: skip
-#: Cycles that a grid step waits besides its bundles (docs/achievable.md), and the side of the square blocks of which
-#: the causal ones have the scores that all cycles of a recipe's kernel are divided by.
+#: Cycles that a grid step waits besides its bundles (docs/evidence/achievable.md), and the side of the square blocks of
+#: which the causal ones have the scores that all cycles of a recipe's kernel are divided by.
 STEP_CYCLES, SIDE = 230, 2048
 KERNEL_MATMULS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2), "fused": (3, 2)}  # of size d_qk, of size d_v
 

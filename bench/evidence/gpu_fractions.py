@@ -3,7 +3,7 @@
     python bench/evidence/gpu_fractions.py              # prints each fit as TOML, with its residual; a few seconds
 
 ``gpu_microbenchmarks.csv`` has the measurements: matmuls of cuBLAS (a, b, c: m, k, n), attention (a, b, c: length,
-heads, head size), NCCL in one NVLink domain (a, b: ranks, bytes). docs/achievable.md has the formulas.
+heads, head size), NCCL in one NVLink domain (a, b: ranks, bytes). docs/evidence/achievable.md has the formulas.
 Residuals are mean relative errors of the seconds. Each fit minimises squared logarithms.
 """
 

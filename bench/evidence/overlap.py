@@ -6,7 +6,7 @@ A four-layer decoder (D 2048, F 8192, block remat) is compiled ahead of time, wi
 each chip: weights split over the whole slice, and split beside tensor parallelism. Collectives of the layers are summed
 by axis and by the kind that the compiler chose; what is no start/done pair nor fused with computation is synchronous.
 ``hidden`` is a share of their time: what no computation waits for, in the compiled schedule run on the machine of
-docs/compile.md. ``options`` are XLA's own, those of a plan (``rooftop.compiler.options``), and those that
+docs/evidence/accuracy.md. ``options`` are XLA's own, those of a plan (``rooftop.compiler.options``), and those that
 published MaxText recipes set for asynchronous AllGathers.
 """
 

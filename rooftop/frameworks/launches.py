@@ -2,7 +2,7 @@
 
 Where they are shorter than their launches, the host sets the pace of a step. Counts are those of Megatron Core and
 Transformer Engine 2.9, as their sources have them. Small kernels that PyTorch adds (casts, sums of gradients, zeros)
-are not counted: a published profile of Qwen3-30B-A3B in BF16 has a third more (docs/validate.md).
+are not counted: a published profile of Qwen3-30B-A3B in BF16 has a third more (docs/evidence/runs.md).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ _RUNS: Mapping[Phase, str] = {
     "ttft": "TTFT of engines under load on GPUs",
 }
 #: The half-Cauchy prior's scale of each effect's standard deviation: plans are off by about a tenth. With half or twice
-#: of it the published runs' intervals are as good (docs/plan.md).
+#: of it the published runs' intervals are as good (docs/evidence/runs.md).
 _SCALE = 0.1
 #: Standard deviations that are tried of each effect: the prior gives each the same probability.
 DEVIATIONS = tuple(_SCALE * math.tan(math.pi / 2 * share) for share in (0.1, 0.3, 0.5, 0.7, 0.9))

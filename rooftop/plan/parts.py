@@ -1,7 +1,7 @@
 """Transfers of a layer that nothing hides where XLA runs them asynchronously.
 
 On TPU7x SparseCores run all collectives, next to computation. What hides one is then decided by XLA's order, which is
-the same in all programs that were read (docs/accuracy.md):
+the same in all programs that were read (docs/evidence/accuracy.md):
 
 - A layer has two parts, attention and MLP. XLA issues the gathers of a part's weights when the part begins, one array
   after the other. Nothing but the part's own transfers over ``tensor`` hides the first one; matmuls hide the rest.

@@ -279,7 +279,7 @@ def regroups_weight(x: Float[Array, "B T D"]) -> bool:
 
     That is, x is ``reduced`` over an axis, and an axis that splits its batch comes before one that is further out in
     the mesh and no larger: expert=16 before fsdp=4. XLA:TPU then permutes the shards of the weight between devices,
-    and gathers them over a part of expert instead of over fsdp (libtpu 0.0.42.1 on TPU7x; docs/accuracy.md).
+    and gathers them over a part of expert instead of over fsdp (libtpu 0.0.42.1 on TPU7x; docs/evidence/accuracy.md).
     """
     spec, mesh = jax.typeof(x).sharding.spec, jax.sharding.get_abstract_mesh()
     batch = [axis for axis in axes_of(spec.partitions[0]) if mesh.shape[axis] > 1]
@@ -295,7 +295,7 @@ def partial_sums(
 
     XLA:TPU may gather both operands of such a matmul, if that moves fewer bytes than the sum. It then adds up whole
     products as if they were parts, and the result is a multiple of the right one (libtpu 0.0.42.1, TPU7x with batches
-    over two axes; docs/accuracy.md).
+    over two axes; docs/evidence/accuracy.md).
     """
     if out is None or not out.unreduced:
         return product(left, right, out_sharding=out)

@@ -1,9 +1,9 @@
 """Achievable fractions of each peak: named fractions of a chip, and the matmuls and kernels that they price.
 
-The figures are in ``achievable.toml``, each with its evidence; docs/achievable.md says how they were found. They
-come from microbenchmarks and from the compiler, never from the runs that predictions are held against. A chip without
-evidence gets 1: its expectation is then its bound. A chip that is ``like`` another has what that one has. A chip that
-a user has calibrated has the user's fractions in place of those of the catalogue.
+The figures are in ``achievable.toml``, each with its evidence; docs/evidence/achievable.md says how they were found.
+They come from microbenchmarks and from the compiler, never from the runs that predictions are held against. A chip
+without evidence gets 1: its expectation is then its bound. A chip that is ``like`` another has what that one has. A
+chip that a user has calibrated has the user's fractions in place of those of the catalogue.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _named_options(page: Path) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name
 )
 def test_an_option_that_a_page_names_is_one_of_the_verb(page: Path) -> None:
     options: dict[str, set[str]] = {}

@@ -168,7 +168,7 @@ RIDDLES = {
 
 def test_riddles_do_not_come_back() -> None:
     """In the package, the page, the docs and the README; ``CHANGELOG.md`` says what was."""
-    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     texts += [path for suffix in ("py", "js", "html", "toml") for path in PACKAGE.rglob(f"*.{suffix}")]
     wrong = [
         f"{path.relative_to(ROOT)}: {phrase!r}; better: {better}"

@@ -1,7 +1,7 @@
 """Programs that nobody here wrote a line of rooftop into, their own count of FLOPs, and what rooftop says of each.
 
 ``python -m tests.guests.guests [--cached] [NAME...]`` measures guests and keeps the answers in build/guests; with
-``--table`` it writes the table of docs/guests.md from them.
+``--table`` it writes the table of docs/evidence/guests.md from them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rooftop.core.quantities import format_bytes, format_count, format_seconds
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "build" / "guests"
 SCRIPTS = Path(__file__).with_name("scripts")
-PAGE = ROOT / "docs" / "guests.md"
+PAGE = ROOT / "docs" / "evidence" / "guests.md"
 
 
 @dataclass(frozen=True, kw_only=True)

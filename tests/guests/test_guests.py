@@ -1,4 +1,4 @@
-"""Programs of other libraries, compiled as they are: ``make test-guests`` (docs/guests.md)."""
+"""Programs of other libraries, compiled as they are: ``make test-guests`` (docs/evidence/guests.md)."""
 
 from __future__ import annotations
 

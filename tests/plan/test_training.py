@@ -440,7 +440,7 @@ def test_data_over_dcn_reduces_gradient_shards() -> None:
     assert reduce.time_s["dcn"] == pytest.approx(reduce.bytes / plan.problem.slice.chip.dcn_bytes_per_s, rel=1e-6)
 
 
-#: Figures not within 5 % of the compiled program's (memory: 3 % below to 5 % above), and why: docs/accuracy.md.
+#: Figures not within 5 % of the compiled program's (memory: 3 % below to 5 % above); why: docs/evidence/accuracy.md.
 #: A plan whose figure comes within them has to leave the list.
 _KNOWN_MISSES = {
     "3-5": {"memory": "0.968: what both layers of a trip of the loop have kept"},
@@ -450,7 +450,7 @@ _KNOWN_MISSES = {
         "time": "1.077: the loss is fused into the unembedding",
     },
     "8-2": {"time": "1.065: rows of experts on TPU7x"},
-    "h100-fsdp": {"time": "0.941: what a layer's backward pass waits for, and no plan counts: docs/compile.md"},
+    "h100-fsdp": {"time": "0.941: what a layer's backward pass waits for, in no plan: docs/evidence/accuracy.md"},
     "h200-405b": {"time": "0.947: the same, over 32 nodes"},
     "h100-moe": {"time": "0.927: the same, with experts"},
     # Rules that explained these cost more lines than they moved errors of all plans: bench/results/rules.csv.
@@ -520,8 +520,8 @@ def test_plans_are_what_xla_makes_of_them(row: dict[str, str]) -> None:
     moved = bytes_by_axes(join(plan.ledger, Ledger(())), no_findings)
     for entry in row["compiled_collective_bytes"].split():
         axes, _, nbytes = entry.partition(":")
-        # A sum over slices is taken in steps, over other axes each: see docs/accuracy.md. Near the edge of HBM some are
-        # done twice.
+        # A sum over slices is taken in steps, over other axes each: see docs/evidence/accuracy.md. Near the edge of HBM
+        # some are done twice.
         if asked.slice.num_slices == 1 and not float(row["rematerialised_s"] or 0.0):
             planned, _ = moved.get(axes, (0.0, 0.0))
             assert planned == pytest.approx(float(nbytes), rel=0.05, abs=2**16)

@@ -186,7 +186,7 @@ def test_the_matmuls_of_a_whole_layer_take_what_the_compiler_expects(name: str) 
 
 
 def kernel_cycles(row: dict[str, str], stall: float = 230.0, seq: int = 4096) -> float:
-    """Cycles of one core for the causal scores of one head, as docs/achievable.md makes them from a row."""
+    """Cycles of one core for the causal scores of one head, as docs/evidence/achievable.md makes them from a row."""
     block = int(row["m"])
     detail = dict(entry.split("=") for entry in row["detail"].split())
     side = seq // block

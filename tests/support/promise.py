@@ -6,7 +6,7 @@
 The first draws so many specs, builds, compiles and runs one step of those without obstacles on emulated devices, and
 compares each with one device. With ``--bypass`` those that are refused for one reason run as well: the table says of
 each property how many of them fail. The second runs nothing, draws kernels that no CPU runs as well, and prints the
-table of refusals in docs/capabilities.md. A draw has a number, and ``--start`` begins with it.
+table of refusals in docs/evidence/promise.md. A draw has a number, and ``--start`` begins with it.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def refusals(spec: TrainingSpec) -> list[tuple[str, str]]:
 
 
 def refusal_table(drawn: Iterable[TrainingSpec]) -> str:
-    """Number of executable specs, and a Markdown table of why the others are not, as in docs/capabilities.md."""
+    """Number of executable specs, and a Markdown table of why the others are not, as in docs/evidence/promise.md."""
     reasons = [refusals(spec) for spec in drawn]
     counts = Counter(reason for several in reasons for reason in several)
     lines = [

@@ -68,8 +68,8 @@ class Kernel:
     def expected_s(self, rates: Rates) -> float:
         """Expected seconds on the matrix unit; 0 if the FLOPs are unknown.
 
-        An attention kernel runs at the fraction measured for the chip (docs/achievable.md), forward or backward; any
-        other kernel as fast as a large matmul.
+        An attention kernel runs at the fraction measured for the chip (docs/evidence/achievable.md), forward or
+        backward; any other kernel as fast as a large matmul.
         """
         if self.flops is None:
             return 0.0

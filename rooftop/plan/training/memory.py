@@ -254,7 +254,7 @@ def _own(step: TrainingStep) -> Number:
 
 
 def _layer_backward(step: TrainingStep) -> Number:
-    """Bytes that the backward pass of one layer adds, as counted in peaks of compiled programs (docs/accuracy.md).
+    """Bytes that the backward pass of one layer adds, as in peaks of compiled programs (docs/evidence/accuracy.md).
 
     Its weights as gathered over fsdp and the largest one's whole gradient; three arrays of hidden activations; five of
     the stream at the width of the matmuls' inputs (those of both blocks, their gradients, partial sums) and four as the

@@ -13,7 +13,7 @@ from rooftop.simulate.expressions import ArrayFacts, HiddenCopy, MeasuredStrateg
 
 _PRICES = {
     "bound": "times are lower bounds at peak rates, each step after the one before",
-    "expected": "times are expected, at the named fractions of docs/achievable.md",
+    "expected": "times are expected, at the named fractions of docs/evidence/achievable.md",
     "book": "times follow the book: whole shards on even rings",
 }
 

@@ -20,7 +20,7 @@ from rooftop.models import ModelConfig
 from rooftop.models.program_sizes import block_size
 from rooftop.roofline.achievable import KERNEL_MATMULS
 
-#: Queries and keys in a block of a kernel: the block for which docs/achievable.md prices the TPU kernels.
+#: Queries and keys in a block of a kernel: the block for which docs/evidence/achievable.md prices the TPU kernels.
 BLOCK = 1024
 
 #: Runs of queries in ``chunked``. 8 runs compute 56 % of the scores of a long sequence; 16 would compute 53 % in a

@@ -102,7 +102,7 @@ def _is_of_rows(x: Float[Array, "B T D"]) -> bool:
     """True if a product of x is computed as that of a matrix, its one sequence on each device.
 
     In a pipeline stage XLA:TPU sums products where they are computed, and scatters the sum over tokens only if it has
-    no dim of size one: otherwise it moves twice the bytes (libtpu 0.0.42.1; docs/accuracy.md).
+    no dim of size one: otherwise it moves twice the bytes (libtpu 0.0.42.1; docs/evidence/accuracy.md).
     """
     return bool(jax.sharding.get_abstract_mesh().manual_axes) and one_sequence(x)
 

@@ -149,7 +149,7 @@ def answer(state: State) -> Document:
             level=state["level"],
             simulate=simulated is not None,
         ).command(),
-        sources=("Chapter 3; chapter 2 for which axes are rings. Expected times: docs/achievable.md.",),
+        sources=("Chapter 3; chapter 2 for which axes are rings. Expected times: docs/evidence/achievable.md.",),
     )
 
 

@@ -42,7 +42,7 @@ class _RingPasses:
 
 
 #: Queries are cut, scaled and transposed for each hop, and outputs, their log-sum-exps and gradients are merged in
-#: float32. As counted in compiled layers with rings of 2, 4 and 8 devices (docs/accuracy.md).
+#: float32. As counted in compiled layers with rings of 2, 4 and 8 devices (docs/evidence/accuracy.md).
 _RING_FORWARD = _RingPasses(once=15, hop=7, keys_hop=3.5)
 _RING_BACKWARD = _RingPasses(once=8, hop=16.5, keys_hop=4.5)
 

@@ -16,8 +16,9 @@ from rooftop.plan.training.work.matmuls.block import MatmulSizes
 from rooftop.roofline.achievable import grouped_matmul_seconds
 
 #: HBM passes of collective matmuls beyond those of plain ones, as counted in compiled layers
-#: (docs/collective-matmul.md): of their outputs, whose buffers XLA copies; of a gathered stream that the gradients of
-#: weights read, put together from shards; and of a scattered shard, of which a device's own term is added last.
+#: (docs/evidence/collective-matmul.md): of their outputs, whose buffers XLA copies; of a gathered stream that the
+#: gradients of weights read, put together from shards; and of a scattered shard, to which a device's own term is
+#: added last.
 _BUFFER_PASSES, _WHOLE_PASSES, _SCATTER_PASSES = 2.0, 2.0, 4.0
 
 #: The matmul of the forward pass, that for gradients of inputs and that for gradients of weights.
