@@ -14,6 +14,7 @@ from typing import Any
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import DTYPE_BYTES, format_bytes, parse_count, parse_quantity
+from rooftop.frameworks.framework import FRAMEWORKS, framework_of, parse_settings
 from rooftop.hardware import Chip, Slice
 from rooftop.models import ModelConfig, MoE, count_params, load_model
 from rooftop.models.activations import CHECKPOINTS
@@ -59,8 +60,9 @@ def source_facts(name: str) -> Mapping[str, Any]:
 def run_facts(row: TableRow) -> Mapping[str, Any]:
     """Facts about a run: its source's, and those of each [[recipe]] whose ``source``, ``model``... are the row's.
 
-    ``program`` is the framework, ``settings`` those of it that recipes set beyond its defaults, ``mesh`` the devices by
-    axis where the columns do not say. ``strategy`` has fields of a run which the columns say otherwise.
+    ``program`` is the framework, by a column or the source, ``settings`` those that were set beyond its defaults,
+    ``mesh`` the devices by axis where the columns do not say. ``strategy`` has fields of a run which the columns say
+    otherwise.
     """
     facts = dict(source_facts(row.required("source")))
     settings = dict(facts.get("settings", {}))
@@ -69,7 +71,23 @@ def run_facts(row: TableRow) -> Mapping[str, Any]:
             settings |= recipe.get("settings", {})
             assumed = (*facts.get("assumed", ()), *recipe.get("assumed", ()))
             facts |= {name: value for name, value in recipe.items() if name not in _MATCHED} | {"assumed": assumed}
-    return facts | {"settings": settings}
+    return facts | {"settings": settings} | _named_program(row)
+
+
+def _named_program(row: TableRow) -> dict[str, Any]:
+    """The facts of the optional columns 'framework', 'release' and 'settings', which say more than a source does."""
+    name = row.cells.get("framework")
+    if not name:
+        return {}
+    if name not in FRAMEWORKS:
+        raise row.error("framework", ", ".join(FRAMEWORKS))
+    try:
+        settings = parse_settings(row.cells.get("settings") or None)
+        chip = read_chip(row)[0]
+        program = framework_of(name, chip=chip, release=row.cells.get("release") or None)
+    except RooftopError as error:
+        raise row.error(error.field if error.field in row.cells else "framework", error.accepted) from None
+    return {"program": name, "framework": program.title, "release": program.release, "settings": settings}
 
 
 def _matches(recipe: Mapping[str, Any], row: TableRow) -> bool:

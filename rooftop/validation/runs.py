@@ -26,7 +26,7 @@ _DERIVED = re.compile(r";?\s*\w+ DERIVED.*")
 _BUDGET = re.compile(r"(days|gpu_hours|chip_hours)(?:_for_(\w+?)_tokens)?")
 _BUDGET_UNITS = {"days": ("days", "d"), "gpu_hours": ("h", "hours", "GPU hours"), "chip_hours": ("h", "hours")}
 #: Further columns that tell one run from another, where a table has them.
-OPTIONAL_COLUMNS = ("slice", "cp", "ep", "tokens")
+OPTIONAL_COLUMNS = ("slice", "cp", "ep", "tokens", "framework", "release", "settings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class PublishedRun:
 
     @property
     def framework(self) -> str:
-        """The framework that ran it, or its source where the readings name none."""
-        return str(readings.source_facts(self.source).get("framework", self.source))
+        """The framework that ran it, or its source where neither the table nor the readings name one."""
+        return str(self.facts.get("framework", self.source))
 
     @property
     def over_dcn(self) -> bool:
@@ -308,12 +308,19 @@ def _run(
         measured=measured,
         measured_memory_bytes=memory,
         where_found=row.cells["where_found"],
-        assumed=(*from_model, *from_slice, *from_mesh, *from_remat, *facts.get("assumed", ())),
+        assumed=(*from_model, *from_slice, *from_mesh, *from_remat, *facts.get("assumed", ()), *_unnamed(facts)),
         lines=lines,
         facts=facts,
     )
     # A recipe at the tag of its release knows better than a table's columns.
     return replace(run, **facts.get("strategy", {}))
+
+
+def _unnamed(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """The assumption about a run whose framework nothing names."""
+    if "program" in facts:
+        return ()
+    return ("framework not stated, and the source is not a known one: planned as rooftop's own program",)
 
 
 def full_attention(model: ModelConfig, seq_len: int) -> float:

@@ -27,7 +27,7 @@ from rooftop.requests.problems import training_problem
 from rooftop.roofline.achievable import fractions
 from rooftop.validation import AccuracyReport, PublishedRun, accuracy, load_published, load_reasons, summarise
 from rooftop.validation.memory import compare_memory, planned_memory
-from rooftop.validation.predict import command_of, predict, request_of
+from rooftop.validation.predict import command_of, planned, predict, request_of
 from rooftop.validation.predict import predict as real_predict
 from rooftop.validation.readings import _matches, source_facts
 from rooftop.validation.runs import CONVENTIONS, full_attention_and_remat, step_seconds
@@ -824,3 +824,46 @@ def test_a_table_is_judged_by_what_ships_and_learns_when_asked(rooftop: Callable
         assert one["interval_s"][1] < one["measured_s"]
     is_held = [row["interval_s"][0] <= row["measured_s"] <= row["interval_s"][1] for row in learnt["rows"]]
     assert sum(is_held) >= 8
+
+
+_RUN = "chip,num_chips,model,fsdp,seq_len,global_batch_seqs,dtype,recompute,metric,value,unit,source"
+
+
+@pytest.mark.parametrize(
+    ("columns", "cells", "program", "release"),
+    [
+        ("", "", "rooftop", None),
+        ("framework", "megatron", "megatron", None),
+        ("framework,release,settings", "megatron,26.06,tp_overlap=no", "megatron", "26.06"),
+        ("framework", "torchtitan", "torchtitan", None),
+    ],
+)
+def test_a_table_names_the_framework(
+    tmp_path: Path, columns: str, cells: str, program: str, release: str | None
+) -> None:
+    path = tmp_path / "mine.csv"
+    row = "h100,8,llama3-8b,8,4096,64,bf16,full,step_time,5.0,s,our cluster"
+    path.write_text(f"{_RUN},{columns}\n{row},{cells}\n" if columns else f"{_RUN}\n{row}\n")
+    (run,) = load_published(path).runs
+    request = request_of(run)
+    assert request.framework == program
+    assert release is None or request.release == release
+    assert planned(request).problem.program.name == program
+    assert any("framework not stated" in text for text in run.assumed) == (not columns)
+
+
+@pytest.mark.parametrize(
+    ("columns", "cells", "accepted"),
+    [
+        ("framework", "megatro", "maxtext"),
+        ("framework,release", "megatron,7", "26.08"),
+        ("framework", "megatron", "runs on"),
+    ],
+)
+def test_a_framework_that_cannot_be_is_one_line(tmp_path: Path, columns: str, cells: str, accepted: str) -> None:
+    path = tmp_path / "mine.csv"
+    chip = "v5e" if accepted == "runs on" else "h100"
+    row = f"{chip},8,llama3-8b,8,4096,64,bf16,full,step_time,5.0,s,our cluster"
+    path.write_text(f"{_RUN},{columns}\n{row},{cells}\n")
+    (unusable,) = load_published(path).unusable
+    assert "line 2" in unusable.why and accepted in unusable.why
