@@ -117,7 +117,7 @@ _UNLABELLED: Mapping[str, Word] = {
         kv_split=Name("batch", "seq"), prefill_devices=COUNT,
         context_attention=Name("ring", "all_gather"), expert_capacity=NUMBER,
         cores_per_device=COUNT,
-        pipelined=FLAG,
+        pipelined=FLAG, compile=COUNT,
     ),
     **_words(
         NUMERICS, matmul_dtype=DTYPE, weights_dtype=DTYPE, moments_dtype=DTYPE, kv_dtype=DTYPE, compute_dtype=DTYPE,
