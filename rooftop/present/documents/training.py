@@ -234,7 +234,7 @@ def _compiled(compiled: CompiledPlans | None) -> tuple[Chart, ...]:
             "" if candidate.compiled_s is None else format_seconds(candidate.compiled_s),
             "" if candidate.exposed_s is None else format_seconds(candidate.exposed_s),
             "" if candidate.peak_bytes is None else format_bytes(candidate.peak_bytes),
-            "yes" if candidate.fits else "no",
+            "yes" if candidate.fits else "" if candidate.peak_bytes is None else "no",
             candidate.reason if candidate.peak_bytes is None else "",
         )
         for candidate in ordered
