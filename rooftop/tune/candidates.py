@@ -23,7 +23,7 @@ from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.compiled import CompiledCandidate, CompiledPlans, OnCandidate
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.search import Sweep
-from rooftop.tune.compilations import Compilations, Outcome, ended_trial
+from rooftop.tune.compilations import CompilerOutcome, CompilerPool, ended_trial
 from rooftop.tune.records import SAME, Trial
 from rooftop.tune.subjects import TunedPlan
 
@@ -69,17 +69,17 @@ class CandidateCompiler:
     def compile(self, plans: Sequence[TrainingPlan]) -> tuple[CompiledCandidate, ...]:
         """The plans and their compiled programs, in the order of the plans, with ranks."""
         ended: dict[int, CompiledCandidate] = {}
-        with Compilations(self.jobs) as compilations:
+        with CompilerPool(self.jobs) as pool:
 
-            def submit(at: int) -> Future[Outcome]:
-                return compilations.submit(partial(self._compile, plans[at]), partial(tick, at))
+            def submit(at: int) -> Future[CompilerOutcome]:
+                return pool.submit(partial(self._compile, plans[at]), partial(tick, at))
 
             def tick(at: int, phase: str, elapsed_s: float) -> None:
                 if self.on_progress is not None:
                     what = _unranked(plans[at], at).name
                     self.on_progress(len(ended), len(plans), f"{what}: {phase} {elapsed_s:.0f} s")
 
-            for at, outcome in compilations.ended(range(len(plans)), submit):
+            for at, outcome in pool.ended(range(len(plans)), submit):
                 ended[at] = _ended(_unranked(plans[at], at), outcome)
                 if self.on_candidate is not None:
                     self.on_candidate(len(ended), len(plans), ended[at])
@@ -133,7 +133,7 @@ def _unranked(plan: TrainingPlan, at: int) -> CompiledCandidate:
     )  # fmt: skip
 
 
-def _ended(candidate: CompiledCandidate, outcome: Outcome) -> CompiledCandidate:
+def _ended(candidate: CompiledCandidate, outcome: CompilerOutcome) -> CompiledCandidate:
     """A candidate with the outcome of its compilation."""
     begun = Trial(
         key=candidate.name, factors=(candidate.name,), options={}, change={}, layers=None, end="refused", seconds=0.0

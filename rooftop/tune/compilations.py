@@ -36,7 +36,7 @@ class GivenUp(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CompilerOutcome:
     """A compilation that ended in ``seconds``: the program, or the reason why there is none.
 
     ``cached``: the cache of the compiler had the answer.
@@ -48,7 +48,7 @@ class Outcome:
     cached: bool
 
 
-class Compilations:
+class CompilerPool:
     """Compilations, ``jobs`` at a time. Leaving the context ends those that run; ``count`` are those that began."""
 
     def __init__(self, jobs: int = 1, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,7 +57,7 @@ class Compilations:
         self._pool = ThreadPoolExecutor(jobs)
         self.count = 0
 
-    def __enter__(self) -> Compilations:
+    def __enter__(self) -> CompilerPool:
         return self
 
     def __exit__(
@@ -66,10 +66,10 @@ class Compilations:
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
-    def submit(self, compilation: Compilation, on_progress: Progress) -> Future[Outcome]:
+    def submit(self, compilation: Compilation, on_progress: Progress) -> Future[CompilerOutcome]:
         """Begin a compilation as soon as fewer than ``jobs`` run. Of one that is given up the future raises GivenUp."""
 
-        def ended() -> Outcome:
+        def ended() -> CompilerOutcome:
             start, compiled, error, is_cached = self._clock(), None, None, True
 
             def tick(phase: str, elapsed_s: float) -> None:
@@ -88,16 +88,16 @@ class Compilations:
             if compiled is not None and compiled.cached:
                 # The seconds of its first compilation.
                 seconds = compiled.lower_s + compiled.compile_s
-            return Outcome(compiled=compiled, error=error, seconds=seconds, cached=is_cached)
+            return CompilerOutcome(compiled=compiled, error=error, seconds=seconds, cached=is_cached)
 
         self.count += 1
         return self._pool.submit(ended)
 
     def ended(
-        self, waiting: Iterable[_Item], submit: Callable[[_Item], Future[Outcome]]
-    ) -> Iterator[tuple[_Item, Outcome]]:
+        self, waiting: Iterable[_Item], submit: Callable[[_Item], Future[CompilerOutcome]]
+    ) -> Iterator[tuple[_Item, CompilerOutcome]]:
         """Submit items, ``jobs`` at a time, and yield each with its outcome as it ends; not those that are given up."""
-        running: dict[Future[Outcome], _Item] = {}
+        running: dict[Future[CompilerOutcome], _Item] = {}
         for item in waiting:
             running[submit(item)] = item
             if len(running) == self._jobs:
@@ -106,7 +106,7 @@ class Compilations:
             yield from _finished(running)
 
 
-def _finished(running: dict[Future[Outcome], _Item]) -> Iterator[tuple[_Item, Outcome]]:
+def _finished(running: dict[Future[CompilerOutcome], _Item]) -> Iterator[tuple[_Item, CompilerOutcome]]:
     """Wait until a future ends, and take it out of those that run."""
     for future in wait(running, return_when=FIRST_COMPLETED).done:
         item = running.pop(future)
@@ -115,7 +115,7 @@ def _finished(running: dict[Future[Outcome], _Item]) -> Iterator[tuple[_Item, Ou
 
 
 def ended_trial(
-    begun: Trial, outcome: Outcome, alike: Callable[[str], Trial | None] = lambda schedule: None
+    begun: Trial, outcome: CompilerOutcome, alike: Callable[[str], Trial | None] = lambda schedule: None
 ) -> tuple[Trial, Sequence[Row]]:
     """The trial that an outcome ends, priced by its schedule, and its compiled ledger.
 

@@ -15,7 +15,7 @@ from statistics import median
 
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Row
-from rooftop.tune.compilations import Compilations, GivenUp, Outcome, ended_trial
+from rooftop.tune.compilations import CompilerOutcome, CompilerPool, GivenUp, ended_trial
 from rooftop.tune.factors import Factor
 from rooftop.tune.records import SAME, Trial
 from rooftop.tune.subjects import Subject, change_of, options_of
@@ -85,7 +85,7 @@ class Search:
         self._estimates, self._cache, self._clock = estimates, cache, clock
         self._report = on_progress or (lambda done, total, what: None)
         self._begin = clock()
-        self._compilations = Compilations(limits.jobs, clock=clock)
+        self._pool = CompilerPool(limits.jobs, clock=clock)
         self._layers = limits.layers or None
         self._took = [trial.seconds for trial in file.trials]
         self._done, self._total = 0, len(self._factors) + 1
@@ -98,7 +98,7 @@ class Search:
 
         Raises RooftopError if the baseline is refused, and Infeasible if nothing that was tried fits.
         """
-        with self._compilations:
+        with self._pool:
             baseline = self._baseline()
             alone: list[Setting] = [(factor,) for factor in self._factors]
             for share in (_ALONE, 1.0):
@@ -118,7 +118,7 @@ class Search:
             whole=whole,
             out_of_time=left,
             seconds=self._elapsed(),
-            compiled=self._compilations.count,
+            compiled=self._pool.count,
         )
 
     # ---- order
@@ -233,7 +233,7 @@ class Search:
         """
         waiting = iter([setting for setting in settings if self._known(setting) is None])
         begun = self._in_time(waiting, share, whole)
-        for setting, outcome in self._compilations.ended(begun, lambda setting: self._submit(setting, cache=False)):
+        for setting, outcome in self._pool.ended(begun, lambda setting: self._submit(setting, cache=False)):
             trial, ledger = self._end(setting, outcome)
             self._file.add(trial, ledger)
             self._took.append(trial.seconds)
@@ -248,7 +248,7 @@ class Search:
                 return
             yield setting
 
-    def _submit(self, setting: Setting, *, cache: bool, timed: bool = True) -> Future[Outcome]:
+    def _submit(self, setting: Setting, *, cache: bool, timed: bool = True) -> Future[CompilerOutcome]:
         layers, title = self._layers, " + ".join(factor.name for factor in setting) or "baseline"
 
         def tick(phase: str, elapsed_s: float) -> None:
@@ -256,12 +256,12 @@ class Search:
                 raise GivenUp
             self._report(self._done, self._total, f"{title}: {phase} {elapsed_s:.0f} s")
 
-        return self._compilations.submit(
+        return self._pool.submit(
             lambda on_progress: self._subject.compile(setting, layers=layers, cache=cache, on_progress=on_progress),
             tick,
         )
 
-    def _end(self, setting: Setting, outcome: Outcome) -> tuple[Trial, Sequence[Row]]:
+    def _end(self, setting: Setting, outcome: CompilerOutcome) -> tuple[Trial, Sequence[Row]]:
         """The trial of an outcome, and its ledger if it is the first with its schedule."""
         begun = Trial(
             key=trial_key(setting, self._layers),
