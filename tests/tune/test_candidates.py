@@ -345,6 +345,13 @@ def test_a_request_carries_the_number(compile_with: Any) -> None:
     assert rooftop.plan_training(request).request == request
 
 
+def test_the_page_compiles_nothing() -> None:
+    """Compilations take minutes: no form has the field, and a page that is opened shows a saved table."""
+    from rooftop.ui.explorers import pipeline, training
+
+    assert "compile" not in {control.name for form in (pipeline.FORM, training.FORM) for control in form.controls}
+
+
 def test_a_plan_that_does_not_fit_is_not_compiled(compile_with: Any) -> None:
     compiler = compile_with(9, 6, 7)
     result = rooftop.plan_training("llama3-70b", on="v5e:2x2", batch_seqs=4, compile=3)

@@ -240,8 +240,8 @@ def _compiled(compiled: CompiledPlans | None) -> tuple[Chart, ...]:
         for candidate in ordered
     ]
     columns = (
-        TableColumn(""),
-        TableColumn("by plan"),
+        TableColumn("rank"),
+        TableColumn("planner's"),
         TableColumn("plan", "text", wrap=True),
         TableColumn("planned"),
         TableColumn("compiled"),
