@@ -94,18 +94,24 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[*JOBS, []], default=[])
     parser.add_argument("--compile", type=int, default=5)
     asked = parser.parse_args()
-    rows: dict[str, Mapping[str, Any]] = {}
-    if RESULTS.exists():
-        with RESULTS.open(encoding="utf-8", newline="") as file:
-            rows = {line["name"]: line for line in csv.DictReader(file)}
     for name in asked.names or JOBS:
-        rows[name] = row(name, asked.compile)
-        print(f"{name}: {rows[name]['note']}", flush=True)
+        line = row(name, asked.compile)
+        print(f"{name}: {line['note']}", flush=True)
+        # Another run may have written rows since.
+        rows = {**_rows(), name: line}
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows[job] for job in JOBS if job in rows)
         write_text(RESULTS, text.getvalue())
+
+
+def _rows() -> dict[str, Mapping[str, Any]]:
+    """The rows of the table by name; none if there is no table yet."""
+    if not RESULTS.exists():
+        return {}
+    with RESULTS.open(encoding="utf-8", newline="") as file:
+        return {line["name"]: line for line in csv.DictReader(file)}
 
 
 if __name__ == "__main__":

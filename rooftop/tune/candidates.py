@@ -37,7 +37,6 @@ class CandidateCompiler:
 
     jobs: int
     versions: Mapping[str, str]
-    cache: bool = True
     on_progress: OnProgress | None = None
     on_candidate: OnCandidate | None = None
 
@@ -68,25 +67,26 @@ class CandidateCompiler:
 
     def compile(self, plans: Sequence[TrainingPlan]) -> tuple[CompiledCandidate, ...]:
         """The plans and their compiled programs, in the order of the plans, with ranks."""
-        ended: dict[int, CompiledCandidate] = {}
+        candidates = [_unranked(plan, at) for at, plan in enumerate(plans)]
+        done = 0
+
+        def compiled(at: int, on_progress: Progress) -> Compiled:
+            return TunedPlan(plan=plans[at]).compile((), layers=None, cache=True, on_progress=on_progress)
+
+        def tick(at: int, phase: str, elapsed_s: float) -> None:
+            if self.on_progress is not None:
+                self.on_progress(done, len(plans), f"{candidates[at].name}: {phase} {elapsed_s:.0f} s")
+
+        def submit(at: int) -> Future[CompilerOutcome]:
+            return pool.submit(partial(compiled, at), partial(tick, at))
+
         with CompilerPool(self.jobs) as pool:
-
-            def submit(at: int) -> Future[CompilerOutcome]:
-                return pool.submit(partial(self._compile, plans[at]), partial(tick, at))
-
-            def tick(at: int, phase: str, elapsed_s: float) -> None:
-                if self.on_progress is not None:
-                    what = _unranked(plans[at], at).name
-                    self.on_progress(len(ended), len(plans), f"{what}: {phase} {elapsed_s:.0f} s")
-
             for at, outcome in pool.ended(range(len(plans)), submit):
-                ended[at] = _ended(_unranked(plans[at], at), outcome)
+                candidates[at] = _ended(candidates[at], outcome)
+                done += 1
                 if self.on_candidate is not None:
-                    self.on_candidate(len(ended), len(plans), ended[at])
-        return _ranked([ended[at] for at in range(len(plans))])
-
-    def _compile(self, plan: TrainingPlan, on_progress: Progress) -> Compiled:
-        return TunedPlan(plan=plan).compile((), layers=None, cache=self.cache, on_progress=on_progress)
+                    self.on_candidate(done, len(plans), candidates[at])
+        return _ranked(candidates)
 
 
 def best_candidates(searched: Sweep, count: int) -> list[Candidate]:
