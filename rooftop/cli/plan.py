@@ -18,13 +18,14 @@ from rooftop.cli.options import (
     request_options,
     xprof_option,
 )
-from rooftop.cli.output import VerbGroup, no_answer, progress_bar, show
+from rooftop.cli.output import VerbGroup, no_answer, progress_bar, say, show
 from rooftop.core.files import write_json, write_text
 from rooftop.requests.planning import PlanEmbedding, PlanServing, PlanTraining
 from rooftop.requests.words import OUTPUT
 
 if TYPE_CHECKING:
     from rooftop.library.serving import ServingFrontResult, ServingPlanResult
+    from rooftop.plan.training.compiled import CompiledCandidate
 
 
 @click.group(name="plan", cls=VerbGroup)
@@ -39,6 +40,7 @@ def command() -> None:
         "rooftop plan train llama3-70b --on v5p:16x16x16 --batch-tokens 4Mi --tokens 15T -o plan.json",
         "rooftop plan train qwen3-8b --on v5e:4x4 --batch-seqs 32 --mesh fsdp=16",
         "rooftop plan train llama3-70b --on v5p,v6e,tpu7x --tokens 15T --days 60",
+        "rooftop plan train llama3-8b --on v5p:4x4x4 --batch-tokens 1Mi --compile 5 -o plan.json",
     ),
 )
 @request_options(PlanTraining)
@@ -57,10 +59,13 @@ def train(
     as_json: bool,
 ) -> int:
     """Plan a training run of MODEL, a preset or the path of a Hugging Face config.json."""
-    from rooftop.library.planning import plan_training
+    from rooftop.library.planning import planned_training
+
+    def on_candidate(done: int, total: int, candidate: CompiledCandidate) -> None:
+        say(f"rooftop: plan {done} of {total}: {candidate.name}: {candidate.outcome}", err=True)
 
     with no_answer(as_json=as_json), progress_bar(shown=not as_json, after_s=1.0) as on_progress:
-        result = plan_training(request, on_progress=on_progress)
+        result = planned_training(request, on_progress, None if as_json else on_candidate)
     if output is not None:
         result.write_plan(output)
     if perfetto is not None:

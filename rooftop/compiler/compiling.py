@@ -6,6 +6,7 @@ compiler: it reads a request from a file and writes the result to another file, 
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from rooftop.compiler.cache import Cache
 from rooftop.compiler.hlo import text as hlo
 from rooftop.compiler.memory import MemoryShortage, OutOfMemory, PeakMemory
 from rooftop.compiler.partitioner import FullRematerialization
-from rooftop.compiler.targets import PLUGIN
+from rooftop.compiler.targets import PLUGIN, XLA_GPU
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.extras import require
 from rooftop.core.records import field_values, plain
@@ -171,6 +172,12 @@ def require_compiler(kind: str = "tpu") -> None:
     """Raise RooftopError if JAX, jaxtyping, optax or the compiler for a ``kind`` of chip is not installed."""
     name, extra, plugin = ("XLA:GPU", "gpu-compile", PLUGIN) if kind == "gpu" else ("XLA:TPU", "compile", "libtpu")
     require(extra, "jax", plugin, "optax", purpose=f"on Linux, for {name} without a {name[-3:]}")
+
+
+def compiler_versions(kind: str = "tpu") -> dict[str, str]:
+    """Versions of jax, jaxlib and the compiler for a ``kind`` of chip."""
+    names = ("jax", "jaxlib", XLA_GPU if kind == "gpu" else "libtpu")
+    return {name: importlib.metadata.version(name) for name in names}
 
 
 def compile_ahead_of_time(

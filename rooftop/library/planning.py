@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from rooftop.arrays.rules import STAGE_AXES
-from rooftop.core.errors import RooftopError
+from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.files import write_json, write_text
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_quantity
 from rooftop.core.timelines import perfetto, xprof
@@ -27,7 +27,9 @@ from rooftop.plan.training.comparison import (
     compare,
     searched_on,
 )
+from rooftop.plan.training.compiled import CompiledPlans, OnCandidate
 from rooftop.plan.training.plan import TrainingPlan
+from rooftop.plan.training.search import RANKED
 from rooftop.present.documents import document
 from rooftop.requests.function import of_request
 from rooftop.requests.inputs import calibrated_places, chip_of, priced_places, slice_of
@@ -39,8 +41,12 @@ from rooftop.simulate.planned import planned_lanes
 
 #: The longest run, a century, and the largest budget in dollars: more is a slip of the keyboard.
 LARGEST_DAYS, LARGEST_BUDGET = 36_500, 1e12
+#: The most plans that are compiled: each takes minutes.
+MOST_COMPILED = 100
 
 if TYPE_CHECKING:
+    from rooftop.plan.training.problem import Problem
+    from rooftop.plan.training.search import Sweep
     from rooftop.present.document import Document
     from rooftop.requests.likes import SliceLike, SlicesLike
 
@@ -53,6 +59,8 @@ class TrainingPlanResult(Result):
     answer: TrainingAnswer
     comparison: SliceComparison | None = None
     """The slices that were compared, if there was more than one slice or a limit."""
+    compiled: CompiledPlans | None = None
+    """The best plans next to their compiled programs, if they were compiled."""
 
     @property
     def plan(self) -> TrainingPlan:
@@ -65,6 +73,7 @@ class TrainingPlanResult(Result):
         return replace(
             self.answer.document,
             comparison=None if self.comparison is None else self.comparison.document,
+            compiled=self.compiled,
             pipeline=of_plan(self.plan) if self.plan.mesh.size(*STAGE_AXES) > 1 else None,
             request=self.request.to_json(),
         )
@@ -88,12 +97,21 @@ class TrainingPlanResult(Result):
             f"{plan.problem.model.name} on {plan.problem.slice.name}: {mesh}\n"
             f"{fits}{format_seconds(plan.expected_s)} a step expected, bound by {plan.bound}, MFU {plan.mfu:.1%}, "
             f"{format_bytes(plan.memory_bytes)} of {format_bytes(plan.problem.capacity)} a device"
+            + ("" if self.compiled is None else f"\n{self.compiled.verdict}")
         )
 
     def raise_if_infeasible(self) -> None:
-        """Raise Infeasible, with the nearest that is one, if no plan fits, no program runs it, or it misses a limit."""
+        """Raise Infeasible, with the nearest that is one, if no plan fits, no program runs it, or it misses a limit.
+
+        Plans that were compiled have to fit by the compiler.
+        """
         self.answer.require_fit()
         self.answer.require_executable()
+        if self.compiled is not None and self.compiled.best is None:
+            problem = self.plan.problem
+            raise Infeasible(
+                f"{problem.model.name} on {problem.slice.name}: {self.compiled.verdict}", self.compiled.nearest_text
+            )
         if self.comparison is not None:
             self.comparison.require_met()
 
@@ -123,12 +141,21 @@ def plan_training(request: PlanTraining, on_progress: OnProgress | None = None) 
 
     With several slices, chips without a shape, or a limit, compare slices and plan the one that is recommended: the
     cheapest that is in time; the fastest within ``budget`` or ``chips`` without ``days``; or the ``smallest``.
-    ``on_progress`` is called with mesh shapes or slices priced, their number, and a label.
+    With ``compile`` the best plans of a slice are compiled, and the one with the fastest compiled schedule that fits is
+    the answer. ``on_progress`` is called with mesh shapes, slices or compiled plans that are done, their number, and a
+    label.
 
     A plan that does not fit, that no program runs or that misses a limit is returned: ``raise_if_infeasible`` raises
     Infeasible for it. Raises Infeasible if slices are compared and nothing fits any, and RooftopError naming the
     field that is wrong.
     """
+    return planned_training(request, on_progress)
+
+
+def planned_training(
+    request: PlanTraining, on_progress: OnProgress | None = None, on_candidate: OnCandidate | None = None
+) -> TrainingPlanResult:
+    """``plan_training``, with a callback for each plan that was compiled."""
     limits = _limits(request)
     places, comparing = _places(request.on, limits, request.smallest)
     places = calibrated_places(priced_places(places, request.price), request.calibration)
@@ -137,13 +164,59 @@ def plan_training(request: PlanTraining, on_progress: OnProgress | None = None) 
     batch_given = request.batch_tokens is not None or request.batch_seqs is not None
     problem = training_problem(request, next(iter(places.values()))[0], comparing=comparing)
     count = parse_count(request.alternatives, "alternatives")
+    compiled_count = _compiled_count(request, problem, comparing=comparing)
     if not comparing:
-        answer = training.plan_training(problem, alternatives=count, on_progress=on_progress)
-        return TrainingPlanResult(request=request, answer=answer)
+        searched, compiled = training.search_of(problem, on_progress, ranked=max(RANKED, compiled_count)), None
+        if compiled_count:
+            searched, compiled = _compiled(searched, compiled_count, on_progress, on_candidate)
+        answer = training.answer_of(searched, alternatives=count, on_progress=on_progress)
+        return TrainingPlanResult(request=request, answer=answer, compiled=compiled)
     aim: Aim = "chips" if request.smallest else "time" if limits.days is None else "cost"
     compared = compare(problem, places, limits, aim, on_progress)
     answer = training.answer_of(searched_on(compared.best), alternatives=count, batch_given=batch_given)
     return TrainingPlanResult(request=request, answer=answer, comparison=compared)
+
+
+def _compiled_count(request: PlanTraining, problem: Problem, *, comparing: bool) -> int:
+    """Plans to compile, 0 for none. Raises RooftopError where they cannot be, before anything is searched."""
+    if request.compile is None:
+        return 0
+    count = parse_count(request.compile, "compile", largest=MOST_COMPILED)
+    if comparing:
+        raise RooftopError("compile", count, "this with one slice, such as --on v5p:16x16x16, and no limits")
+    if not problem.program.is_ours:
+        accepted = "this with rooftop's own program, --framework rooftop: XLA compiles no other"
+        raise RooftopError("compile", count, f"{accepted} (got --framework {problem.program.name})")
+    from rooftop.compiler.compiling import require_compiler
+
+    require_compiler(problem.slice.chip.kind)
+    return count
+
+
+def _compiled(
+    searched: Sweep, count: int, on_progress: OnProgress | None, on_candidate: OnCandidate | None
+) -> tuple[Sweep, CompiledPlans | None]:
+    """The search with the plan that compiles to the fastest step, and the plans that were compiled.
+
+    None are compiled if the best does not fit, or no program runs it.
+    """
+    best = searched.plan(searched.best)
+    if not best.fits or best.obstacles:
+        return searched, None
+    from rooftop.compiler.compiling import compiler_versions
+    from rooftop.runs.environment import uninterrupted
+
+    with uninterrupted():
+        from rooftop.tune.candidates import CandidateCompiler
+        from rooftop.tune.compilations import usual_jobs
+
+    compiler = CandidateCompiler(
+        jobs=usual_jobs(),
+        versions=compiler_versions(searched.problem.slice.chip.kind),
+        on_progress=on_progress,
+        on_candidate=on_candidate,
+    )
+    return compiler.fastest(searched, count)
 
 
 def _limits(request: PlanTraining) -> Limits:

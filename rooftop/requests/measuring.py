@@ -58,7 +58,7 @@ class Matmul(Request):
     """Simulate each collective link by link on the torus."""
     bidirectional: bool = setting(True, kind=FLAG, group=ASSUMPTIONS, option="bidirectional/unidirectional")
     """With ``simulate``: rings that send both ways, or one way only."""
-    compile: bool = setting(False, kind=FLAG, group=RUN)
+    compile: bool = setting(False, kind=FLAG)
     """Compile with XLA:TPU for the slice, and compare."""
     measure: bool = setting(False, kind=FLAG, group=RUN)
     """Run the listed strategies on local devices, and time them."""

@@ -102,6 +102,9 @@ class PlanTraining(Request):
     """Dollars per chip-hour, not the list price: 2.5, or h100=2.5,v5p=3."""
     alternatives: CountLike = 5
     """Other meshes to show."""
+    compile: CountLike | None = None
+    """Compile the N best plans with XLA, without the chips, and recommend the one whose compiled step is the
+    fastest."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from rooftop.plan.documents import PlannedSlice
 #: Ends of a trial: priced; its schedule is that of an earlier trial; the compiler, or the program, refused it; it needs
 #: more HBM than there is.
 TrialEnd = Literal["priced", "same_schedule", "refused", "too_large"]
+#: Share of a step below which a difference is rounding.
+SAME = 5e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,8 @@ class Trial(Record):
     ``layers`` are those of a proxy (None: the whole program). ``schedule`` is the fingerprint of the scheduled module.
     ``expected_s`` is priced by rooftop, ``estimated_s`` by XLA's own cycles, both on the compiled schedule;
     ``exposed_s`` of it are waits for collectives. ``reason`` says why it was refused, or what it needs too much.
-    ``seconds`` are those of the compilation. ``key`` is equal for equal options, changes and layers.
+    ``needed_bytes`` are those of one that is too large, where the compiler says so. ``seconds`` are those of the
+    compilation. ``key`` is equal for equal options, changes and layers.
     """
 
     key: str
@@ -39,6 +42,7 @@ class Trial(Record):
     exposed_s: Amount | None = None
     peak_bytes: Amount | None = None
     reason: str = ""
+    needed_bytes: Amount | None = None
     seconds: Amount
 
     @property

@@ -13,13 +13,10 @@ from rooftop.core.quantities import format_bytes, format_seconds
 from rooftop.explain.difference import Difference, difference, ledger_side
 from rooftop.plan.documents import PlannedSlice
 from rooftop.tune.factors import Factor
-from rooftop.tune.records import RankedTrial, Trial, TuneRecord, saved
+from rooftop.tune.records import SAME, RankedTrial, Trial, TuneRecord, saved
 from rooftop.tune.search import Searched
 from rooftop.tune.subjects import Subject
 from rooftop.tune.trials import TrialFile
-
-#: Share of the baseline's time that counts as a difference.
-_SAME = 5e-4
 
 
 def _plural(count: int, noun: str) -> str:
@@ -54,7 +51,7 @@ class TuneReport:
         rank, last_s = 0, float("-inf")
         for place, trial in enumerate(timed, start=1):
             # Equal times share a rank.
-            if self._time_s(trial) > last_s * (1 + _SAME):
+            if self._time_s(trial) > last_s * (1 + SAME):
                 rank, last_s = place, self._time_s(trial)
             yield self._entry(trial, rank)
 
@@ -88,7 +85,7 @@ class TuneReport:
         if not baseline.fits:
             return f"fits{same}"
         change = self._time_s(trial) / self._time_s(baseline) - 1
-        words = "another schedule, as fast" if abs(change) < _SAME else "faster" if change < 0 else "slower"
+        words = "another schedule, as fast" if abs(change) < SAME else "faster" if change < 0 else "slower"
         return f"{words}{same}"
 
     def _time_s(self, trial: Trial) -> float:

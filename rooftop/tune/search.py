@@ -7,29 +7,22 @@ own, and their trials are kept one by one: a search that was ended goes on where
 
 from __future__ import annotations
 
-import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from concurrent.futures import Future
+from dataclasses import dataclass
 from statistics import median
 
-from rooftop.compiler.compiling import Compiled
-from rooftop.compiler.hlo.fingerprint import fingerprint
-from rooftop.compiler.machine.schedule import timeline
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.ledger import Row
-from rooftop.explain.compiled.report import CompiledReport
+from rooftop.tune.compilations import CompilerOutcome, CompilerPool, GivenUp, ended_trial
 from rooftop.tune.factors import Factor
-from rooftop.tune.records import Trial
+from rooftop.tune.records import SAME, Trial
 from rooftop.tune.subjects import Subject, change_of, options_of
 from rooftop.tune.trials import TrialFile, trial_key
 
 #: Share of the time in which factors are tried alone, before those that gain are joined.
 _ALONE = 0.7
-#: Share of the step below which a gain is rounding.
-_GAIN = 5e-4
 #: Compilations that must fit into the time; for fewer, proxies with few layers are tried.
 _ENOUGH = 8
 #: A proxy is worth it if it compiles in this share of the time of the whole.
@@ -39,10 +32,6 @@ _SHORTER = 0.6
 Setting = tuple[Factor, ...]
 #: Callback (trials that have ended, trials in all, what is being compiled).
 OnTrials = Callable[[int, int, str], None]
-
-
-class _OutOfTime(Exception):
-    """The time of the search is over: the compilation is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +85,10 @@ class Search:
         self._estimates, self._cache, self._clock = estimates, cache, clock
         self._report = on_progress or (lambda done, total, what: None)
         self._begin = clock()
-        self._stop = threading.Event()
+        self._pool = CompilerPool(limits.jobs, clock=clock)
         self._layers = limits.layers or None
         self._took = [trial.seconds for trial in file.trials]
-        self._compiled, self._done, self._total = 0, 0, len(self._factors) + 1
+        self._done, self._total = 0, len(self._factors) + 1
         #: Kept for the whole program, where proxies are searched.
         self._reserve_s = 0.0
         self._settings: dict[str, Setting] = {}
@@ -109,17 +98,14 @@ class Search:
 
         Raises RooftopError if the baseline is refused, and Infeasible if nothing that was tried fits.
         """
-        with ThreadPoolExecutor(self._limits.jobs) as pool:
-            try:
-                baseline = self._baseline(pool)
-                alone: list[Setting] = [(factor,) for factor in self._factors]
-                for share in (_ALONE, 1.0):
-                    self._try_all(pool, alone, share=share)
-                    self._join(pool)
-                best = self._best()
-                whole = self._whole(pool, best) if self._layers is not None else None
-            finally:
-                self._stop.set()
+        with self._pool:
+            baseline = self._baseline()
+            alone: list[Setting] = [(factor,) for factor in self._factors]
+            for share in (_ALONE, 1.0):
+                self._try_all(alone, share=share)
+                self._join()
+            best = self._best()
+            whole = self._whole(best) if self._layers is not None else None
         left = any(self._known(setting) is None for setting in alone)
         if not best.fits:
             raise Infeasible(f"{self._subject.name} does not fit", f"{baseline.reason}; nothing that was tried does")
@@ -132,22 +118,22 @@ class Search:
             whole=whole,
             out_of_time=left,
             seconds=self._elapsed(),
-            compiled=self._compiled,
+            compiled=self._pool.count,
         )
 
     # ---- order
 
-    def _baseline(self, pool: ThreadPoolExecutor) -> Trial:
+    def _baseline(self) -> Trial:
         """The program as it is, compiled or taken from the cache, with which earlier trials must agree."""
         if self._limits.layers:
-            return self._checked_baseline(pool, self._limits.layers)
-        whole = self._checked_baseline(pool, None)
+            return self._checked_baseline(self._limits.layers)
+        whole = self._checked_baseline(None)
         fewest = self._subject.fewest_layers() if self._limits.layers is None else None
         fitting = self._limits.seconds * self._limits.jobs / max(whole.seconds, 1e-3)
         if fewest is None or fitting >= _ENOUGH or self._all_known():
             return whole
         self._layers = fewest
-        short = self._checked_baseline(pool, fewest)
+        short = self._checked_baseline(fewest)
         if short.fits and short.seconds <= _SHORTER * whole.seconds:
             self._reserve_s = whole.seconds
             return short
@@ -157,10 +143,10 @@ class Search:
     def _all_known(self) -> bool:
         return all(self._known((factor,)) is not None for factor in self._factors)
 
-    def _checked_baseline(self, pool: ThreadPoolExecutor, layers: int | None) -> Trial:
+    def _checked_baseline(self, layers: int | None) -> Trial:
         self._layers = layers
         before = self._known(())
-        trial, ledger = self._end((), self._submit(pool, (), cache=self._cache, timed=False).result())
+        trial, ledger = self._end((), self._submit((), cache=self._cache, timed=False).result())
         if trial.end == "refused":
             raise RooftopError("program", self._subject.name, f"one that compiles ({trial.reason})")
         if before is not None:
@@ -173,13 +159,13 @@ class Search:
         self._done += 1
         return trial
 
-    def _join(self, pool: ThreadPoolExecutor) -> None:
+    def _join(self) -> None:
         """Join the factors that gain, the largest gain first; what no longer gains in company is left out."""
         baseline_s = self._cost(self._known(()))
         gains = list[tuple[float, Setting]]()
         for factor in self._factors:
             cost = self._cost(self._known((factor,)))
-            if cost < baseline_s * (1 - _GAIN) and self._is_first((factor,)):
+            if cost < baseline_s * (1 - SAME) and self._is_first((factor,)):
                 gains.append((cost, (factor,)))
         queue = [setting for _, setting in sorted(gains, key=lambda entry: entry[0])]
         if not queue:
@@ -189,8 +175,8 @@ class Search:
             batch, queue = queue[: self._limits.jobs], queue[self._limits.jobs :]
             joined = [self._joined(current, setting) for setting in batch]
             self._total += sum(self._known(setting) is None for setting in joined)
-            self._try_all(pool, joined, share=1.0)
-            limit = self._cost(self._known(current)) * (1 - _GAIN)
+            self._try_all(joined, share=1.0)
+            limit = self._cost(self._known(current)) * (1 - SAME)
             costs = [self._cost(self._known(setting)) for setting in joined]
             faster = sorted((cost, at) for at, cost in enumerate(costs) if cost < limit)
             if faster:
@@ -212,16 +198,16 @@ class Search:
         # Among equals the one with the fewest factors.
         own = [trial for trial in known if trial.layers == self._layers]
         fastest_s = min(map(self._cost, own))
-        near = [trial for trial in own if self._cost(trial) <= fastest_s * (1 + _GAIN)]
+        near = [trial for trial in own if self._cost(trial) <= fastest_s * (1 + SAME)]
         return min(near, key=lambda trial: (len(trial.factors), self._cost(trial)))
 
-    def _whole(self, pool: ThreadPoolExecutor, best: Trial) -> tuple[Trial, Trial] | None:
+    def _whole(self, best: Trial) -> tuple[Trial, Trial] | None:
         """Baseline and best with all layers, if there is time for them."""
         proxies, setting = self._layers, self._settings[best.key]
         self._layers = None
         try:
             pair: list[Setting] = [(), setting]
-            self._try_all(pool, pair, share=1.0, whole=True)
+            self._try_all(pair, share=1.0, whole=True)
             first, last = map(self._known, pair)
         finally:
             self._layers = proxies
@@ -240,21 +226,19 @@ class Search:
     def _elapsed(self) -> float:
         return self._clock() - self._begin
 
-    def _try_all(
-        self, pool: ThreadPoolExecutor, settings: Iterable[Setting], *, share: float, whole: bool = False
-    ) -> None:
+    def _try_all(self, settings: Iterable[Setting], *, share: float, whole: bool = False) -> None:
         """Compile the settings that have no trial yet, while they are expected to end within a ``share`` of the time.
 
         The ``whole`` program is compiled if any time is left: how long it takes is not known.
         """
         waiting = iter([setting for setting in settings if self._known(setting) is None])
-        running: dict[Future[_Outcome], Setting] = {}
-        for setting in self._in_time(waiting, share, whole):
-            running[self._submit(pool, setting, cache=False)] = setting
-            if len(running) == self._limits.jobs:
-                self._finish_one(running)
-        while running:
-            self._finish_one(running)
+        begun = self._in_time(waiting, share, whole)
+        for setting, outcome in self._pool.ended(begun, lambda setting: self._submit(setting, cache=False)):
+            trial, ledger = self._end(setting, outcome)
+            self._file.add(trial, ledger)
+            self._took.append(trial.seconds)
+            self._done += 1
+            self._report(self._done, self._total, trial.title)
 
     def _in_time(self, waiting: Iterator[Setting], share: float, whole: bool) -> Iterator[Setting]:
         for setting in waiting:
@@ -264,103 +248,32 @@ class Search:
                 return
             yield setting
 
-    def _finish_one(self, running: dict[Future[_Outcome], Setting]) -> None:
-        ended, _ = wait(running, return_when=FIRST_COMPLETED)
-        for future in ended:
-            setting = running.pop(future)
-            try:
-                outcome = future.result()
-            except _OutOfTime:
-                continue
-            trial, ledger = self._end(setting, outcome)
-            self._file.add(trial, ledger)
-            self._took.append(trial.seconds)
-            self._done += 1
-            self._report(self._done, self._total, trial.title)
-
-    def _submit(
-        self, pool: ThreadPoolExecutor, setting: Setting, *, cache: bool, timed: bool = True
-    ) -> Future[_Outcome]:
+    def _submit(self, setting: Setting, *, cache: bool, timed: bool = True) -> Future[CompilerOutcome]:
         layers, title = self._layers, " + ".join(factor.name for factor in setting) or "baseline"
 
         def tick(phase: str, elapsed_s: float) -> None:
-            if self._stop.is_set() or (timed and self._elapsed() > self._limits.seconds):
-                raise _OutOfTime
+            if timed and self._elapsed() > self._limits.seconds:
+                raise GivenUp
             self._report(self._done, self._total, f"{title}: {phase} {elapsed_s:.0f} s")
 
-        def compiled() -> _Outcome:
-            start, result, error = self._clock(), None, None
-            try:
-                result = self._subject.compile(setting, layers=layers, cache=cache, on_progress=tick)
-            except (Infeasible, RooftopError) as refused:
-                error = refused
-            seconds = self._clock() - start
-            if result is not None and result.cached:
-                # What it took when it was compiled.
-                seconds = result.lower_s + result.compile_s
-            return _Outcome(layers=layers, compiled=result, error=error, seconds=seconds)
+        return self._pool.submit(
+            lambda on_progress: self._subject.compile(setting, layers=layers, cache=cache, on_progress=on_progress),
+            tick,
+        )
 
-        self._compiled += 1
-        return pool.submit(compiled)
-
-    def _end(self, setting: Setting, outcome: _Outcome) -> tuple[Trial, Sequence[Row]]:
+    def _end(self, setting: Setting, outcome: CompilerOutcome) -> tuple[Trial, Sequence[Row]]:
         """The trial of an outcome, and its ledger if it is the first with its schedule."""
-        ended = Trial(
-            key=trial_key(setting, outcome.layers),
+        begun = Trial(
+            key=trial_key(setting, self._layers),
             factors=tuple(factor.name for factor in setting),
             options=options_of(setting),
             change=change_of(setting),
-            layers=outcome.layers,
+            layers=self._layers,
             end="refused",
             seconds=outcome.seconds,
         )
-        if outcome.compiled is None:
-            if isinstance(outcome.error, RooftopError):
-                return replace(ended, reason=_reason(outcome.error)), ()
-            return replace(ended, end="too_large", reason=str(outcome.error)), ()
-        report = CompiledReport(plan=None, compiled=outcome.compiled)
-        schedule = fingerprint(outcome.compiled.hlo_text)
+        return ended_trial(begun, outcome, self._first_with)
+
+    def _first_with(self, schedule: str) -> Trial | None:
         first = self._file.with_schedule(schedule)
-        if first is not None and first.key != ended.key and first.layers == outcome.layers:
-            same = replace(
-                ended,
-                end="same_schedule",
-                schedule=schedule,
-                same_as=first.factors,
-                expected_s=first.expected_s,
-                estimated_s=first.estimated_s,
-                exposed_s=first.exposed_s,
-                peak_bytes=first.peak_bytes,
-            )
-            return same, ()
-        try:
-            line = report.timeline
-            own = timeline(outcome.compiled.module, outcome.compiled.mesh, report.rates, estimates="xla")
-        except RooftopError as error:
-            return replace(ended, reason=f"rooftop cannot read it: {error}"), ()
-        priced = replace(
-            ended,
-            end="priced",
-            schedule=schedule,
-            expected_s=line.total_s,
-            estimated_s=own.total_s,
-            exposed_s=line.exposed_s,
-            peak_bytes=report.peak_bytes,
-        )
-        return priced, report.ledger.rows
-
-
-def _reason(error: RooftopError) -> str:
-    """The reason of the compiler, or of the program: of 'one that XLA compiles (REASON)' the reason."""
-    match = re.fullmatch(r"one that [\w ]+ \((.*)\)", error.accepted, re.DOTALL)
-    return match[1] if match else error.accepted
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    """A compilation that ended in ``seconds``: the program, or the reason why there is none."""
-
-    layers: int | None
-    compiled: Compiled | None
-    error: Exception | None
-    seconds: float
+        return first if first is not None and first.layers == self._layers else None

@@ -109,8 +109,9 @@ def test_an_option_has_one_kind_of_value_in_every_verb() -> None:
                 value = "flag" if param.is_flag else "name" if names else param.make_metavar(click.Context(command))
                 values[max(param.opts, key=len)].add(value)
     several = {name: kinds for name, kinds in values.items() if len(kinds) > 1}
-    # Requests name the model as the server does, and a text that is trained on is no length.
-    assert several == {"--model": {"MODEL", "NAME"}, "--prompt": {"N", "TEXT"}}
+    # Requests name the model as the server does, a text that is trained on is no length, and an expression is one
+    # program to compile, where a search has many.
+    assert several == {"--model": {"MODEL", "NAME"}, "--prompt": {"N", "TEXT"}, "--compile": {"N", "flag"}}
 
 
 @pytest.mark.parametrize("path", COMMANDS)

@@ -25,6 +25,7 @@ from rooftop.library.programs.tuning import TuneResult
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.requests.inputs import training_plan_of
 from rooftop.requests.programs import settings_of
+from rooftop.tune import compilations
 from rooftop.tune import factors as factors_module
 from rooftop.tune.factors import (
     SEARCHED,
@@ -136,11 +137,9 @@ def test_of_a_knob_one_factor_is_set(tmp_path: Path) -> None:
 
 
 def test_equal_schedules_are_not_priced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rooftop.tune import search as search_module
-
     priced = []
-    timeline = search_module.timeline
-    monkeypatch.setattr(search_module, "timeline", lambda *a, **k: (priced.append(1), timeline(*a, **k))[1])
+    timeline = compilations.timeline
+    monkeypatch.setattr(compilations, "timeline", lambda *a, **k: (priced.append(1), timeline(*a, **k))[1])
     report = reported(FakeSubject({"one": 1, "two": 1, "none": 0}), tmp_path / "t.jsonl")
     ends = {entry.trial.title: entry.trial.end for entry in report.trials}
     assert ends == {"baseline": "priced", "one": "priced", "two": "same_schedule", "none": "same_schedule"}

@@ -19,6 +19,7 @@ from rooftop.explain.compiled.report import (
 )
 from rooftop.hardware import Slice
 from rooftop.plan.documents import PlannedSlice
+from rooftop.plan.training.compiled import nearest_text
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import plan_of, sweep
@@ -50,11 +51,7 @@ class Refusal:
     def infeasible(self) -> Infeasible:
         """The answer as an exception, with the nearest plan that fits."""
         problem = self.plan.problem
-        near = "no mesh, remat policy or number of microbatches fits on this slice"
-        if self.nearest is not None:
-            mesh = ",".join(f"{name}={size}" for name, size in self.nearest.mesh.shape.items() if size > 1)
-            choice = self.nearest.choice
-            near = f"nearest that should fit: --mesh {mesh} --remat {choice.remat} --microbatches {choice.microbatches}"
+        near = nearest_text(None if self.nearest is None else self.nearest.summary)
         return Infeasible(f"{problem.model.name} on {problem.slice.name} {self.verdict}", near)
 
     def record(self, *, top: int = 20) -> RefusedRecord:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
-import os
 import resource
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from rooftop.compiler.compiling import require_compiler
-from rooftop.compiler.targets import XLA_GPU
+from rooftop.compiler.compiling import compiler_versions, require_compiler
 from rooftop.core.errors import RooftopError, one_of, unknown
 from rooftop.core.files import cache_folder, write_json
 from rooftop.core.quantities import parse_count, parse_quantity
@@ -110,15 +107,16 @@ def tune(request: Tune, on_progress: Progress | None = None) -> TuneResult:
     time_s = 60 * (parse_quantity(minutes, "minutes", largest=_MOST_MINUTES) if isinstance(minutes, str) else minutes)
     if not 0 < time_s <= 60 * _MOST_MINUTES:
         raise RooftopError("minutes", minutes, f"more than 0, {_MOST_MINUTES} at most")
-    jobs = max(1, (os.cpu_count() or 2) // 2) if request.jobs is None else parse_count(request.jobs, "jobs")
+    jobs = None if request.jobs is None else parse_count(request.jobs, "jobs")
     layers = request.layers
     few = 0 if layers == "all" else None if layers is None else parse_count(layers, "layers")
     subject = _subject(request)
     if few and subject.fewest_layers() is None:
         raise RooftopError("layers", str(layers), "nothing but with a plan of more layers than its smallest proxy")
+    from rooftop.tune.compilations import usual_jobs
     from rooftop.tune.search import SearchLimits
 
-    limits = SearchLimits(seconds=time_s, jobs=jobs, layers=few)
+    limits = SearchLimits(seconds=time_s, jobs=usual_jobs() if jobs is None else jobs, layers=few)
     return TuneResult(report=_searched(request, subject, names, limits, estimates, on_progress), request=request)
 
 
@@ -170,7 +168,7 @@ def _searched(
     from rooftop.tune.search import Search
     from rooftop.tune.trials import TrialFile
 
-    versions = _versions(subject.slice.chip.kind)
+    versions = compiler_versions(subject.slice.chip.kind)
     identity = {"program": subject.identity, "versions": versions}
     results = results_path(identity) if request.results is None else Path(request.results)
     file = TrialFile(results, identity, fresh=request.fresh)
@@ -189,8 +187,3 @@ def results_path(identity: Mapping[str, Any]) -> Path:
     """The file of trials in the user's cache."""
     key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
     return cache_folder("tune") / f"{key[:32]}.jsonl"
-
-
-def _versions(kind: str) -> dict[str, str]:
-    names = ("jax", "jaxlib", XLA_GPU if kind == "gpu" else "libtpu")
-    return {name: importlib.metadata.version(name) for name in names}

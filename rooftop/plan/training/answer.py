@@ -18,11 +18,12 @@ from rooftop.plan.documents import PipelineFigures
 from rooftop.plan.layouts import Layouts
 from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.comparison import ComparisonDocument
+from rooftop.plan.training.compiled import CompiledPlans
 from rooftop.plan.training.nearest import NearestPlan, nearest_executable, nearest_with_room, refusal
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
-from rooftop.plan.training.search import Sweep, SweepOptions, best_of, plan_of, searched_switches, sweep
+from rooftop.plan.training.search import RANKED, Sweep, SweepOptions, best_of, plan_of, searched_switches, sweep
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import MOST_TOKENS
 from rooftop.roofline.achievable import fractions
@@ -64,11 +65,11 @@ class OtherBatch(Record):
 class TrainingAnswerDocument(TrainingPlanDocument):
     """plan.json of a training run.
 
-    ``comparison`` is there if slices were compared, and ``pipeline`` if the mesh has stages. A plan alone has none of
-    these fields.
+    ``comparison`` is there if slices were compared, ``compiled`` if the best plans were compiled, and ``pipeline`` if
+    the mesh has stages. A plan alone has none of these fields.
     """
 
-    sparse = frozenset({"comparison", "pipeline", "request"})
+    sparse = frozenset({"comparison", "compiled", "pipeline", "request"})
 
     alternatives: tuple[PlanSummary, ...] = ()
     what_if: tuple[WhatIf, ...] = ()
@@ -77,6 +78,7 @@ class TrainingAnswerDocument(TrainingPlanDocument):
     other_batches: tuple[OtherBatch, ...] = ()
     searched: int = 0
     comparison: ComparisonDocument | None = None
+    compiled: CompiledPlans | None = None
     pipeline: PipelineFigures | None = None
     request: Mapping[str, Any] | None = None
 
@@ -141,14 +143,17 @@ def plan_training(problem: Problem, *, alternatives: int = 5, on_progress: OnPro
     return answer_of(search_of(problem, on_progress), alternatives=alternatives, on_progress=on_progress)
 
 
-def search_of(problem: Problem, on_progress: OnProgress | None = None) -> Sweep:
-    """The search among plans that programs run; among all if there is none, or if the mesh is not searched."""
+def search_of(problem: Problem, on_progress: OnProgress | None = None, *, ranked: int = RANKED) -> Sweep:
+    """The search among plans that programs run; among all if there is none, or if the mesh is not searched.
+
+    The ``ranked`` best mesh shapes are priced exactly.
+    """
     pinned = problem.axes is not None or problem.mesh is not None
     if not pinned and refusal(problem) is None:
-        searched = sweep(problem, SweepOptions(executable=True, on_progress=on_progress))
+        searched = sweep(problem, SweepOptions(executable=True, ranked=ranked, on_progress=on_progress))
         if searched.fits.any():
             return searched
-    return sweep(problem, SweepOptions(on_progress=on_progress))
+    return sweep(problem, SweepOptions(ranked=ranked, on_progress=on_progress))
 
 
 def answer_of(

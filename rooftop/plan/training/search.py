@@ -64,7 +64,8 @@ class Sweep:
 
     ``allowed`` is False where much would be padding, or a chunk of a stage would have no layer. ``limit_bytes`` is the
     memory within which the best is sought.
-    ``searched`` counts all candidates, also those excluded by a bound.
+    ``searched`` counts all candidates, also those excluded by a bound. ``chosen`` is the best by something else than
+    the expected time, such as the time of the compiled program.
     """
 
     problem: Problem
@@ -74,6 +75,7 @@ class Sweep:
     allowed: Mask
     limit_bytes: float
     searched: int
+    chosen: tuple[int, int] | None = None
 
     @property
     def fits(self) -> Mask:
@@ -83,7 +85,9 @@ class Sweep:
 
     @cached_property
     def best(self) -> tuple[int, int]:
-        """The fastest candidate that fits; if none does, the fastest of those that need the least memory."""
+        """The chosen candidate, or the fastest that fits; if none does, the fastest of those of least memory."""
+        if self.chosen is not None:
+            return self.chosen
         if self.fits.any():
             # Among equals the one with less memory: a tie in time is common when nothing is exposed.
             return _least(np.where(self.fits, self.expected_s, np.inf), self.memory_bytes)

@@ -12,6 +12,7 @@ from rooftop.core.timelines import Lanes
 from rooftop.frameworks.framework import FRAMEWORKS, PlannedFramework
 from rooftop.plan.training.answer import OtherBatch, TrainingAnswerDocument
 from rooftop.plan.training.comparison import ComparisonDocument, OfferDocument
+from rooftop.plan.training.compiled import CompiledPlans
 from rooftop.plan.training.plan import Padding, PlannedMemory, PlanSummary
 from rooftop.plan.training.workload import Workload
 from rooftop.present.document import (
@@ -50,6 +51,7 @@ from rooftop.present.documents.parts import (
     reasons,
     rooflines,
     roofs_of_slice,
+    sentence,
     stored_figures,
     version_note,
 )
@@ -80,6 +82,7 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
                 )
                 + ("; whole experts over tensor" if plan.experts_over_tensor else "")
                 + ("" if dtypes.matmul == dtypes.compute else f"; {dtypes.matmul} matmuls in the layers"),
+                *_confirmed(plan.compiled),
                 *_tight(plan),
                 *_rounded(plan.workload),
                 *_batch(plan),
@@ -88,6 +91,7 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
         figures=tuple(_figures(plan, classes)),
         charts=(
             *_comparison(plan),
+            *_compiled(plan.compiled),
             *obstacles(plan.obstacles, *(_nearest(plan) if memory.fits else ())),
             _where(plan.ledger, plan.step.expected_s),
             ledger_bars(plan.ledger),
@@ -202,10 +206,67 @@ def _refusal(plan: TrainingAnswerDocument) -> str:
         if near.slice.partition(":")[0] != chip:
             reason += f"; no mesh of {chip} runs it"
         return "; ".join((reason, *_nearest(plan)))
+    if plan.compiled is not None and plan.compiled.best is None:
+        return f"{plan.compiled.verdict}; {plan.compiled.nearest_text}"
     if plan.comparison is None or plan.comparison.best.meets:
         return ""
     best = plan.comparison.best
     return f"no slice meets the limits; nearest is {best.slice}: {best.why}"
+
+
+def _confirmed(compiled: CompiledPlans | None) -> Iterator[str]:
+    """The effect of compiling the best plans on their order."""
+    if compiled is not None and compiled.best is not None:
+        yield compiled.verdict
+
+
+def _compiled(compiled: CompiledPlans | None) -> tuple[Chart, ...]:
+    """The best plans by the planner next to their compiled programs, the fastest compiled one first."""
+    if compiled is None:
+        return ()
+    ordered = sorted(compiled.candidates, key=lambda candidate: candidate.rank or len(compiled.candidates) + 1)
+    rows = [
+        (
+            "" if candidate.rank is None else str(candidate.rank),
+            str(candidate.planned_rank),
+            candidate.name,
+            format_seconds(candidate.plan.expected_s),
+            "" if candidate.compiled_s is None else format_seconds(candidate.compiled_s),
+            "" if candidate.exposed_s is None else format_seconds(candidate.exposed_s),
+            "" if candidate.peak_bytes is None else format_bytes(candidate.peak_bytes),
+            "yes" if candidate.fits else "" if candidate.peak_bytes is None else "no",
+            candidate.reason if candidate.peak_bytes is None else "",
+        )
+        for candidate in ordered
+    ]
+    columns = (
+        TableColumn("rank"),
+        TableColumn("planner's"),
+        TableColumn("plan", "text", wrap=True),
+        TableColumn("planned"),
+        TableColumn("compiled"),
+        TableColumn("waits", drop=1),
+        TableColumn("memory"),
+        TableColumn("fits", "text"),
+        TableColumn("", "text", wrap=True),
+    )
+    shown = range(len(columns) if any(row[-1] for row in rows) else len(columns) - 1)
+    versions = ", ".join(f"{name} {version}" for name, version in compiled.versions.items())
+    run = (
+        f"{counted(compiled.compiled, 'compilation')} in {compiled.seconds / 60:.1f} minutes"
+        if compiled.compiled
+        else "all compiled earlier: nothing was compiled"
+    )
+    return (
+        Table(
+            title="The best plans, compiled",
+            section="Compiled",
+            about=f"A step as planned, and of the schedule that XLA made ({versions}): its waits for collectives, and "
+            f"memory at its peak, of {format_bytes(compiled.capacity_bytes)} a device. {sentence(run)}",
+            columns=tuple(columns[at] for at in shown),
+            rows=tuple(tuple(row[at] for at in shown) for row in rows),
+        ),
+    )
 
 
 _FIRST = {"cost": "fewest dollars", "time": "fastest", "chips": "fewest chips"}
@@ -286,6 +347,10 @@ def _figures(plan: TrainingAnswerDocument, classes: Mapping[str, float]) -> Iter
         f"{format_seconds(step.upper_s)} if nothing does")  # fmt: skip
     if plan.evidence is not None:
         yield evidence_figure(plan.evidence)
+    if plan.compiled is not None and (best := plan.compiled.best) is not None and best.compiled_s is not None:
+        peak = "" if best.peak_bytes is None else f"; peak memory {format_bytes(best.peak_bytes)}"
+        yield ShownFigure("compiled_s", "compiled", best.compiled_s, "s", "estimate",
+            note=f"a step of the schedule that XLA made{peak}")  # fmt: skip
     yield ShownFigure("mfu", "MFU", plan.mfu, "%", level, formula=plan.flops.convention,
         note="causal attention and unembedding counted, recomputation not")  # fmt: skip
     yield ShownFigure("tokens_per_s", "rate", plan.tokens_per_s, "tok/s", level,
