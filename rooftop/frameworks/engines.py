@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.frameworks.framework import ENGINES, Job, framework_data, runs_on
@@ -75,6 +74,21 @@ class Engine:
     def __str__(self) -> str:
         return self.title if self.release is None else f"{self.title} {self.release}"
 
+    def command(self, axes: Mapping[str, int], kv: str) -> str:
+        """The command line that serves MODEL on a mesh; options of its YAML file stand after a #."""
+        data = framework_data(self.name)
+        words = data["words"]
+        parts = [text.replace("{}", str(axes[axis])) for axis, text in words["axes"].items() if axes.get(axis, 1) > 1]
+        parts += [text for dtype, text in words["kv"].items() if dtype == kv]
+        for key, value in self.settings.items():
+            facts = data["setting"][key]
+            flag = facts["flag"].replace("{}", value) if "flag" in facts else facts.get("flags", {}).get(value)
+            parts += [] if flag is None else [flag]
+        flags, options = zip(*(part.partition("#")[::2] for part in parts), strict=True)
+        command = " ".join((words["serve"], *(flag.strip() for flag in flags if flag.strip())))
+        in_file = "; ".join(option.strip() for option in options if option.strip())
+        return f"{command} # {in_file}" if in_file else command
+
 
 def engine_of(
     name: str,
@@ -111,11 +125,3 @@ def engine_of(
         weight_group=parts["scales"].get("group"),
         scale_bytes=parts["scales"].get("bytes"),
     )
-
-
-def engine_title(name: str) -> str:
-    """The name of an engine as people write it. Raises RooftopError for one that does not exist."""
-    if name not in ENGINES:
-        raise unknown("engine", name, ENGINES)
-    title: Any = framework_data(name)["title"]
-    return str(title)

@@ -168,24 +168,28 @@ def _numerics(
     caches = _dtypes(request.kv_dtype, "kv-dtype", searched if searching else None)
     numerics = []
     for weights in formats:
-        own = None if engine is None else _engine(request, chip, config, weights.dtype)
+        served_by = None if engine is None else _engine(request, chip, config, weights.dtype)
         group, scale_bytes = weights.group, _GROUP_SCALE_BYTES
-        if own is not None and own.scale_bytes is not None and weights.group in (None, own.weight_group):
-            group, scale_bytes = own.weight_group, own.scale_bytes
+        if (
+            served_by is not None
+            and served_by.scale_bytes is not None
+            and weights.group in (None, served_by.weight_group)
+        ):
+            group, scale_bytes = served_by.weight_group, served_by.scale_bytes
         elif group is None and weights.dtype == "f4_e2m1":
             group = MXFP4_GROUP
         numerics += [
             ServingNumerics(
                 weights=weights.dtype,
                 kv=kv,
-                flops=weights.dtype if own and matmul == "bf16" else parse_dtype(matmul, "matmul-dtype"),
+                flops=weights.dtype if served_by and matmul == "bf16" else parse_dtype(matmul, "matmul-dtype"),
                 embeddings="bf16" if embeddings is None else parse_dtype(embeddings, "embeddings-dtype"),
                 weight_group=group,
                 only_experts=weights.only_experts,
                 kv_sharing=parse_count(request.kv_sharing, "kv-sharing"),
                 group_scale_bytes=scale_bytes,
             )
-            for kv in caches or ["bf16" if own is None else own.habits.kv]
+            for kv in caches or ["bf16" if served_by is None else served_by.habits.kv]
         ]
     return numerics
 

@@ -37,8 +37,8 @@ from rooftop.plan.evidence import (
     model_key,
 )
 from rooftop.plan.serving.batches import search_batches
-from rooftop.plan.serving.clients import ServedLoads, served_loads
 from rooftop.plan.serving.engines.closed_loop import LoopTimes
+from rooftop.plan.serving.times.clients import ServedLoads, served_loads
 from rooftop.requests.serving_problems import serving_question
 from rooftop.validation.accuracy import Errors
 from rooftop.validation.engine_runs import EngineRun, UnusableEngineRun, load_engine_runs
@@ -187,8 +187,9 @@ def engine_comparisons(priced: Sequence[EnginePrediction], *, shipped: bool = Tr
 
 @cache
 def _overheads_of_others() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-    path = Path(__file__).with_name("data") / "left_out_overheads.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    return tomllib.loads(
+        Path(__file__).with_name("data").joinpath("left_out_overheads.toml").read_text(encoding="utf-8")
+    )
 
 
 def left_out_overheads(engine: str, model: str) -> Overheads | None:

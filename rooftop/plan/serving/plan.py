@@ -21,7 +21,6 @@ from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
 from rooftop.plan.evidence import Evidence, Phase, Question, evidence_for
 from rooftop.plan.pricing import Bounds, scalar_ledger
 from rooftop.plan.serving.assumptions import SHARES, ServingAssumptions, ServingShare
-from rooftop.plan.serving.clients import served_loads
 from rooftop.plan.serving.phase import serving_rules
 from rooftop.plan.serving.placement import Placement
 from rooftop.plan.serving.problem import Link, Mode, ServingMemory, ServingProblem
@@ -34,7 +33,8 @@ from rooftop.plan.serving.search import (
     server_tokens_per_s,
     token_s,
 )
-from rooftop.plan.serving.times import PlannedTimes
+from rooftop.plan.serving.times.clients import served_loads
+from rooftop.plan.serving.times.steps import PlannedTimes
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.roofline import rules
 
@@ -43,8 +43,8 @@ from rooftop.roofline import rules
 class PlannedShares(Record):
     """The shares of a plan by name, their sources, those that the user gave, and the memory that it counts on.
 
-    ``engine``: the engine whose kernels are priced, its ``release`` and the ``settings`` that were asked for; None: our
-    own programs.
+    ``engine``: the engine whose kernels are priced, its ``release``, the ``settings`` that were asked for, and the
+    ``command`` that serves so; None: our own programs.
     """
 
     shares: Mapping[ServingShare, float]
@@ -55,6 +55,7 @@ class PlannedShares(Record):
     engine: str | None = None
     release: str | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
+    command: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -572,6 +573,9 @@ class ServingPlan:
                 engine=problem.assumptions.engine,
                 release=None if problem.engine is None else problem.engine.release,
                 settings=problem.assumptions.settings,
+                command=None
+                if problem.engine is None
+                else problem.engine.command(self.generate_on.mesh.shape, problem.numerics.kv),
                 bounds=problem.bounds,
             ),
             draft=self._draft(),
