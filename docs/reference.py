@@ -319,8 +319,8 @@ def _engines() -> str:
     """The engines that a plan of serving may be of, and their settings with their defaults."""
     text = """# Engines
 
-A plan of serving is of `rooftop serve` by default, or of an engine on GPUs: `rooftop plan serve --engine vllm --release 0.19.0
---set memory=0.8` ([plan serve](plan-serve.md#engines)).
+A plan of serving is of `rooftop serve` by default, or of an engine on GPUs
+([plan serve](plan-serve.md#engines)): `rooftop plan serve --engine vllm --release 0.19.0 --set memory=0.8`.
 
 """
     for name in framework.ENGINES[1:]:
