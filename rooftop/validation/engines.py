@@ -78,14 +78,15 @@ class EnginePrediction:
 class EngineComparison:
     """One run next to its predictions: seconds of 'tpot' and 'ttft' by level; None where there is none.
 
-    ``left_out_overheads`` are those of other models. ``interval_s``: the 5th and 95th percentile around what is
-    expected, by the runs of other models.
+    ``left_out_overheads`` are those of other models. ``estimate``: no benchmark speaks for the engine's prices.
+    ``interval_s``: the 5th and 95th percentile around what is expected, by the runs of other models.
     """
 
     run: EngineRun
     seconds: Mapping[Metric, Mapping[str, float | None]]
     active: float
     left_out_overheads: Overheads
+    estimate: bool
     interval_s: Mapping[Metric, tuple[float, float] | None]
 
     def measured_s(self, metric: Metric) -> float:
@@ -179,6 +180,7 @@ def engine_comparisons(priced: Sequence[EnginePrediction], *, shipped: bool = Tr
                 },
                 active=seconds(one, "active", one.overheads),
                 left_out_overheads=others,
+                estimate=bool(one.loads.engine.habits.estimate),
                 interval_s=dict.fromkeys(METRICS),
             )
         )
@@ -205,7 +207,8 @@ def _with_intervals(comparisons: Sequence[EngineComparison], *, shipped: bool) -
     """The comparisons with intervals around the plan whose overheads are those of other models."""
     ratios = engine_ratios(comparisons)
     learnt = map(_shipped_evidence, ratios) if shipped else left_out_evidence(ratios)
-    evidence = {(one.run, one.phase): other for one, other in zip(ratios, learnt, strict=True)}
+    # Rows of a user's table may have one name.
+    evidence = {(one.run, one.phase, one.chip, one.framework): other for one, other in zip(ratios, learnt, strict=True)}
     complete = []
     for one in comparisons:
         intervals: dict[Metric, tuple[float, float] | None] = {}
@@ -213,8 +216,8 @@ def _with_intervals(comparisons: Sequence[EngineComparison], *, shipped: bool) -
             expected_s, bound_s = one.seconds[metric]["left_out"], one.seconds[metric]["bound"]
             assert expected_s is not None
             assert bound_s is not None
-            known = evidence.get((one.run.id, metric))
-            intervals[metric] = None if known is None else known.interval_s(expected_s, bound_s)
+            known = evidence.get((one.run.id, metric, one.run.generate_on.slice.chip.name, one.run.title))
+            intervals[metric] = None if known is None or one.estimate else known.interval_s(expected_s, bound_s)
         complete.append(replace(one, interval_s=intervals))
     return tuple(complete)
 

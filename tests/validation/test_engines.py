@@ -223,6 +223,15 @@ def test_a_row_that_cannot_be_priced_does_not_end_the_file(tmp_path: Path) -> No
     assert "v5e" in engines["unusable"][1]["why"]
 
 
+def test_intervals_are_those_that_plans_have(tmp_path: Path) -> None:
+    """None for an engine or a chip without benchmarks, whose plans are estimates."""
+    changes = ({}, {"engine": "sglang"}, {"chip": "gb200"}, {"chip": "h200_sxm"})
+    for one in engine_report(table(tmp_path, *changes)).comparisons:
+        plan = package.plan_serving(one.run.request).plan
+        assert (one.interval_s["tpot"] is None) == (plan.evidence.tpot_s is None)
+        assert plan.tpot_s == pytest.approx(one.seconds["tpot"]["expected"])
+
+
 def test_names_and_weights_of_checkpoints(tmp_path: Path) -> None:
     names = (
         "meta-llama/Llama-3.1-8B-Instruct",
