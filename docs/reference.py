@@ -361,6 +361,25 @@ The files are in `rooftop/frameworks/data`; each rule names its source. This pag
             about = "; ".join((facts["about"], *_needed(facts)))
             text += f"| `{key}` | {about} | {framework.accepted_values(facts)} | {defaults} |\n"
         text += "\n"
+    return text + _engines()
+
+
+def _engines() -> str:
+    """The engines that a plan of serving may be of, and their settings with their defaults."""
+    text = """# Engines
+
+A plan of serving is of `rooftop serve` by default, or of an engine on GPUs
+([plan serve](plan-serve.md#engines)): `rooftop plan serve --engine vllm --release 0.19.0 --set memory=0.8`.
+
+"""
+    for name in framework.ENGINES[1:]:
+        data = framework.framework_data(name)
+        releases = f" Releases: {', '.join(data['releases'])}." if data["releases"] else ""
+        text += f"## {name}\n\n{data['about']}. Runs on {' and '.join(map(str.upper, data['chips']))}s.{releases}\n\n"
+        text += "| setting | meaning | values | default |\n|---|---|---|---|\n"
+        for key, facts in data["setting"].items():
+            text += f"| `{key}` | {facts['about']} | {framework.accepted_values(facts)} | {_defaults(data, key)} |\n"
+        text += "\n"
     return text
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rooftop.arrays.rules import AXES
 from rooftop.core.errors import RooftopError, unknown
-from rooftop.core.quantities import parse_quantity
+from rooftop.core.quantities import parse_quantity, parse_share
 from rooftop.core.records import Record
 from rooftop.frameworks.habits import Habits
 from rooftop.frameworks.launches import GRAPH_PARTS
@@ -20,8 +20,9 @@ from rooftop.hardware import Chip
 from rooftop.models import ModelConfig
 
 _DATA = Path(__file__).with_name("data")
-#: Names of frameworks, ours first: each is a file in ``data/``.
+#: Names of frameworks that train, ours first, and of engines that serve: each is a file in ``data/``.
 FRAMEWORKS: tuple[str, ...] = ("rooftop", "maxtext", "megatron", "torchtitan")
+ENGINES: tuple[str, ...] = ("rooftop", "vllm", "trtllm", "sglang")
 #: Parts of a plan that rules and settings decide: fields of ``Habits``, and of a plan's assumptions, shares that hide,
 #: number formats and switches.
 _PARTS = ("habits", "assumptions", "hidden", "numerics", "switches")
@@ -121,38 +122,15 @@ def framework_of(
     if not runs_on(name, chip):
         able = " or ".join(name for name in FRAMEWORKS if runs_on(name, chip))
         raise RooftopError("framework", name, f"one that runs on {chip.name}: {able}")
-    releases = data["releases"]
-    if release is not None and release not in releases:
-        if not releases:
-            raise RooftopError("release", release, f"nothing with {name}: it has no releases apart")
-        raise unknown("release", release, releases)
-    version = release or (releases[-1] if releases else None)
-    job = _Job(name=name, releases=releases, release=version, chip=chip, model=model, matmul=matmul)
+    job = Job.of(name, release, chip=chip, model=model, matmul=matmul)
     if (why := job.missing(data.get("dtype", {}).get(matmul, {}))) is not None:
         raise RooftopError("matmul-dtype", matmul, f"another {why}")
-    rules = [rule for rule in data.get("rule", ()) if job.missing(rule) is None]
-    defaults = {key: value for rule in rules for key, value in rule.get("settings", {}).items()}
-    known = data.get("setting", {})
-    for key in settings:
-        if key not in known:
-            raise unknown("set", key, known) if known else RooftopError("set", key, f"nothing with {name}")
-    parts: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
-    for rule in rules:
-        _join(parts, rule)
-    for key, value in settings.items():
-        if (why := job.missing(known[key])) is not None:
-            raise RooftopError("set", key, f"nothing {why}")
-        if (why := job.missing(known[key].get("only", {}).get(value, {}))) is not None:
-            raise RooftopError(f"set {key}", value, f"another value {why}")
-    applied = {key: value for key, value in (defaults | dict(settings)).items() if job.missing(known[key]) is None}
-    for key, facts in known.items():
-        if key in applied:
-            _join(parts, _effect(key, facts, applied[key]))
+    applied, parts = job.applied(settings, _PARTS)
     return Framework(
         name=name,
-        title=data.get("titles", {}).get(version, data["title"]),
+        title=data.get("titles", {}).get(job.release, data["title"]),
         axes=tuple(data.get("axes", AXES)),
-        release=version,
+        release=job.release,
         settings=applied,
         asked=dict(settings),
         habits=Habits(**parts["habits"]),
@@ -199,8 +177,8 @@ def parse_settings(text: str | Mapping[str, str] | None) -> dict[str, str]:
 
 @cache
 def framework_data(name: str) -> Mapping[str, Any]:
-    """The file of a framework, the rules of its compiler in front. Raises RooftopError for one that does not exist."""
-    if name not in FRAMEWORKS:
+    """The file of a framework or engine, the rules of its compiler in front. Raises RooftopError for an unknown one."""
+    if name not in (*FRAMEWORKS, *ENGINES):
         raise unknown("framework", name, FRAMEWORKS)
     data = _table(name)
     if data.get("compiler") == "xla":
@@ -225,8 +203,8 @@ def family_of(chip: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The job that rules, settings and values are about, or not."""
+class Job:
+    """The job that rules, settings and values of a file are about, or not."""
 
     name: str
     releases: Sequence[str]
@@ -234,6 +212,45 @@ class _Job:
     chip: Chip
     model: ModelConfig | None
     matmul: str
+
+    @classmethod
+    def of(cls, name: str, release: str | None, *, chip: Chip, model: ModelConfig | None, matmul: str) -> Job:
+        """A job of a release, by default the newest. Raises RooftopError for one that does not exist."""
+        releases = framework_data(name)["releases"]
+        if release is not None and release not in releases:
+            if not releases:
+                raise RooftopError("release", release, f"nothing with {name}: it has no releases apart")
+            raise unknown("release", release, releases)
+        version = release or (releases[-1] if releases else None)
+        return cls(name=name, releases=releases, release=version, chip=chip, model=model, matmul=matmul)
+
+    def applied(
+        self, settings: Mapping[str, str], names: Sequence[str]
+    ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+        """The settings that apply, and what rules and settings decide, by the parts ``names`` of a file.
+
+        Raises RooftopError for a setting or a value that does not exist.
+        """
+        data = framework_data(self.name)
+        rules = [rule for rule in data.get("rule", ()) if self.missing(rule) is None]
+        defaults = {key: value for rule in rules for key, value in rule.get("settings", {}).items()}
+        known = data.get("setting", {})
+        for key in settings:
+            if key not in known:
+                raise unknown("set", key, known) if known else RooftopError("set", key, f"nothing with {self.name}")
+        parts: dict[str, dict[str, Any]] = {part: {} for part in names}
+        for rule in rules:
+            _join(parts, rule)
+        for key, value in settings.items():
+            if (why := self.missing(known[key])) is not None:
+                raise RooftopError("set", key, f"nothing {why}")
+            if (why := self.missing(known[key].get("only", {}).get(value, {}))) is not None:
+                raise RooftopError(f"set {key}", value, f"another value {why}")
+        applied = {key: value for key, value in (defaults | dict(settings)).items() if self.missing(known[key]) is None}
+        for key, facts in known.items():
+            if key in applied:
+                _join(parts, _effect(key, facts, applied[key]))
+        return applied, parts
 
     def missing(self, facts: Mapping[str, Any]) -> str | None:
         """The reason why facts are not about the job, as in 'nothing with bf16 matmuls'; None if they are."""
@@ -263,7 +280,7 @@ class _Job:
 
 
 def _join(parts: dict[str, dict[str, Any]], facts: Mapping[str, Any]) -> None:
-    for part in _PARTS:
+    for part in parts:
         parts[part] |= {
             name: _frozen(value) if part == "habits" else value for name, value in facts.get(part, {}).items()
         }
@@ -278,6 +295,8 @@ def accepted_values(facts: Mapping[str, Any]) -> str:
     """The values of a setting in words."""
     if "number" in facts:
         return "a number, 1 or more"
+    if "share" in facts:
+        return "a share up to 1"
     if "parts" in facts:
         return f"none, or some of {', '.join(GRAPH_PARTS)} joined by +"
     if "tiles" in facts:
@@ -290,6 +309,8 @@ def _effect(key: str, facts: Mapping[str, Any], value: str) -> Mapping[str, Any]
     field_name = f"set {key}"
     if "number" in facts:
         return {"habits": {facts["number"]: parse_quantity(value, field_name, smallest=1.0)}}
+    if "share" in facts:
+        return {"habits": {facts["share"]: _positive_share(value, field_name)}}
     if "parts" in facts:
         names = [] if value == "none" else value.split("+")
         for name in names:
@@ -302,6 +323,13 @@ def _effect(key: str, facts: Mapping[str, Any], value: str) -> Mapping[str, Any]
         raise unknown(field_name, value, facts["values"])
     effect: Mapping[str, Any] = facts["values"][value]
     return effect
+
+
+def _positive_share(value: str, name: str) -> float:
+    share = parse_share(value, name)
+    if share == 0:
+        raise RooftopError(name, value, "a share above 0")
+    return share
 
 
 def _tiles(name: str, value: str) -> dict[str, Any]:

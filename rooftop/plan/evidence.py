@@ -392,6 +392,9 @@ def _unscaled(question: Question, ratios: Sequence[MeasuredRatio], unlike: Seque
     if not own:
         return Evidence.without_runs("estimate", str(question))
     if question.under_load:
+        families = {family_of(one.chip) for one in own}
+        if family_of(question.chip) not in families:
+            return Evidence.without_runs("estimate", str(question), f"no benchmark on {question.chip} or its family")
         return _evidence(question, own, _pooled_factor(own, len(unlike)), unlike)
     ran = {one.framework for one in same}
     if question.framework is None and len(ran) == 1:
@@ -409,7 +412,7 @@ def _unlike(question: Question, own: Sequence[MeasuredRatio], ratios: Sequence[M
     """
     unlike = []
     if question.under_load:
-        if not own:
+        if all(one.category != question.category for one in own):
             models = "mixtures of experts" if question.kind == "experts" else "dense models"
             unlike.append(f"none of {models} on {question.chip}")
         own = [one for one in ratios if one.phase == question.phase]

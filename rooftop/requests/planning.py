@@ -118,6 +118,12 @@ class PlanServing(Request):
     _: KW_ONLY
     on: ServersLike
     """A slice, CHIP:SHAPE, such as v5e:4x4; or chips to search: v5e,v6e,h100."""
+    engine: str = "rooftop"
+    """The engine to plan: rooftop's own, or one whose kernels are priced on GPUs."""
+    release: str | None = None
+    """Release of the engine. By default the newest that is known."""
+    engine_settings: SettingsLike | None = setting(None, option="set")
+    """Settings of the engine: step_tokens=16384,memory=0.8. By default those of its recipes for the chip."""
     prompt: CountLike | None = None
     """Tokens of a prompt. By default 8,192, or what the model allows."""
     generate: CountLike = 512
@@ -130,17 +136,18 @@ class PlanServing(Request):
     """Dtype of the layers' weights; a list when chips are searched. By default as published, where an engine keeps
     that format, or bf16."""
     kv_dtype: DtypesLike | None = setting(None, kind=DTYPES)
-    """Dtype of the KV cache; a list when chips are searched."""
+    """Dtype of the KV cache; a list when chips are searched. By default bf16, or as the engine has it."""
     matmul_dtype: str = "bf16"
     """Dtype of the layers' matmuls."""
     embeddings_dtype: str | None = None
     """Dtype of embedding and unembedding. By default bf16, as engines have them."""
     weight_group: CountLike | None = None
-    """Weights of a column that share a scale. By default all, and 32 of f4_e2m1 (MXFP4)."""
+    """Weights of a column that share a scale. By default all, and 32 of f4_e2m1 (MXFP4), or as the engine has it."""
     kv_sharing: CountLike = 1
     """Layers that share one KV cache."""
     batching: str | None = setting(None, kind=Name("disaggregated", "interleaved"))
-    """Batching of servers. By default disaggregated; both when chips are searched."""
+    """Batching of servers. By default disaggregated, of clients (``concurrency``) interleaved; both when chips are
+    searched."""
     mesh: AxesLike | None = None
     """Axes of generation: context=2,tensor=8. Searched by default."""
     prefill_mesh: AxesLike | None = None
@@ -157,6 +164,16 @@ class PlanServing(Request):
     """Target of the time per output token: 30ms."""
     requests_per_second: float | str | None = None
     """Rate to plan servers for."""
+    concurrency: CountLike | None = None
+    """Clients of another engine that each wait for an answer: latencies are then those under this load."""
+    requests: CountLike | None = None
+    """Requests of all clients; 10 for each by default."""
+    shortest: float | str = 1.0
+    """Shortest requests of clients, as a share of the stated lengths, from which lengths are drawn."""
+    replicas: CountLike = 1
+    """Servers of the clients (disaggregated: that generate)."""
+    prefill_servers: CountLike = 1
+    """Disaggregated: servers that prefill for the clients."""
     objective: str = setting("cost", option="for")
     """Objective of a search: least cost, fewest chips, or all ways of which none is both slower and dearer (pareto)."""
     hit_rate: float | str = 0.0
@@ -173,8 +190,6 @@ class PlanServing(Request):
     """Fix the prefill's efficiency: 2 x parameters x tokens at this share of peak."""
     assume: str | None = None
     """Assumptions beyond the bound: hbm_read=0.9,latency=0.5 (docs/plan-serve.md)."""
-    engine: str | None = None
-    """Price the kernels of this engine, on H100 and B200. By default our own programs."""
     calibration: CalibrationLike | None = None
     """Take the fractions that rooftop calibrate measured (JSON)."""
     bounds: str = "usable"

@@ -52,6 +52,7 @@ GROUPS = (
 
 #: Names that fields accept, in the words of the modules that read them; tests hold them equal.
 FRAMEWORKS = ("rooftop", "maxtext", "megatron", "torchtitan")
+ENGINES = ("rooftop", "vllm", "trtllm", "sglang")
 SCHEDULES = ("eager_1f1b", "gpipe", "1f1b", "interleaved", "zero_bubble")
 OPTIMIZERS = ("adamw", "adam", "lion", "muon", "adafactor", "sgd")
 BATCHINGS = ("static", "interleaved", "disaggregated")
@@ -103,13 +104,14 @@ _UNLABELLED: Mapping[str, Word] = {
         budget=Kind("USD"), prompt=COUNT, generate=COUNT, context=COUNT, ttft=TIME, tpot=TIME,
         requests_per_second=QUANTITY, hit_rate=SHARE, draft=MODEL, draft_length=COUNT_OR_ZERO, acceptance=SHARE,
         batching=Name(*BATCHINGS), limits=FILE, sample_passes=COUNT, dense_flops=QUANTITY, trace=PATH, duration=TIME,
-        concurrency=COUNT, requests=COUNT, burstiness=QUANTITY, hash_tokens=COUNT, chunk_tokens=COUNT,
+        concurrency=COUNT, requests=COUNT, shortest=SHARE, burstiness=QUANTITY, hash_tokens=COUNT, chunk_tokens=COUNT,
         routing=Name("round_robin", "least_loaded", "affinity"), preemption=Name("recompute", "swap"),
         prefix_cache=FLAG, max_model_len=COUNT, data=PATH, field=Kind("NAME"), tokenizer=PATH, vocab=COUNT,
         hold_out=NUMBER, evaluate=FILE, seq_len=COUNT, dims=Sizes(),
     ),
     **_words(
         FRAMEWORK, framework=Name(*FRAMEWORKS), release=Kind("VERSION"), framework_settings=Pairs("NAME=VALUE,..."),
+        engine=Name(*ENGINES), engine_settings=Pairs("NAME=VALUE,..."),
     ),
     **_words(
         PARALLELISM, mesh=AXES, layout=Kind("LAYOUT"), remat=Kind("POLICY"), microbatches=COUNT,
@@ -128,7 +130,6 @@ _UNLABELLED: Mapping[str, Word] = {
     **_words(
         ASSUMPTIONS, assume=Kind("NAME=SHARE,..."), calibration=DOCUMENT, bounds=Name("usable", "book"), mfu=SHARE,
         level=Name(*LEVELS),
-        engine=Name("vllm", "trtllm"),
     ),
     **_words(
         RUN, host_dram=BYTES, host_threads=COUNT, seed=COUNT_OR_ZERO, run=Location("DIR"), steps=COUNT_OR_ZERO,

@@ -11,10 +11,12 @@ from typing import Any
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import DTYPE_BYTES, parse_count
+from rooftop.frameworks.engines import Engine, engine_of
+from rooftop.frameworks.framework import ENGINES, framework_data
 from rooftop.hardware import Chip, Slice
 from rooftop.models import ModelConfig, load_model
-from rooftop.plan.serving.engines.kernels import ENGINES
 from rooftop.plan.serving.workload import ServingNumerics
+from rooftop.requests.planning import PlanServing
 from rooftop.validation.names import published_model, readings
 from rooftop.validation.readings import Gap, read_chip, require_room
 from rooftop.validation.serving_runs import serving_readings
@@ -45,34 +47,25 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRun:
-    """One published benchmark: ``clients`` with requests of ``prompt`` tokens, answered with ``generate``.
+    """One published benchmark, and the ``request`` for a plan of it: what its user would ask.
 
-    ``kernels``: the engine's in ``kernels.toml``. ``prefill_on`` None: the servers that generate also prefill.
-    ``requests`` of a client, whose lengths are at least the share ``shortest`` of those stated. ``memory``: the share
-    that the engine uses of HBM, or (``memory_of_free``) of what weights leave; ``reserved`` that of an answer for which
-    there is room when a request is let in. ``balanced``: copies of attention prefill at the same time.
-    ``from_source``: the row does not say all sizes of its servers, its source does elsewhere.
+    ``engine`` is its name in options, ``title`` the one by which it is known. ``from_source``: the row does not say all
+    sizes of its servers, its source does elsewhere.
     """
 
     id: str
     source: str
     model: ModelConfig
     engine: str
+    title: str
     version: str | None
-    kernels: str
+    request: PlanServing
     numerics: ServingNumerics
     generate_on: Workers
     prefill_on: Workers | None
     prompt: int
     generate: int
     clients: int
-    requests: float
-    shortest: float
-    budget: int
-    memory: float
-    memory_of_free: bool
-    reserved: float
-    balanced: bool
     ttft_s: float
     tpot_s: float
     where_found: str
@@ -89,7 +82,7 @@ class EngineRun:
     def kind(self) -> str:
         """Engine, chip, model and mode: the rows that are reported together."""
         mode = "" if self.prefill_on is None else ", disaggregated"
-        return f"{ENGINES[self.engine]} {self.generate_on.slice.chip.name} {self.model.name}{mode}"
+        return f"{self.title} {self.generate_on.slice.chip.name} {self.model.name}{mode}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +127,9 @@ def load_engine_runs(path: Path | None = None) -> tuple[list[EngineRun], list[Un
 
 
 def _run(row: TableRow) -> EngineRun:
-    facts: Mapping[str, Any] = serving_readings()["engine"]
-    engine = row.required("engine").lower()
-    if engine not in facts:
-        raise row.error("engine", ", ".join(facts))
-    own, source = facts[engine], _source(row)
+    name, source = row.required("engine").lower(), _source(row)
+    if name not in ENGINES[1:]:
+        raise row.error("engine", ", ".join(ENGINES[1:]))
     model = _model(row)
     chip, from_chip = read_chip(row)
     clients = row.count("concurrency")
@@ -150,39 +141,72 @@ def _run(row: TableRow) -> EngineRun:
     if mode == "agg":
         prefill_on, (generate_on, assumed) = None, _server(row, chip)
     else:
-        (prefill_on, generate_on), assumed = _workers(row, model, chip, engine)
-    numerics, from_numerics = _numerics(row, own, chip)
+        (prefill_on, generate_on), assumed = _workers(row, model, chip, name)
+    weights, from_weights = _weights(row, chip)
+    version = row.text("engine_version")
+    released = version if version in framework_data(name)["releases"] else None
+    engine = engine_of(name, chip=chip, model=model, weights=weights, release=released)
+    assert engine is not None
+    prompt, margin = row.required_count("isl"), source.get("margin")
+    memory = source.get("memory", {}).get(name)
+    settings = {} if memory is None else {"memory": f"{memory:g}"}
+    if margin is not None:
+        settings["step_tokens"] = str(clients + prompt + int(margin))
+    request = PlanServing(
+        model=model,
+        on=generate_on.slice,
+        engine=name,
+        release=released,
+        engine_settings=settings or None,
+        prompt=prompt,
+        generate=row.required_count("osl"),
+        weights_dtype=weights,
+        kv_dtype=engine.habits.kv,
+        batching="interleaved" if prefill_on is None else "disaggregated",
+        mesh=generate_on.mesh,
+        prefill_on=None if prefill_on is None else prefill_on.slice.name,
+        prefill_mesh=None if prefill_on is None else prefill_on.mesh,
+        concurrency=clients,
+        requests=int(source["requests"]) * clients,
+        shortest=float(source["shortest"]),
+        replicas=generate_on.count,
+        prefill_servers=1 if prefill_on is None else prefill_on.count,
+    )
+    numerics = ServingNumerics(weights=weights, kv=engine.habits.kv, flops=weights)
     for workers in (generate_on,) if prefill_on is None else (prefill_on, generate_on):
         column = "tp" if mode == "agg" else "request_rate_or_note"
         require_room(row, column, model, numerics, workers.slice)
-    prompt, margin = row.required_count("isl"), source.get("margin")
     return EngineRun(
         id=_id(row),
         source=row.required("source"),
         model=model,
-        engine=engine,
-        version=row.text("engine_version"),
-        kernels=own.get("kernels_by_version", {}).get(row.text("engine_version"), {}).get(chip.name, engine),
+        engine=name,
+        title=engine.title,
+        version=version,
+        request=request,
         numerics=numerics,
         generate_on=generate_on,
         prefill_on=prefill_on,
         prompt=prompt,
         generate=row.required_count("osl"),
         clients=clients,
-        requests=float(source["requests"]),
-        shortest=float(source["shortest"]),
-        budget=int(own["budget"]) if margin is None else clients + prompt + int(margin),
-        memory=float(source.get("memory", {}).get(engine, own["memory"])),
-        memory_of_free=bool(own["memory_of_free"]),
-        reserved=float(own["reserved"]),
-        balanced=bool(own["balanced"]),
         ttft_s=row.value("ttft_ms") / 1e3,
         tpot_s=row.value("tpot_ms") / 1e3,
         where_found=row.cells["where_found"],
-        assumed=(*from_chip, *assumed, *from_numerics, *source["assumed"], *own["assumed"]),
+        assumed=(
+            *from_chip,
+            *assumed,
+            *from_weights,
+            *source["assumed"],
+            f"KV in {engine.habits.kv}, {_settings(engine)}: as {engine} has them",
+        ),
         from_source=mode == "disagg" and bool(assumed),
         line=row.number,
     )
+
+
+def _settings(engine: Engine) -> str:
+    return ", ".join(f"{name} {value}" for name, value in engine.settings.items())
 
 
 def _id(row: TableRow) -> str:
@@ -312,17 +336,12 @@ def _group(row: TableRow, chip: Chip, count: int, tensor: int, copies: int) -> W
     return Workers(count=count, slice=on, mesh={"tensor": tensor} if copies == 1 else {"expert": copies})
 
 
-def _numerics(row: TableRow, engine: Mapping[str, Any], chip: Chip) -> tuple[ServingNumerics, tuple[str, ...]]:
+def _weights(row: TableRow, chip: Chip) -> tuple[str, tuple[str, ...]]:
+    """The dtype of the weights, and what was assumed of it."""
     word = row.text("weights") or published_model(row.required("model")).dtype
     dtype = "bf16" if word is None else readings()["dtype"].get(word.lower(), word)
     if dtype not in DTYPE_BYTES:
         raise row.error("weights", "fp8, fp4, bf16, or nothing")
     if dtype not in chip.flops_per_s:
         raise row.error("weights", f"a format of the matrix unit: {', '.join(chip.flops_per_s)}")
-    by_chip = engine.get("kv_by_chip", {}).get(chip.name, engine["kv"])
-    kv = "bf16" if dtype == "bf16" else str(engine.get("kv_by_version", {}).get(row.text("engine_version"), by_chip))
-    assumed = (f"KV in {kv}",) if word is not None else ("weights not stated: bf16, and so is the KV",)
-    numerics = ServingNumerics(
-        weights=dtype, kv=kv, flops=dtype, embeddings="bf16", weight_group=16 if dtype == "f4_e2m1" else None
-    )
-    return numerics, assumed
+    return dtype, () if word is not None else ("weights not stated: bf16, and so is the KV",)

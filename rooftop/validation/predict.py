@@ -13,7 +13,7 @@ from rooftop.plan.training.plan import TrainingPlan
 from rooftop.requests.inputs import slice_of
 from rooftop.requests.planning import PlanTraining
 from rooftop.requests.problems import training_problem
-from rooftop.requests.request import NotInWords
+from rooftop.requests.request import NotInWords, Request
 from rooftop.validation.names import readings
 from rooftop.validation.runs import PublishedRun
 
@@ -99,7 +99,7 @@ def request_of(run: PublishedRun, notes: list[str] | None = None) -> PlanTrainin
     )
 
 
-def command_of(request: PlanTraining) -> str:
+def command_of(request: Request) -> str:
     """The command line of a request; one with ``--request FILE`` where a value is an object, not a text."""
     try:
         return shlex.join(request.command())

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from rooftop.core.errors import RooftopError
+from rooftop.frameworks.engines import Overheads
 from rooftop.hardware import Chip
 from rooftop.plan.pricing import parse_shares, require_shares
 
@@ -40,19 +41,16 @@ def _table() -> dict[str, Any]:
 class ServingAssumptions:
     """Shares by name (see ``SHARES``) that replace those of ``serving.toml``; ``mfu`` fixes a prefill's efficiency.
 
-    ``engine``: the engine whose kernels are priced on a GPU; None: our own programs. ``gap_s`` are seconds next to each
-    kernel in which the engine runs none that was measured, ``host_s`` those that a kernel of a step that prefills takes
-    at least: they are launched one by one. ``request_s`` of a request and ``token_s`` of a token of its prompt pass in
-    the front end (HTTP, tokenising). None: as ``kernels.toml`` has them.
+    ``engine``: the engine whose kernels are priced on a GPU, with its ``release`` and ``settings``; None: our own
+    programs. ``overheads`` replace those of the engine's file.
     """
 
     shares: Mapping[str, float] = field(default_factory=dict)
     mfu: float | None = None
     engine: str | None = None
-    gap_s: float | None = None
-    host_s: float | None = None
-    request_s: float | None = None
-    token_s: float | None = None
+    release: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    overheads: Overheads | None = None
 
     def __post_init__(self) -> None:
         require_shares(self.shares, SHARES, "assume", positive=("hbm_read",))

@@ -1,13 +1,15 @@
 """The batches of a server, each as a plan, and the one that is taken.
 
 With a target of TPOT it is the one of most tokens/s within the target. Without one it is the knee of the front: the
-largest batch whose last doubling raised tokens/s by a factor no smaller than that by which it raised TPOT.
+largest batch whose last doubling raised tokens/s by a factor no smaller than that by which it raised TPOT. Of clients
+that wait for their answers it is those that have a place in the cache.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -18,8 +20,8 @@ from rooftop.plan.serving.plan import ServingPlan
 from rooftop.plan.serving.problem import ServingProblem
 from rooftop.plan.serving.search import PrefillSweep, server_batches, sweep_generate
 
-#: How the batch was chosen: by the user, at the knee, by a target of TPOT, or with a fleet.
-BatchRule = Literal["given", "knee", "target", "fleet"]
+#: How the batch was chosen: by the user, at the knee, by a target of TPOT, with a fleet, or by the clients of a load.
+BatchRule = Literal["given", "knee", "target", "fleet", "clients"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,8 @@ class ServerBatches:
     def rule(self) -> BatchRule:
         """The rule that chooses the best plan."""
         work = self.plans[0].problem.workload
+        if work.load is not None:
+            return "clients"
         if work.batch_seqs is not None:
             return "given"
         return "knee" if work.tpot_s is None else "target"
@@ -69,6 +73,8 @@ def search_batches(problem: ServingProblem) -> ServerBatches:
     """
     every = problem.generate_placements()
     engines = problem.nearest_engines(every) if every else []
+    if problem.workload.load is not None:
+        return _under_load(problem, engines)
     batches = _batches(problem, engines, problem.engine_prefills() or problem.prefill_placements())
     if len(engines) < len(every) and not batches.plans[0].fits:
         others = _batches(problem, every, problem.prefill_placements())
@@ -77,11 +83,40 @@ def search_batches(problem: ServingProblem) -> ServerBatches:
     return batches
 
 
+def _under_load(problem: ServingProblem, generate: Sequence[Placement]) -> ServerBatches:
+    """The placement on which the clients of the problem's load wait least for a whole answer.
+
+    The batch of its plan are the sequences that have a place at once, and not more than fit with whole answers.
+    """
+    prefills = problem.engine_prefills() if problem.mode == "disaggregated" else [None]
+    load, intervals = problem.workload.load, max(problem.workload.generate - 1, 1)
+    if not generate or not prefills or load is None:
+        raise _undivided(problem)
+    best: tuple[float, ServingPlan] | None = None
+    for place in generate:
+        prefill_on = _prefill_on(problem, place, _sweep(problem, [one for one in prefills if one is not None]))
+        plan = ServingPlan(problem=problem, generate_on=place, prefill_on=prefill_on, batch=1)
+        assert plan.under_load is not None
+        waits_s = plan.under_load.ttft_s + intervals * plan.under_load.tpot_s
+        batch = max(1, min(math.ceil(plan.under_load.active), plan.max_batch))
+        if best is None or (plan.fits, -waits_s) > (best[1].fits, -best[0]):
+            best = waits_s, replace(plan, batch=batch)
+    assert best is not None
+    return ServerBatches(plans=[best[1]], placements=generate)
+
+
+def _undivided(problem: ServingProblem) -> RooftopError:
+    accepted = f"a slice whose devices split the {problem.model.heads} heads and F evenly"
+    return RooftopError("slice", problem.slice.name, accepted)
+
+
+def _sweep(problem: ServingProblem, prefill: Sequence[Placement]) -> PrefillSweep | None:
+    return PrefillSweep.of(problem, prefill) if problem.mode == "disaggregated" else None
+
+
 def _batches(problem: ServingProblem, generate: Sequence[Placement], prefill: Sequence[Placement]) -> ServerBatches:
     if not generate or not prefill:
-        raise RooftopError(
-            "slice", problem.slice.name, f"a slice whose devices split the {problem.model.heads} heads and F evenly"
-        )
+        raise _undivided(problem)
     batch_seqs = problem.workload.batch_seqs
     if batch_seqs is None:
         batches = server_batches(problem, generate)
@@ -90,7 +125,7 @@ def _batches(problem: ServingProblem, generate: Sequence[Placement], prefill: Se
     else:
         swept = sweep_generate(problem, generate, np.array([float(batch_seqs)]))
         chosen = [(swept.best(0), batch_seqs)]
-    prefills = PrefillSweep.of(problem, prefill) if problem.mode == "disaggregated" else None
+    prefills = _sweep(problem, prefill)
     plans = [
         ServingPlan(problem=problem, generate_on=place, prefill_on=_prefill_on(problem, place, prefills), batch=batch)
         for place, batch in chosen

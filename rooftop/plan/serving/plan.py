@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -33,7 +33,8 @@ from rooftop.plan.serving.search import (
     server_tokens_per_s,
     token_s,
 )
-from rooftop.plan.serving.times import PlannedTimes
+from rooftop.plan.serving.times.clients import served_loads
+from rooftop.plan.serving.times.steps import PlannedTimes
 from rooftop.plan.serving.workload import DraftModel, ServingNumerics, ServingWorkload
 from rooftop.roofline import rules
 
@@ -42,7 +43,8 @@ from rooftop.roofline import rules
 class PlannedShares(Record):
     """The shares of a plan by name, their sources, those that the user gave, and the memory that it counts on.
 
-    ``engine``: the engine whose kernels are priced; None: our own programs.
+    ``engine``: the engine whose kernels are priced, its ``release``, the ``settings`` that were asked for, and the
+    ``command`` that serves so; None: our own programs.
     """
 
     shares: Mapping[ServingShare, float]
@@ -51,6 +53,9 @@ class PlannedShares(Record):
     mfu: float | None
     bounds: Bounds
     engine: str | None = None
+    release: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    command: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,11 +210,25 @@ DEFINITIONS = MetricDefinitions(
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadTimes(Record):
+    """Mean seconds of requests of clients that wait for their answers, and what nothing can beat.
+
+    ``active`` sequences have a place in the cache of a server at once; the other clients queue.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    active: float
+    ttft_bound_s: float
+    tpot_bound_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServingPlanDocument(Record):
     """A serving plan as JSON: all that its servers need, and its figures. ``ServingAnswer`` adds the search's.
 
     ``tpot_together_s``: of sequences that start and end together, as in a closed loop of requests of one length; None
-    where that makes no difference.
+    where that makes no difference. ``under_load``: the latencies of the workload's load of clients, if it has one.
     """
 
     kind: Literal["serve"]
@@ -232,6 +251,7 @@ class ServingPlanDocument(Record):
     ttft_s: float
     tpot_s: float
     tpot_together_s: float | None = None
+    under_load: LoadTimes | None = None
     evidence: ServingEvidence | None = None
     memory: SliceMemory
     max_batch: int
@@ -258,7 +278,11 @@ class ServingPlanDocument(Record):
             workload=self.workload,
             numerics=self.dtypes,
             assumptions=ServingAssumptions(
-                shares=self.assumptions.given, mfu=self.assumptions.mfu, engine=self.assumptions.engine
+                shares=self.assumptions.given,
+                mfu=self.assumptions.mfu,
+                engine=self.assumptions.engine,
+                release=self.assumptions.release,
+                settings=self.assumptions.settings,
             ),
             mode=self.mode,
             bounds=self.assumptions.bounds,
@@ -321,15 +345,33 @@ class ServingPlan:
         """Seconds between two tokens of a sequence when nothing else runs: a step, or a round's share with a draft."""
         return float(token_s(self.problem, self.generate_on, float(self.batch)))
 
+    @cached_property
+    def under_load(self) -> LoadTimes | None:
+        """Mean latencies under the workload's load of clients; None without any."""
+        load = self.problem.workload.load
+        if load is None:
+            return None
+        served = served_loads(self.problem, self.generate_on, self.prefill_on, [load])
+        times = served.times(self.problem.overheads)
+        return LoadTimes(
+            ttft_s=float(times.ttft_s[0]),
+            tpot_s=float(times.tpot_s[0]),
+            active=float(times.active[0]),
+            ttft_bound_s=float(served.bounds.ttft_s[0]),
+            tpot_bound_s=float(served.bounds.tpot_s[0]),
+        )
+
     @property
     def ttft_s(self) -> float:
         """Time to first token (see DEFINITIONS)."""
+        if self.under_load is not None:
+            return self.under_load.ttft_s
         return self.problem.front_end.seconds(self.problem.workload.prompt) + self.prefill_s
 
     @property
     def tpot_s(self) -> float:
         """Time per output token (see DEFINITIONS)."""
-        return self.tpot_at(self.token_s)
+        return self.tpot_at(self.token_s) if self.under_load is None else self.under_load.tpot_s
 
     @property
     def tpot_together_s(self) -> float | None:
@@ -437,7 +479,7 @@ class ServingPlan:
         Other engines run the plans that are priced for them, and nothing runs the book's arithmetic.
         """
         problem = self.problem
-        return bool(self.obstacles) and not problem.book and problem.assumptions.engine is None
+        return bool(self.obstacles) and not problem.book and problem.engine is None
 
     def step_times(self) -> PlannedTimes:
         """Seconds of any step of these servers, for a simulation of requests.
@@ -529,6 +571,11 @@ class ServingPlan:
                 given=problem.assumptions.shares,
                 mfu=problem.assumptions.mfu,
                 engine=problem.assumptions.engine,
+                release=None if problem.engine is None else problem.engine.release,
+                settings=problem.assumptions.settings,
+                command=None
+                if problem.engine is None
+                else problem.engine.command(self.generate_on.mesh.shape, problem.numerics.kv),
                 bounds=problem.bounds,
             ),
             draft=self._draft(),
@@ -557,6 +604,7 @@ class ServingPlan:
             ttft_s=self.ttft_s,
             tpot_s=self.tpot_s,
             tpot_together_s=self.tpot_together_s,
+            under_load=self.under_load,
             evidence=self.evidence,
             memory=self.memory_of_slice,
             max_batch=self.max_batch,
@@ -587,7 +635,7 @@ class ServingPlan:
         """
         problem = self.problem
         calibration, context = problem.slice.chip.calibrated, round(problem.step_context)
-        phases: tuple[Phase, Phase] = ("decode", "prefill") if problem.assumptions.engine is None else ("tpot", "ttft")
+        phases: tuple[Phase, Phase] = ("decode", "prefill") if problem.engine is None else ("tpot", "ttft")
         asked = (
             Question.of(phases[0], problem.model, problem.slice, context),
             Question.of(phases[1], problem.model, problem.prefill_server, problem.workload.prompt),
@@ -600,12 +648,31 @@ class ServingPlan:
         )
         if (mfu := problem.assumptions.mfu) is not None:
             prefill = Evidence.without_runs("estimate", str(asked[1]), f"a prefill at the MFU given, {mfu:.0%}")
+        load, engine = self.under_load, problem.engine
+        if engine is not None and engine.habits.estimate:
+            decode, prefill = (
+                Evidence.without_runs("estimate", str(question), engine.habits.estimate) for question in asked
+            )
+        if load is not None and self._queues:
+            prefill = Evidence.without_runs(
+                "estimate", str(asked[1]), "clients wait for a place, and no run says how long"
+            )
+        lower_s = self.lower_s if load is None else load.tpot_bound_s
+        ttft_lower_s = max(_busy(self.prefill).values()) if load is None else load.ttft_bound_s
         return ServingEvidence(
             decode=decode,
             prefill=prefill,
-            tpot_s=decode.interval_s(self.tpot_s, min(self.lower_s, self.tpot_s)),
-            ttft_s=prefill.interval_s(self.ttft_s, max(_busy(self.prefill).values())),
+            tpot_s=decode.interval_s(self.tpot_s, min(lower_s, self.tpot_s)),
+            ttft_s=prefill.interval_s(self.ttft_s, ttft_lower_s),
         )
+
+    @property
+    def _queues(self) -> bool:
+        """True if clients of the load wait for a place in a cache, or for servers that prefill."""
+        load, times = self.problem.workload.load, self.under_load
+        if load is None or times is None:
+            return False
+        return self.problem.mode == "disaggregated" or times.active < load.concurrency
 
     @property
     def _ring(self) -> bool:

@@ -25,6 +25,8 @@ from rooftop.capabilities import ENGINE_CACHES, KV_SPLITS, SERVING, KvSplit, Ser
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Ledger, Number, Row
 from rooftop.core.quantities import dtype_bytes
+from rooftop.frameworks.engines import Engine, Overheads, engine_of
+from rooftop.frameworks.framework import ENGINES
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, count_params
 from rooftop.models.attention import attention_kind
@@ -33,7 +35,7 @@ from rooftop.models.mixers import recurrences
 from rooftop.models.widths import MOST_PADDING, ModelWidths
 from rooftop.plan.pricing import BOUNDS, Bounds, Work
 from rooftop.plan.serving.assumptions import ServingAssumptions
-from rooftop.plan.serving.engines.kernels import ENGINES, engine_kernels
+from rooftop.plan.serving.engines.kernels import EngineKernels, engine_kernels
 from rooftop.plan.serving.engines.rows import KernelStep
 from rooftop.plan.serving.phase import Phase, ServingPhase, cached_bytes
 from rooftop.plan.serving.placement import Placed, Placement
@@ -105,7 +107,7 @@ class ServingProblem:
         if self.kv_split is not None and self.kv_split not in KV_SPLITS:
             raise unknown("kv-split", self.kv_split, KV_SPLITS)
         if self.assumptions.engine is not None:
-            self._require_engine(self.assumptions.engine)
+            self._require_engine()
         if self.book and self.draft is not None:
             raise RooftopError("bounds", self.bounds, "usable with a draft model")
         if self.prefill_slice is not None:
@@ -134,9 +136,11 @@ class ServingProblem:
             accepted = f"a model with fewer parameters than {self.model.name}, for which it guesses"
             raise RooftopError("draft", self.draft.model.name, accepted)
 
-    def _require_engine(self, engine: str) -> None:
-        """Raise RooftopError if an engine's kernels are not known for this problem."""
-        kernels = engine_kernels(engine, self.slice.chip.name)
+    def _require_engine(self) -> None:
+        """Raise RooftopError if the engine's kernels are not known for this problem."""
+        engine, kernels = self.assumptions.engine, self.kernels
+        if kernels is None:
+            return
         for field, value, known in (
             ("weights-dtype", self.numerics.weights, kernels.matmul),
             ("kv-dtype", self.numerics.kv, kernels.attention),
@@ -151,6 +155,29 @@ class ServingProblem:
             raise RooftopError("bounds", self.bounds, "usable with an engine")
         if recurrences(self.model):
             raise RooftopError("engine", engine, "a model of attention alone")
+
+    @cached_property
+    def engine(self) -> Engine | None:
+        """The engine whose kernels are priced; None: our own programs."""
+        asked = self.assumptions
+        if asked.engine is None:
+            return None
+        return engine_of(
+            asked.engine, chip=self.slice.chip, model=self.model, weights=self.numerics.weights, release=asked.release,
+            settings=asked.settings,
+        )  # fmt: skip
+
+    @cached_property
+    def kernels(self) -> EngineKernels | None:
+        """The kernels of the engine; None: our own programs."""
+        return None if self.engine is None else engine_kernels(self.engine.habits.kernels, self.slice.chip)
+
+    @property
+    def overheads(self) -> Overheads:
+        """The overheads of the engine; our own programs have none in a plan."""
+        if self.engine is None:
+            return Overheads()
+        return self.engine.overheads if self.assumptions.overheads is None else self.assumptions.overheads
 
     @property
     def book(self) -> bool:
@@ -171,7 +198,7 @@ class ServingProblem:
     def capacity(self) -> float:
         """HBM bytes of a device: usable, or nominal with the book's bounds; for other engines the driver's."""
         chip = self.slice.chip
-        if self.assumptions.engine is not None and not self.book:
+        if self.engine is not None and not self.book:
             return chip.driver_hbm_bytes
         return chip.hbm_bytes / chip.devices if self.book else chip.hbm_usable_bytes
 
@@ -269,28 +296,21 @@ class ServingProblem:
 
     def _engine_step(self, phase: Phase) -> KernelStep | None:
         """An empty step of the engine whose kernels are priced; None: our programs."""
-        engine = self.assumptions.engine
-        if engine is None:
+        if self.engine is None or self.kernels is None:
             return None
-        kernels = engine_kernels(engine, self.slice.chip.name)
+        overheads = self.overheads
         return KernelStep(
             phase=phase,
-            kernels=kernels,
-            gap_s=kernels.gap_s if self.assumptions.gap_s is None else self.assumptions.gap_s,
-            host_s=kernels.host_s if self.assumptions.host_s is None else self.assumptions.host_s,
+            kernels=self.kernels,
+            gap_s=overheads.gap_s,
+            host_s=overheads.host_s,
+            graphs=self.engine.habits.graphs,
         )
 
     @property
     def front_end(self) -> FrontEnd:
         """The front end of the engine whose kernels are priced; ours takes no time in a plan."""
-        engine, own = self.assumptions.engine, self.assumptions
-        if engine is None:
-            return FrontEnd()
-        kernels = engine_kernels(engine, self.slice.chip.name)
-        return FrontEnd(
-            request_s=kernels.request_s if own.request_s is None else own.request_s,
-            token_s=kernels.token_s if own.token_s is None else own.token_s,
-        )
+        return FrontEnd(request_s=self.overheads.request_s, token_s=self.overheads.token_s)
 
     def prompts_s(self, placement: Placed, prompt: Number, count: Number) -> Number:
         """Expected seconds of an engine's prefill of ``count`` prompts of ``prompt`` tokens; both may be arrays."""
@@ -418,9 +438,9 @@ class ServingProblem:
     @cached_property
     def other_engine(self) -> str | None:
         """An engine of others whose kernels are known for this problem; None without one."""
-        for engine in ENGINES:
+        for engine in ENGINES[1:]:
             try:
-                self._require_engine(engine)
+                replace(self, assumptions=replace(self.assumptions, engine=engine, release=None, settings={}))
             except RooftopError:
                 continue
             return engine
@@ -430,8 +450,8 @@ class ServingProblem:
         """Reasons why ``rooftop serve`` has not these placements; empty if one does."""
         if self.book:
             return ["the book's arithmetic spreads everything evenly: plan with --bounds usable"]
-        if self.assumptions.engine is not None:
-            name = ENGINES[self.assumptions.engine]
+        if self.engine is not None:
+            name = self.engine.title
             return [f"priced for {name}, to be run by {name}; `rooftop serve` does not run it"]
         return list(obstacles(SERVING, self.spec(generate, prefill)))
 
@@ -473,8 +493,11 @@ class ServingProblem:
 
     def engine_prefills(self) -> list[Placement]:
         """Placements of a prefill in engines: as a generate server's, with columns over context and tensor together."""
-        if self.book or self.prefill_axes is not None:
+        if self.book or (self.prefill_axes is not None and self.engine is None):
             return self.prefill_placements()
+        if self.prefill_axes is not None:
+            sizes = self._sizes(self.prefill_server, self.prefill_axes, _SPLIT_AXES, self._divides_generate)
+            return [_placement(self.prefill_server, tuple(item.items())).joined() for item in sizes]
         # A cache of pipeline stages is sent to the same mesh only.
         same = self.axes is not None and ways(self.axes, *STAGE_AXES) > 1 and self.prefill_slice is None
         sizes = self._sizes(self.prefill_server, self.axes if same else None, _SPLIT_AXES, self._divides_generate)
@@ -523,7 +546,7 @@ class ServingProblem:
     def _layers(self, sizes: Mapping[str, int]) -> str | None:
         if self.model.moe is None and ways(sizes, *EXPERT_AXES) > 1:
             return "no expert axis: the model has no experts"
-        if self.assumptions.engine is not None and ways(sizes, *COLUMN_AXES, *EXPERT_AXES) != prod(sizes.values()):
+        if self.engine is not None and ways(sizes, *COLUMN_AXES, *EXPERT_AXES) != prod(sizes.values()):
             return "tensor and expert axes alone: the kernels of engines are known there"
         if ways(sizes, *STAGE_AXES) > self.model.layers:
             return f"at most one stage for each of {self.model.layers} layers"

@@ -187,7 +187,7 @@ def token_s(problem: ServingProblem, placement: Placed, batch: Any) -> Any:
 
 def prefills_in_steps(problem: ServingProblem) -> bool:
     """Return True if prompts are prefilled in steps that also generate, as engines do."""
-    return problem.mode == "interleaved" and problem.assumptions.engine is not None
+    return problem.mode == "interleaved" and problem.engine is not None
 
 
 def prompt_between_s(problem: ServingProblem, placement: Placement, batch: int) -> float:

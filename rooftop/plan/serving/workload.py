@@ -15,9 +15,8 @@ from rooftop.models import ModelConfig
 from rooftop.models.attention import attention_kind
 from rooftop.roofline.rules import speculated_tokens
 
-#: Bytes of one scale of a column of quantised weights, or of a cache entry: f32. Those of groups are bf16.
+#: Bytes of one scale of a column of quantised weights, or of a cache entry: f32.
 SCALE_BYTES = 4.0
-_GROUP_SCALE_BYTES = 2.0
 #: Dtype of routers, which are small and sensitive.
 ROUTER_DTYPE = "bf16"
 #: Tokens of the longest sequence that is planned: a longer one is a slip of the keyboard.
@@ -31,12 +30,43 @@ SLOWEST_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClientLoad(Record):
+    """A closed loop: ``concurrency`` clients, each of which sends its next request when its last answer ends.
+
+    They send ``requests`` in all, whose lengths are drawn from the share ``shortest`` of the workload's up to these, to
+    ``replicas`` servers; disaggregated these generate, and ``prefill_servers`` others prefill.
+    """
+
+    closed = True
+
+    concurrency: int
+    requests: int
+    shortest: float = 1.0
+    replicas: int = 1
+    prefill_servers: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "requests", "replicas", "prefill_servers"):
+            value = getattr(self, name)
+            if not 1 <= value <= MOST_SEQS:
+                raise RooftopError(name, value, f"a whole number from 1 to {MOST_SEQS:,}")
+        if not 0 < self.shortest <= 1:
+            raise RooftopError("shortest", self.shortest, "a share above 0, and up to 1")
+
+    @property
+    def mean(self) -> float:
+        """The mean length of requests, as a share of the workload's."""
+        return (1 + self.shortest) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServingWorkload(Record):
     """Requests of ``prompt`` tokens that are answered with ``generate`` tokens, ``batch_seqs`` generated together.
 
     ``batch_seqs`` None: as many as the targets and the memory allow. ``context``: tokens in a sequence's cache at the
     step whose time is given; None: the prompt and half of the answer. ``ttft_s`` and ``tpot_s`` are targets.
-    ``hit_rate``: share of the prompt's tokens whose KV a prefix cache already holds.
+    ``hit_rate``: share of the prompt's tokens whose KV a prefix cache already holds. ``load``: clients that wait for
+    their answers; None: latencies are those of a full batch.
     """
 
     closed = True
@@ -49,6 +79,7 @@ class ServingWorkload(Record):
     ttft_s: float | None = None
     tpot_s: float | None = None
     hit_rate: float = 0.0
+    load: ClientLoad | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt", "generate", "batch_seqs", "context"):
@@ -76,7 +107,9 @@ class ServingWorkload(Record):
     @property
     def step_context(self) -> float:
         """Tokens in a sequence's cache at the step that is priced."""
-        return float(self.context) if self.context is not None else self.prompt + self.generate / 2
+        if self.context is not None:
+            return float(self.context)
+        return (self.prompt + self.generate / 2) * (1.0 if self.load is None else self.load.mean)
 
     @property
     def new_prompt_tokens(self) -> int:
@@ -91,7 +124,7 @@ class ServingNumerics(Record):
     ``embeddings`` is the dtype of the embedding table and of the unembedding. Routers are bf16, and so is all but the
     experts with ``only_experts``. A weight narrower than bf16 has a scale per output column, or one for every
     ``weight_group`` inputs of a column; so has an entry of the cache per token and head. Activations are bf16.
-    ``kv_sharing`` layers share one cache.
+    ``kv_sharing`` layers share one cache. ``group_scale_bytes``: of a group's scale, bf16 by default.
     """
 
     closed = True
@@ -103,6 +136,7 @@ class ServingNumerics(Record):
     weight_group: int | None = None
     only_experts: bool = False
     kv_sharing: int = 1
+    group_scale_bytes: float = 2.0
 
     def __post_init__(self) -> None:
         dtype_bytes(self.weights, "weights-dtype")
@@ -135,7 +169,7 @@ class ServingNumerics(Record):
             return 0.0
         if self.weight_group is None:
             return SCALE_BYTES / inputs
-        return _GROUP_SCALE_BYTES / np.minimum(inputs, self.weight_group)
+        return self.group_scale_bytes / np.minimum(inputs, self.weight_group)
 
     def kv_scale_bytes(self, model: ModelConfig) -> float:
         """Bytes of scales per element of the cache: one scale for each head's key and value, or for a latent."""

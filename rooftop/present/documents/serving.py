@@ -191,6 +191,7 @@ def _other_engine(plan: FleetAnswerDocument) -> Iterator[str]:
     """The engine that runs the plan, if it is not ours."""
     if plan.assumptions.engine is not None:
         yield sentence(plan.obstacles[0])
+        yield f"run as: {plan.assumptions.command}"
 
 
 def _fleet(plan: FleetAnswerDocument) -> Iterator[str]:
@@ -307,9 +308,10 @@ def _figures(plan: FleetAnswerDocument) -> Iterator[ShownFigure]:
     both = "" if draft is None else " by both models"
     yield ShownFigure("ttft_s", "TTFT", plan.ttft_s, "s", prefill, formula=plan.definitions.ttft_s,
         note=f"{interval_text(prefilling, ttft_s)}; "
-        f"one prefill of {plan.workload.prompt} tokens{both}, no queue")  # fmt: skip
+        f"{_clients(plan) or f'one prefill of {plan.workload.prompt} tokens{both}, no queue'}")  # fmt: skip
     why = "with the prefills of others between" if plan.mode == "interleaved" else "with the KV's transfer"
     step_text = "a step" if plan.assumptions.bounds == "book" else f"a step, {why}"
+    step_text = _clients(plan) or step_text
     if plan.tpot_together_s is not None and generate.batch > 1:
         step_text += f"; {format_seconds(plan.tpot_together_s)} if all answers start and end together"
     yield ShownFigure("tpot_s", "TPOT", plan.tpot_s, "s", decode,
@@ -344,6 +346,16 @@ def _figures(plan: FleetAnswerDocument) -> Iterator[ShownFigure]:
         yield ShownFigure("prefix_cache", "prefix cache", cache.speedup, level="expected",
             shown=f"{cache.speedup:.2f}x",
             note=f"faster prefill at {cache.hit_rate:.0%} hits{host_text}")  # fmt: skip
+
+
+def _clients(plan: FleetAnswerDocument) -> str:
+    """The clients whose mean latencies these are; empty without any."""
+    load, times = plan.workload.load, plan.under_load
+    if load is None or times is None:
+        return ""
+    text = f"mean of {counted(load.concurrency, 'client')}, each of which waits for its answer"
+    waiting = load.concurrency - times.active * load.replicas
+    return f"{text}; {times.active:,.0f} have a place at once" if plan.mode == "interleaved" and waiting > 0 else text
 
 
 def _cost(plan: FleetAnswerDocument, prefills: str) -> Iterator[ShownFigure]:

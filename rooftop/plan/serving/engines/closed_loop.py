@@ -109,12 +109,18 @@ class LoopSteps:
             together=float(costs.together),
         )
 
-    def with_overheads(self, gap_s: Floats | float, host_s: Floats | float, front_s: Floats | float = 0.0) -> LoopSteps:
-        """Steps with ``gap_s`` more each; one that prefills takes ``host_s`` at least, the front end ``front_s``."""
+    def with_overheads(
+        self, gap_s: Floats | float, host_s: Floats | float, front_s: Floats | float = 0.0, *, graphs: bool = True
+    ) -> LoopSteps:
+        """Steps with ``gap_s`` more each; the front end takes ``front_s`` of a prompt.
+
+        A step that prefills takes ``host_s`` at least, and without ``graphs`` each step does.
+        """
+        step_s = self.step_s + gap_s
         return replace(
             self,
             front_s=front_s,
-            step_s=self.step_s + gap_s,
+            step_s=step_s if graphs else np.maximum(step_s, host_s),
             mixed_s=np.maximum(self.mixed_s + gap_s, host_s),
             full_s=np.maximum(self.full_s + gap_s, host_s),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.ledger import Number
+from rooftop.hardware import Chip, chip
 
-#: Engines by the name that options and tables have.
-ENGINES: Mapping[str, str] = {"vllm": "vLLM", "trtllm": "TensorRT-LLM"}
+#: Tables of ``kernels.toml`` that are no chips.
+_OTHERS = ("bytes", "like")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,26 +40,22 @@ class KernelFit:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKernels:
-    """The kernels of ``engine`` on a chip.
+    """The kernels of an engine on a chip, from the table ``name``; ``measured_on`` another chip or the chip itself.
 
     ``matmul``, ``experts`` and ``attention`` (of one token of each sequence) are by dtype; 'f8_block' is FP8 with a
     scale for each block of weights. ``latent`` is attention to latents. ``all_reduce``: seconds by ranks, of
-    ``payloads`` bytes. ``gap_s`` and ``host_s`` of a kernel, ``request_s`` and ``token_s`` of the front end: see
-    ``ServingAssumptions``.
+    ``payloads`` bytes.
     """
 
-    engine: str
+    name: str
     chip: str
+    measured_on: str
     matmul: Mapping[str, KernelFit] = field(hash=False)
     experts: Mapping[str, KernelFit] = field(hash=False)
     attention: Mapping[str, KernelFit] = field(hash=False)
     latent: KernelFit
     payloads: npt.NDArray[np.float64] = field(hash=False)
     all_reduce: Mapping[int, npt.NDArray[np.float64]] = field(hash=False)
-    gap_s: float
-    host_s: float
-    request_s: float
-    token_s: float
 
     def all_reduce_s(self, payload: Number, ranks: Number) -> Number:
         """Seconds of an AllReduce of ``payload`` bytes by ``ranks`` GPUs of a node; 0 by one.
@@ -76,35 +73,43 @@ class EngineKernels:
         return seconds
 
 
-def _chips() -> list[str]:
-    return [name for name in _table() if name not in ("bytes", "overheads")]
+def _measured_chips() -> list[str]:
+    return [name for name in _table() if name not in _OTHERS]
 
 
 @cache
-def engine_kernels(engine: str, chip_name: str) -> EngineKernels:
-    """The kernels of an engine on a chip. Raises RooftopError where nothing was measured."""
+def engine_kernels(name: str, where: Chip) -> EngineKernels:
+    """The kernels of an engine, in the table ``name``, on a chip. Raises RooftopError where nothing is known."""
     table = _table()
-    if chip_name not in _chips():
-        raise RooftopError("engine", engine, f"nothing on {chip_name}: its kernels are known on {', '.join(_chips())}")
-    if engine not in table[chip_name]:
-        raise unknown("engine", engine, tuple(ENGINES))
-    entry = table[chip_name][engine]
+    measured_on = table["like"].get(where.name, where.name)
+    if measured_on not in _measured_chips():
+        known = ", ".join((*_measured_chips(), *table["like"]))
+        raise RooftopError(
+            "engine", name.partition("-")[0], f"nothing on {where.name}: its kernels are known on {known}"
+        )
+    if name not in table[measured_on]:
+        raise unknown("engine", name, tuple(table[measured_on]))
+    entry = table[measured_on][name]
     if "like" in entry:
-        base = table[chip_name][entry["like"]]
+        base = table[measured_on][entry["like"]]
         entry = base | {name: base[name] | entry[name] for name in entry if name != "like"}
-    overheads = {name: 1e-6 * figure for name, figure in table["overheads"][engine.split("-")[0]].items()}
+    slower = 1.0 if measured_on == where.name else chip(measured_on).ici_bytes_per_s / where.ici_bytes_per_s
     return EngineKernels(
-        engine=engine,
-        chip=chip_name,
-        **{name: _fits(entry[name]) for name in ("matmul", "experts", "attention")},
+        name=name,
+        chip=where.name,
+        measured_on=measured_on,
+        **{kind: _fits(entry[kind]) for kind in ("matmul", "experts", "attention")},
         latent=_fit(entry["latent"]),
         payloads=np.array(table["bytes"], dtype=np.float64),
-        all_reduce={int(ranks): 1e-6 * np.array(figures) for ranks, figures in entry["all_reduce"].items()},
-        gap_s=overheads["gap_us"],
-        host_s=overheads["host_us"],
-        request_s=overheads["request_us"],
-        token_s=overheads["token_us"],
+        all_reduce={int(ranks): _all_reduce_s(figures, slower) for ranks, figures in entry["all_reduce"].items()},
     )
+
+
+def _all_reduce_s(figures: Sequence[float], slower: float) -> npt.NDArray[np.float64]:
+    """Seconds by payload, of links that take so many times as long for their bytes."""
+    seconds = 1e-6 * np.array(figures)
+    start = seconds.min()
+    return np.asarray(start + slower * (seconds - start))
 
 
 @cache

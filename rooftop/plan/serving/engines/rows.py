@@ -59,14 +59,15 @@ class KernelStep:
     """A step of one server: a token for each of ``batch`` sequences with ``context`` tokens of KV, and ``prompts``.
 
     Each prompt has ``prompt`` new tokens after ``before`` whose KV is there. ``gap_s``: seconds next to each kernel
-    in which none runs that was measured. A kernel takes ``host_s`` at least where there are prompts: the step is then
-    no graph, and the host launches its kernels one by one. Figures may be arrays over steps.
+    in which none runs that was measured. A kernel takes ``host_s`` at least where there are prompts, or no ``graphs``:
+    the host then launches the kernels of the step one by one. Figures may be arrays over steps.
     """
 
     phase: Phase
     kernels: EngineKernels
     gap_s: float = 0.0
     host_s: float = 0.0
+    graphs: bool = True
     batch: Number = 0.0
     context: Number = 0.0
     prompt: Number = 0.0
@@ -85,13 +86,10 @@ class KernelStep:
                 formula="norms, rotations, gates and quantising, and gaps between kernels",
             )
         )  # fmt: skip
-        if np.any(np.asarray(self.prompts) > 0) and self.host_s:
-            # The step is no graph.
+        if (np.any(np.asarray(self.prompts) > 0) or not self.graphs) and self.host_s:
             busy = sum((item.count * (item.matmul_s + _transfers_s(item)) for item in work), 0.0)
             waits = np.maximum(kernels * self.host_s - busy, 0.0)
-            work.append(
-                self._row("layers/attn/norm", 1, waits, formula="the host launches the kernels of a prefill one by one")
-            )
+            work.append(self._row("layers/attn/norm", 1, waits, formula="the host launches kernels one by one"))
         return work
 
     @property

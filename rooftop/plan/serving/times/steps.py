@@ -52,7 +52,7 @@ class PlannedTimes:
         self._plain = replace(problem, assumptions=replace(problem.assumptions, shares=waits))
         self._waiting = replace(problem, assumptions=replace(problem.assumptions, shares={**waits, "bytes": 1.0}))
         two_d = generate.ways(GATHER_AXES) > 1
-        unhidden = problem.book or problem.assumptions.engine is not None
+        unhidden = problem.book or problem.engine is not None
         self._hidden = 0.0 if unhidden else problem.assumptions.latency(problem.slice.chip, two_d=two_d)
         self._rate = problem.assumptions.share("hbm_read", problem.slice.chip)
         bounded = [window for _, window in self._windows if window is not None]
