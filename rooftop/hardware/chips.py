@@ -142,6 +142,11 @@ class Chip:
         return self.kind == "gpu"
 
     @property
+    def lanes(self) -> int:
+        """Elements to which the last dim of arrays in HBM is padded: lanes of a register on TPUs, 1 on GPUs."""
+        return 1 if self.switched else 128
+
+    @property
     def link(self) -> str:
         """The name of the network within a slice."""
         return "NVLink" if self.switched else "ICI"

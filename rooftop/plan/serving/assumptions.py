@@ -82,8 +82,13 @@ class ServingAssumptions:
 
 def _entry(chip: Chip) -> Mapping[str, Any]:
     table = _table()
-    entry: Mapping[str, Any] = table["gpu"] if chip.kind == "gpu" else table["default"] | table.get(chip.name, {})
+    entry: Mapping[str, Any] = table[chip.kind] | table.get(chip.name, {})
     return entry
+
+
+def reads_experts_by_tile(chip: Chip) -> bool:
+    """True if kernels read the weights of quantised experts once for each tile of their rows."""
+    return bool(_entry(chip)["experts_by_tile"][0])
 
 
 def _source(name: ServingShare, chip: Chip) -> str:

@@ -33,9 +33,10 @@ from rooftop.models import ModelConfig
 from rooftop.models.attention import AttentionKind, AttentionMatmuls, MatmulShape, attention_kind
 from rooftop.models.counting import kv_cache_bytes
 from rooftop.models.mixers import Recurrence, recurrences, state_bytes
-from rooftop.models.program_sizes import LANES, SUBLANES, cache_row, expert_rows, expert_tile
+from rooftop.models.program_sizes import SUBLANES, cache_row, expert_rows, expert_tile
 from rooftop.models.segments import heaviest_stage
 from rooftop.models.widths import ModelWidths
+from rooftop.plan.serving.assumptions import reads_experts_by_tile
 from rooftop.plan.serving.placement import Placed
 from rooftop.plan.serving.pricing import Pipeline
 from rooftop.plan.serving.workload import ROUTER_DTYPE, ServingNumerics
@@ -239,13 +240,13 @@ class Phase:
     def experts_read(self) -> Number:
         """Reads of experts on a device: of each that at least one token is expected to use.
 
-        On TPUs quantised experts are read once for each tile of their rows.
+        Where kernels do so, quantised experts are read once for each tile of their rows.
         """
         moe = self.model.moe
         if moe is None:
             return 0.0
         tokens = self.step_tokens * (1 + self.guesses)
-        if self.rates.chip.kind == "tpu" and dtype_bytes(self.numerics.weights) < ACTIVATION_BYTES:
+        if reads_experts_by_tile(self.rates.chip) and dtype_bytes(self.numerics.weights) < ACTIVATION_BYTES:
             read = expert_visits(moe.experts, moe.active, tokens, expert_tile(self.tokens_of_all, moe))
         else:
             read = distinct_experts(moe.experts, moe.active, tokens)
@@ -350,7 +351,7 @@ class Phase:
     @property
     def lanes(self) -> int:
         """Elements of which rows of the cache and of the embedding table are multiples."""
-        return _lanes(self.rates.chip)
+        return self.rates.chip.lanes
 
     @_of_placement
     def router(self) -> MatmulShape:
@@ -382,15 +383,11 @@ def cached_bytes(model: ModelConfig, numerics: ServingNumerics, context: Number,
     As read in a step; as ``stored``, layers that share a cache have it once, and recurrent mixers their states.
     """
     states, kind = state_bytes(model), attention_kind(model)
-    rows, size = cache_row(model, _lanes(chip), quantised=numerics.kv_bytes < ACTIVATION_BYTES)
+    rows, size = cache_row(model, chip.lanes, quantised=numerics.kv_bytes < ACTIVATION_BYTES)
     padding = rows * size / (kind.cached_together * (1 if kind.cached_heads is None else 2))
     plain = (kv_cache_bytes(model, numerics.kv, context) - states) * padding
     scales = 1.0 + numerics.kv_scale_bytes(model) / numerics.kv_bytes
     return plain * scales / numerics.kv_sharing + states if stored else plain * scales
-
-
-def _lanes(chip: Chip) -> int:
-    return LANES if chip.kind == "tpu" else 1
 
 
 def _columns(*, ring: bool) -> tuple[str, ...]:

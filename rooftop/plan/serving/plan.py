@@ -431,9 +431,7 @@ class ServingPlan:
         chip, fractions = self.problem.slice.chip, self.problem.rates.fractions
         servers = (self.problem.slice, self.problem.prefill_server)
         chips = min(server.chips for server in servers)
-        face = min(
-            server.chips / server.num_slices / (1 if chip.kind == "gpu" else max(server.shape)) for server in servers
-        )
+        face = min(server.chips / server.num_slices / (1 if chip.switched else max(server.shape)) for server in servers)
         return {
             "ici": face * chip.ici_bytes_per_s * max(fractions.ici["permute"].share),
             "dcn": chips * chip.dcn_bytes_per_s * fractions.dcn,

@@ -120,7 +120,7 @@ def _cache(problem: ServingProblem, placement: Placement, batch: int, step: Ledg
 
 def _network(problem: ServingProblem, placement: Placement, batch: int) -> Iterator[Reason]:
     chip, model = problem.slice.chip, problem.model
-    if chip.kind != "tpu" or problem.slice.chips == 1:
+    if chip.switched or problem.slice.chips == 1:
         return
     ways = placement.mesh.size(*SEQUENCE_AXES, *COLUMN_AXES)
     hidden = model.d_ff if model.moe is None else model.moe.d_ff

@@ -321,10 +321,10 @@ def smallest_slice(problem: ServingProblem, batch: int) -> Slice | None:
 def slices_of(like: Slice) -> list[Slice]:
     """Slices of the same chip that the catalogue lists (whole nodes of GPUs up to four), smallest first."""
     chip = like.chip
-    shapes = [(*shape, 1) if chip.kind == "gpu" else shape for shape in chip.slice_shapes]
+    shapes = [(*shape, 1) if chip.switched else shape for shape in chip.slice_shapes]
     if chip.wrap == "cube":
         shapes += [(4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8)]
-    if chip.kind == "gpu":
+    if chip.switched:
         shapes += [(max(shape[0] for shape in shapes), nodes) for nodes in (2, 4)]
     slices = [Slice(chip, shape) for shape in dict.fromkeys(shapes)]
     return sorted(slices, key=lambda slice_: (slice_.chips, slice_.shape))
