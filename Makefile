@@ -18,7 +18,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 # Tests start hundreds of processes: each would compile rooftop's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-durations test-all test-gpu test-guests test-newest soak lint bench docs site lock \
+.PHONY: help demo test test-durations test-all test-gpu test-guests test-newest habits soak lint bench docs site lock \
     release-check clean
 .DELETE_ON_ERROR:
 
@@ -30,6 +30,7 @@ help:
 	@echo 'make test-gpu        the tests of programs for GPUs, with the compiler for GPUs; no GPU is needed'
 	@echo 'make test-guests     programs of other libraries, compiled as they are, each in an environment of its own'
 	@echo 'make test-newest     make test, and every kind of program on every chip, with the newest Python and JAX'
+	@echo 'make habits LIBTPU=0.0.52  read the schedules of a release of XLA:TPU from small programs, and what changed'
 	@echo 'make soak            serving and training under faults for an hour; MINUTES=1440: for a day'
 	@echo 'make lint            ruff, mypy, import-linter'
 	@echo 'make bench           how long a plan, and an hour of serving simulated, take on this machine'
@@ -94,6 +95,11 @@ test-newest:
 	    done; \
 	done; \
 	echo 'make test-newest: SKIPPED: no Python of $(NEWER_PYTHONS) on the PATH or in pyenv'
+
+# Half an hour on two cores; a second call goes on where the first one ended.
+habits: $(VENV)/demo.installed
+	@[ -n "$(LIBTPU)" ] || { echo 'make habits: name a release of libtpu: make habits LIBTPU=0.0.52'; exit 1; }
+	$(BIN)/python bench/compiler/habits.py $(LIBTPU)
 
 # A load of a server and training runs, with faults of both; figures and plots go to build/soak.
 MINUTES ?= 60

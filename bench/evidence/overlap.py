@@ -54,7 +54,7 @@ PUBLISHED: dict[str, bool | str] = {
 
 
 @dataclass
-class _Moved:
+class Moved:
     """Bytes of a kind of collective over an axis, and seconds; of both, those that computation hides."""
 
     bytes: float = 0.0
@@ -70,6 +70,22 @@ class _Moved:
         self.exposed_s += count * float(collective.exposed_s)
 
 
+def laid(name: str, layout: str) -> Mesh:
+    """The mesh of a layout on a slice, with all axes."""
+    mesh = Mesh.from_layout(Slice.parse(name), layout)
+    return Mesh(mesh.slice, {axis: mesh.axes.get(axis, ()) for axis in AXES})
+
+
+def moved_in_layers(report: CompiledReport) -> dict[tuple[tuple[str, ...], str], Moved]:
+    """The collectives of a compiled step's layers, by axes and kind."""
+    moved: defaultdict[tuple[tuple[str, ...], str], Moved] = defaultdict(Moved)
+    for row in report.ledger:
+        if row.scope.startswith("layers"):
+            for collective in row.collectives:
+                moved[tuple(collective.axes), collective.kind].add(collective, float(row.count))
+    return moved
+
+
 def main() -> None:
     """Compile every case of the slices asked for, and write one line per kind of collective."""
     out = csv.writer(sys.stdout, lineterminator="\n")
@@ -77,8 +93,7 @@ def main() -> None:
     for name, layout, batch in CASES:
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
-        laid = Mesh.from_layout(Slice.parse(name), layout)
-        mesh = Mesh(laid.slice, {axis: laid.axes.get(axis, ()) for axis in AXES})
+        mesh = laid(name, layout)
         planned = train_options(mesh.shape, mesh.slice.chip.name, slices=1)
         for label, options in {"default": {}, "plan": planned, "asynchronous": PUBLISHED}.items():
             if label == "plan" and not options:
@@ -96,14 +111,12 @@ def main() -> None:
                 print(f"# python bench/evidence/overlap.py; {versions}; {time.strftime('%Y-%m-%d')}")
                 out.writerow(("slice", "layout", "options", "axis", "kind", "bytes", "asynchronous", "hidden"))
                 header = False
-            moved: defaultdict[tuple[str, str], _Moved] = defaultdict(_Moved)
-            for row in CompiledReport(plan=None, compiled=compiled).ledger:
-                if row.scope.startswith("layers"):
-                    for collective in row.collectives:
-                        moved["+".join(collective.axes), collective.kind].add(collective, float(row.count))
-            for (axis, kind), sums in sorted(moved.items()):
+            moved = moved_in_layers(CompiledReport(plan=None, compiled=compiled))
+            for (axes, kind), sums in sorted(moved.items()):
                 asynchronous, hidden = sums.asynchronous / sums.bytes, 1 - sums.exposed_s / sums.seconds
-                out.writerow((name, layout, label, axis, kind, int(sums.bytes), f"{asynchronous:.3f}", f"{hidden:.3f}"))
+                out.writerow(
+                    (name, layout, label, "+".join(axes), kind, int(sums.bytes), f"{asynchronous:.3f}", f"{hidden:.3f}")
+                )
             sys.stdout.flush()
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from rooftop.arrays.rules import GATHER_AXES, ways
 from rooftop.frameworks.framework import framework_of
+from rooftop.frameworks.xla import release_number
 from rooftop.hardware import chip as find_chip
 
 Purpose = Literal["whole-slice gathers", "no windowed einsums", "pipelined embeddings", "absent GPUs"]
@@ -28,9 +29,8 @@ def options_for(purpose: Purpose, release: str | None = None) -> dict[str, bool 
     entries = [entry for entry in _table() if entry["purpose"] == purpose]
     if release is None and find_spec(compiler := entries[0]["compiler"]) is not None:
         release = importlib.metadata.version(compiler)
-    entries = [entry for entry in entries if release is None or _number(entry.get("since", "0")) <= _number(release)]
-    newest = max(entries, key=lambda entry: _number(entry.get("since", "0")))
-    return dict(newest["set"])
+    known = {release_number(entry.get("since", "0")): entry["set"] for entry in entries}
+    return dict(known[max(since for since in known if release is None or since <= release_number(release))])
 
 
 def train_options(mesh: Mapping[str, int], chip: str, *, slices: int) -> dict[str, bool | int | str]:
@@ -67,10 +67,6 @@ def _refused(error: str, own: Iterable[str]) -> list[str]:
         return []
     named = re.findall(r"\bxla_\w+", error)
     return [name for name in own if any(name == other or name.startswith(f"{other}_") for other in named)]
-
-
-def _number(release: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", re.split(r"[a-z+]", release)[0])))
 
 
 @cache

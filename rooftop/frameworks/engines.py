@@ -107,6 +107,10 @@ def engine_of(
     asked = dict(settings or {})
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES)
+    if name == ENGINES[0] and release is not None:
+        raise RooftopError(
+            "release", release, f"nothing with {name}: its plans of serving are the same for all releases"
+        )
     job = Job.of(name, release, chip=chip, model=model, matmul=weights)
     if not runs_on(name, chip):
         able = " or ".join(name for name in ENGINES if runs_on(name, chip))

@@ -16,6 +16,7 @@ from rooftop.core.quantities import parse_quantity, parse_share
 from rooftop.core.records import Record
 from rooftop.frameworks.habits import Habits
 from rooftop.frameworks.launches import GRAPH_PARTS
+from rooftop.frameworks.xla import libtpu_releases, pinned_release, planned_release, xla_rules
 from rooftop.hardware import Chip
 from rooftop.models import ModelConfig
 
@@ -28,6 +29,8 @@ ENGINES: tuple[str, ...] = ("rooftop", "vllm", "trtllm", "sglang")
 _PARTS = ("habits", "assumptions", "hidden", "numerics", "switches")
 #: Keys of a rule, or of a setting, that say which jobs it is about.
 _MATCHED = ("releases", "from", "chips", "models", "dtypes")
+#: ``releases`` of a program that is known by those of its compiler for TPUs.
+_COMPILERS = "libtpu"
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -115,7 +118,8 @@ def framework_of(
 ) -> Framework:
     """The framework ``name`` for a model on a chip, with matmuls in the dtype ``matmul``.
 
-    Without a ``model`` it has what all models have in common. The newest release by default. Raises RooftopError for a
+    Without a ``model`` it has what all models have in common. The newest release by default; rooftop's own program has
+    releases on TPUs, those of libtpu, and by default that of the installed one. Raises RooftopError for a
     framework, release, setting or value that does not exist, and for a framework that does not run on the chip.
     """
     data = framework_data(name)
@@ -182,7 +186,7 @@ def framework_data(name: str) -> Mapping[str, Any]:
         raise unknown("framework", name, FRAMEWORKS)
     data = _table(name)
     if data.get("compiler") == "xla":
-        data["rule"] = [*_table("xla/programs")["rule"], *_table("xla/libtpu-0.0.42.1")["rule"], *data.get("rule", ())]
+        data["rule"] = [*xla_rules(), *data.get("rule", ())]
     return data
 
 
@@ -209,20 +213,27 @@ class Job:
     name: str
     releases: Sequence[str]
     release: str | None
+    compiler: str | None
     chip: Chip
     model: ModelConfig | None
     matmul: str
 
     @classmethod
     def of(cls, name: str, release: str | None, *, chip: Chip, model: ModelConfig | None, matmul: str) -> Job:
-        """A job of a release, by default the newest. Raises RooftopError for one that does not exist."""
-        releases = framework_data(name)["releases"]
+        """A job of a release, by default the newest or the compiler's. Raises RooftopError for one that is unknown."""
+        releases, on_tpus = framework_data(name)["releases"], chip.kind == "tpu"
+        by_compiler = releases == _COMPILERS
+        if by_compiler:
+            releases = libtpu_releases() if on_tpus else ()
         if release is not None and release not in releases:
             if not releases:
-                raise RooftopError("release", release, f"nothing with {name}: it has no releases apart")
+                raise RooftopError("release", release, f"nothing with {name} on {chip.name}: it has no releases apart")
             raise unknown("release", release, releases)
-        version = release or (releases[-1] if releases else None)
-        return cls(name=name, releases=releases, release=version, chip=chip, model=model, matmul=matmul)
+        version = release or (releases and (planned_release() if by_compiler else releases[-1])) or None
+        compiler = (version if by_compiler else pinned_release()) if on_tpus else None
+        return cls(
+            name=name, releases=releases, release=version, compiler=compiler, chip=chip, model=model, matmul=matmul
+        )
 
     def applied(
         self, settings: Mapping[str, str], names: Sequence[str]
@@ -261,6 +272,8 @@ class Job:
             return f"on {chip}: {', '.join(facts['chips'])}"
         if self.matmul not in facts.get("dtypes", (self.matmul,)):
             return f"with {self.matmul} matmuls: {', '.join(facts['dtypes'])}"
+        if facts.get("compiler", self.compiler) != self.compiler:
+            return f"with {facts['compiler']} of the compiler"
         if self.release not in facts.get("releases", (self.release,)):
             return f"with {self.name} {self.release}: {', '.join(facts['releases'])}"
         first = facts.get("from")

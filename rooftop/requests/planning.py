@@ -65,7 +65,7 @@ class PlanTraining(Request):
     framework: str = "rooftop"
     """The program to plan: rooftop's own, or that of a framework that trains on the chip."""
     release: str | None = None
-    """Release of the framework. By default the newest that is known."""
+    """Release of the framework; of libtpu for rooftop's own program. By default the newest known, or the installed."""
     framework_settings: SettingsLike | None = setting(None, option="set")
     """Settings of the framework: cuda_graphs=layer,dispatcher=deepep. By default those of its recipes for the chip."""
     mesh: AxesLike | Mesh | None = None

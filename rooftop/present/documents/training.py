@@ -10,6 +10,7 @@ from rooftop.core.ledger import Ledger, Row
 from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
 from rooftop.core.timelines import Lanes
 from rooftop.frameworks.framework import FRAMEWORKS, PlannedFramework
+from rooftop.frameworks.xla import pinned_release
 from rooftop.plan.training.answer import OtherBatch, TrainingAnswerDocument
 from rooftop.plan.training.comparison import ComparisonDocument, OfferDocument
 from rooftop.plan.training.compiled import CompiledPlans
@@ -107,7 +108,9 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
 
 
 def _framework(framework: PlannedFramework) -> Iterator[str]:
-    """The framework that the plan is of, if it is not rooftop, and the settings that are priced."""
+    """The framework that the plan is of, and the settings that are priced; of rooftop a release that is not pinned."""
+    if framework.name == FRAMEWORKS[0] and framework.release not in (None, pinned_release()):
+        yield f"planned for libtpu {framework.release}"
     if framework.name != FRAMEWORKS[0]:
         release = "" if framework.release is None else f" {framework.release}"
         settings = ", ".join(f"{name} {value}" for name, value in framework.applied.items())
