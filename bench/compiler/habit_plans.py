@@ -87,7 +87,7 @@ def _compiled(plan: TrainingPlan, release: str) -> dict[str, Any]:
 def _rows(one: Case, plan: TrainingPlan, release: str, compiled: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A row for the habits of each release."""
     seconds, nbytes = float(compiled["compiled_s"]), float(compiled["compiled_peak_bytes"])
-    for habits in (base_release(release), release):
+    for habits in dict.fromkeys((base_release(release), release)):
         planned = replace(plan, problem=replace(plan.problem, framework=FrameworkName(release=habits)))
         yield {
             **{name: compiled[name] for name in ("libtpu", "jax", "date")},
