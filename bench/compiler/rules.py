@@ -38,12 +38,12 @@ from rooftop.frameworks.habits import Habits
 from rooftop.hardware import Slice
 from rooftop.models import load_model
 from rooftop.models.numerics import Numerics
-from rooftop.plan.training import memory, pricing, step
+from rooftop.plan.training import memory, step
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import SweepOptions, sweep
-from rooftop.plan.training.work import attention, head
+from rooftop.plan.training.work import attention
 from rooftop.plan.training.work.optimizer import update
 from rooftop.plan.training.workload import Workload
 from rooftop.validation.predict import planned, request_of
@@ -57,6 +57,8 @@ COLUMNS = (
     "published_error_more", "regret_mean", "regret_max", "does_not_fit", "jobs_changed",
 )  # fmt: skip
 
+#: Habits that are no rules about XLA alone, and one that follows another.
+_OTHERS = ("attention_kernel", "kernels", "weighs_outputs", "scatters_tiles")
 #: Model, slice, batch in sequences and their length: jobs whose recommendation a rule may change.
 JOBS = (
     ("llama3.2-1b", "v5e:2x2", 32, 2048),
@@ -70,6 +72,12 @@ JOBS = (
     ("llama3-70b", "v5p:4x4x4@2", 256, 4096),
     ("mixtral-8x7b", "v5p:4x4x4", 256, 4096),
     ("deepseek-v3", "v5p:8x8x16", 2048, 4096),
+    ("llama3-70b", "v5p:16x16x16", 1024, 4096),
+    ("llama3-70b", "v5p:16x20x28", 1024, 4096),
+    ("llama2-13b", "v5p:8x16x16", 1024, 4096),
+    ("llama3.1-405b", "v5p:16x20x28", 128, 131072),
+    ("gpt-oss-120b", "v5p:4x8x8", 512, 4096),
+    ("llama3-70b", "v6e:16x16@16", 4096, 4096),
     ("gemma2-9b", "v6e:4x4", 64, 8192),
     ("llama3-8b", "v6e:4x8", 128, 8192),
     ("llama3-70b", "v6e:16x16", 512, 8192),
@@ -282,7 +290,12 @@ def rules() -> list[Rule]:
             of_xla |= rule.get("habits", {})
     known = []
     for habit in fields(Habits):
-        if habit.name in of_xla and habit.name not in ("attention_kernel", "kernels", "weighs_outputs"):
+        if habit.name in of_xla and habit.name not in (
+            "attention_kernel",
+            "kernels",
+            "weighs_outputs",
+            "scatters_tiles",
+        ):
             value = getattr(book, habit.name)
             known.append(
                 Rule(
@@ -295,16 +308,11 @@ def rules() -> list[Rule]:
     zero = 0.0
     return [
         *known,
-        _function(step, "shifts", (zero, zero), owner=of_step),
+        _function(step, "summed_whole", zero, owner=of_step),
         _function(memory, "_table_copies", zero),
         _function(memory, "_table_pieces", zero),
-        _function(memory, "_kept_late", zero),
-        _function(memory, "_at_worst_loop", (zero, zero)),
-        _function(memory, "_stage_loss", zero),
-        _function(head, "_stored_logits", zero),
         _function(attention, "merged", zero, owner=attention._Core),
         _function(update, "newton_schulz_work", []),
-        _function(pricing, "_shifts_s", zero, owner=pricing._Durations),
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -215,6 +216,23 @@ def default_layout(dtype: str, shape: Sequence[int]) -> TileLayout:
         for order in orders
     ]
     return min(layouts, key=lambda layout: (prod(layout.tiled_shape), [-dim for dim in layout.minor_to_major]))
+
+
+def largest_factor(numbers: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """The largest prime factor of each whole number of an array; 1 of 1."""
+    sizes, index = np.unique(np.asarray(numbers, np.int64), return_inverse=True)
+    factors = np.array([_largest_factor(size) for size in sizes.tolist()], np.float64)
+    return factors[index].reshape(np.shape(numbers))
+
+
+@cache
+def _largest_factor(number: int) -> int:
+    factor, largest = 2, 1
+    while factor * factor <= number:
+        while number % factor == 0:
+            number, largest = number // factor, factor
+        factor += 1
+    return max(number, largest)
 
 
 def mxu_padding(m: Any, k: Any, n: Any, tile: int) -> MxuPadding:

@@ -112,6 +112,8 @@ class Habits:
     """Passes that take a layer's checkpoints out of the stack of all layers."""
     unstacks_weights: bool = False
     """A device's part of a layer's weights is copied out of the stack of all layers before it is gathered."""
+    cuts_padding: bool = False
+    """Rows that fsdp adds are cut off once a weight is gathered, and put to its gradient: passes over the whole."""
     fills_stages: bool = False
     """Pipeline stages get layers of all kinds in order, the last stages fewer of them."""
     staged_loop: bool = False
@@ -145,6 +147,12 @@ class Habits:
     """A ReduceScatter over every device of a slice is an AllReduce."""
     gathers_as_sums: bool = False
     """An AllGather over every device of a slice is an AllReduce, unless an option says otherwise."""
+    scatters_up_to: float | None = None
+    """Devices of a ring over which gradients are scattered, times the largest prime factor of the tiles across them;
+    over longer rings all is summed on every device. None: they always are."""
+    scatters_tiles: bool = False
+    """Gradients whose parts are no whole tiles are summed on every device."""
+
     # -- memory
     state: State = "xla"
     """Memory of parameters, gradients and optimizer: 'xla' as XLA's programs; 'distributed_optimizer' as Megatron-LM's,

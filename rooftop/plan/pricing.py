@@ -100,9 +100,10 @@ class Transfer:
     """A collective to be priced, over its axes; kind 'permute_ring' is a full rotation.
 
     ``hides`` names the assumption that it falls under; ``when`` is 1 where it takes place and 0 where it does not.
-    ``pieces`` start one by one; less than 1 piece is a part of one that starts once. A ``ring`` is how a
-    collective matmul does it. ``seconds``: what is expected of the kernel that does it, where that was measured.
-    ``shares``: what each network carries of the bytes that the collective has it carry.
+    ``pieces`` start one by one; less than 1 piece is a part of one that starts once. ``summed`` is 1 where everything
+    is summed on every device instead of scattered. A ``ring`` is how a collective matmul does it. ``seconds``: what is
+    expected of the kernel that does it, where that was measured. ``shares``: what each network carries of the bytes
+    that the collective has it carry.
     """
 
     kind: TransferKind
@@ -111,6 +112,7 @@ class Transfer:
     hides: Hiding
     when: Number = ALWAYS
     pieces: Number = 1.0
+    summed: Number = 0.0
     ring: RingSteps | None = None
     seconds: Number | None = None
     shares: Mapping[str, Number] = field(default_factory=dict)

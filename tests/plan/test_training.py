@@ -454,9 +454,6 @@ _KNOWN_MISSES = {
     "h200-405b": {"time": "0.947: the same, over 32 nodes"},
     "h100-moe": {"time": "0.927: the same, with experts"},
     # Rules that explained these cost more lines than they moved errors of all plans: bench/results/rules.csv.
-    "v5p-uneven-d": {"time": "0.903: gradients whose parts are no whole tiles are summed on every device"},
-    "pod": {"time": "0.921: the same"},
-    "1-1": {"time": "0.950: the same"},
     "3-7": {"time": "1.083: the loss is fused into the unembedding"},
     "3-10": {"time": "1.090: the same"},
     "3-25": {"time": "1.071: the same"},

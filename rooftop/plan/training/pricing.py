@@ -107,6 +107,10 @@ class _Durations:
             fixed_s, seconds_per_byte = _where(
                 crosses, (hops * hop_s, hops / devices * per_byte), (fixed_s, seconds_per_byte)
             )
+        if np.any(transfer.summed):
+            fixed, per_byte = self._line("all_reduce", transfer.axes)
+            fixed_s = np.where(transfer.summed, fixed, fixed_s)
+            seconds_per_byte = np.where(transfer.summed, per_byte, seconds_per_byte)
         seconds = transfer.pieces * fixed_s + transfer.payload * seconds_per_byte
         if (ring := transfer.ring) is not None:
             hops = np.maximum(ring.members - 1, 0)

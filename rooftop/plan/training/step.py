@@ -26,6 +26,7 @@ from rooftop.arrays.rules import (
     Rules,
     copy_axes,
 )
+from rooftop.arrays.tiles import VPU, largest_factor
 from rooftop.capabilities import AttentionKernel
 from rooftop.core.ledger import Number
 from rooftop.core.quantities import dtype_bytes
@@ -326,6 +327,21 @@ class TrainingStep:
         """Elements of the gathered weights of ``shapes`` as they are stored, [C, 1]: with rows that fsdp pads."""
         padded = (MatmulShape(np.asarray(self.widths.stored(shape.k)), shape.n) for shape in shapes)
         return parameters(padded)
+
+    def summed_whole(self, shape: MatmulShape) -> Number:
+        """1 where gradients of a weight are summed on every device instead of scattered over fsdp, [C, 1].
+
+        So if a part has no whole tiles of rows, or if the ring is longer than ``Habits.scatters_up_to`` over the
+        largest prime factor of the tiles across: every step of it holds a piece of each.
+        """
+        parts, limit = self.strategies.devices(*GATHER_AXES), self.habits.scatters_up_to
+        if limit is None or not np.any(parts > 1):
+            return 0.0
+        factor = largest_factor(np.ceil(shape.n / LANES))
+        summed = (factor > 2) & (factor * parts > limit)
+        if self.habits.scatters_tiles:
+            summed = summed | (np.asarray(self.widths.stored(shape.k)) / parts % VPU[0] > 0)
+        return np.where((parts > 1) & summed, 1.0, 0.0)
 
     @cached_property
     def copied_keys(self) -> Floats:

@@ -9,6 +9,7 @@ import numpy as np
 
 from rooftop.arrays.rules import COLUMN_AXES, GATHER_AXES, REPLICA_AXES, copy_axes
 from rooftop.core.ledger import CollectiveKind, Number
+from rooftop.models.attention import MatmulShape
 from rooftop.plan.pricing import ALWAYS, RingSteps, Transfer
 from rooftop.plan.training.work.matmuls.block import MatmulSizes
 from rooftop.plan.training.work.matmuls.seconds import BlockSeconds
@@ -115,6 +116,7 @@ def _scattered_gradients(sizes: MatmulSizes) -> tuple[Transfer, ...]:
             "reduce_scatter", GATHER_AXES,
             sizes.stored_bytes if many == 1 else step.stored([shape]) * sizes.element,
             "gradient_scatter", pieces=block.pieces / many,
+            summed=step.summed_whole(MatmulShape(shape.k, sizes.columns(shape))),
         )
         for shape in block.shapes
     )  # fmt: skip

@@ -28,7 +28,7 @@ def matmul_work(step: TrainingStep, block: MatmulBlock) -> list[Work]:
     forward = Work(
         scope=scope, phase="forward", count=count, flops={sizes.dtype: flops}, matmul_s=seconds.forward_s,
         hbm_bytes=operands.forward,
-        elementwise_bytes=moved.inputs + moved.weight + seconds.forward_passes + moved.out_of_stack,
+        elementwise_bytes=moved.inputs + moved.weight + seconds.forward_passes + moved.cut + moved.out_of_stack,
         vector_flops=VECTOR_OPS["add"] * stream / sizes.element if block.residual else 0.0,
         collectives=transfers.forward, formula=terms,
     )  # fmt: skip
@@ -38,7 +38,7 @@ def matmul_work(step: TrainingStep, block: MatmulBlock) -> list[Work]:
         if sizes.of_gradient == sizes.of_sum
         else {sizes.of_gradient: flops, sizes.of_sum: flops},
         matmul_s=seconds.inputs_s + seconds.weights_s, hbm_bytes=operands.backward,
-        elementwise_bytes=moved.outputs + block.unstacked + seconds.backward_passes,
+        elementwise_bytes=moved.outputs + block.unstacked + seconds.backward_passes + moved.cut,
         collectives=transfers.backward, formula=f"dX and dW: 2 x ({terms})",
     )  # fmt: skip
     if scope == "unembed":
@@ -48,7 +48,7 @@ def matmul_work(step: TrainingStep, block: MatmulBlock) -> list[Work]:
         scope=scope, phase="recompute", count=count, flops={sizes.dtype: flops * again},
         matmul_s=seconds.forward_s * again, hbm_bytes=operands.forward * again,
         elementwise_bytes=moved.inputs * again + moved.weight + seconds.again_passes
-        + moved.out_of_stack_again,
+        + moved.cut + moved.out_of_stack_again,
         collectives=transfers.again,
         formula="weights and inputs gathered again; the matmul repeated where its output was not kept",
     )  # fmt: skip
@@ -81,13 +81,15 @@ def _operands(sizes: MatmulSizes) -> _OperandBytes:
 class _MovedBytes:
     """Bytes of passes before and after the matmuls.
 
-    ``inputs``, ``outputs`` and ``weight`` are those of quantisation. A device's part of a weight is copied
-    ``out_of_stack`` of layers before it is gathered.
+    ``inputs``, ``outputs`` and ``weight`` are those of quantisation; ``cut`` those of rows that fsdp adds, which are
+    cut off once the weight is gathered, and put to its gradient. A device's part of a weight is copied ``out_of_stack``
+    of layers before it is gathered.
     """
 
     inputs: Number
     outputs: Number
     weight: Number
+    cut: Number
     out_of_stack: Number
     out_of_stack_again: Number
 
@@ -111,6 +113,7 @@ def _moved(sizes: MatmulSizes) -> _MovedBytes:
         inputs=sizes.inputs * quantised if sizes.narrow else 0.0,
         outputs=sizes.outputs * quantised if sizes.narrow else 0.0,
         weight=of_weight,
+        cut=step.habits.cuts_padding * np.where(sizes.stored > weights, (sizes.stored + weights) * element, 0.0),
         out_of_stack=copied[0],
         out_of_stack_again=copied[1],
     )
