@@ -50,6 +50,8 @@ def main(release: str, names: list[str], *, compiles: bool) -> None:
     for name in names or known:
         plan = known[name].plan
         earlier = [row for row in rows if (row["name"], row["libtpu"]) == (name, release)]
+        if not compiles and not earlier:
+            continue
         compiled = _compiled(plan, release) if compiles else earlier[0]
         again = list(_rows(known[name], plan, release, compiled))
         rows = [row for row in rows if row not in earlier] + again
