@@ -24,7 +24,7 @@ from tests.support.curves import mesh_of
 from tests.support.examples import examples
 from tests.support.promise import DROPPING, outcome, random_spec, refusal_table, refusals, stepped
 
-CAPABILITIES = Path(__file__).parents[2] / "docs" / "capabilities.md"
+EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "promise.md"
 SLOW = pytest.mark.slow
 MODEL = ModelConfig(
     name="tiny", family="llama", layers=1, d_model=16, d_ff=16, heads=4, kv_heads=2, d_head=8, vocab=32,
@@ -112,7 +112,7 @@ def test_what_is_refused_is_refused_by_name() -> None:
 
 
 def test_every_refusal_of_a_train_step_is_listed() -> None:
-    page = CAPABILITIES.read_text(encoding="utf-8")
+    page = EVIDENCE.read_text(encoding="utf-8")
     _, _, rows = page.partition("| property | refusal | steps |")
     listed = re.findall(r"^\| (.+?) \| .+? \| \d+ \|$", rows, re.MULTILINE)
     always_runs = {item.name for item in TRAINING if item.obstacle is _runs}
@@ -125,7 +125,7 @@ def test_every_refusal_of_a_train_step_is_listed() -> None:
 @SLOW
 def test_the_documentation_counts_refusals() -> None:
     drawn = (random_spec(1, number, KERNELS) for number in range(4000))
-    assert refusal_table(drawn) in CAPABILITIES.read_text(encoding="utf-8")
+    assert refusal_table(drawn) in EVIDENCE.read_text(encoding="utf-8")
 
 
 @SLOW

@@ -25,6 +25,7 @@ _SERVING: dict[ServingLevel, str] = {
     "left_out": "left out",
     "null": "null model",
 }
+_LEFT_OUT: EngineLevel = "left_out"
 _ENGINES: dict[EngineLevel, str] = {
     "bound": "bound", "kernels": f"ker{HYPHEN}nels", "expected": f"expec{HYPHEN}ted", "left_out": "left out",
     "null": "null",
@@ -341,7 +342,7 @@ def _latency(groups: Sequence[EngineGroup], metric: Metric, title: str, section:
             group.name,
             str(group.runs),
             *(_mean(group.errors[metric][level]) for level in _ENGINES),
-            *(_of_errors(group.errors[metric]["left_out"])),
+            *_of_errors(group.errors[metric][_LEFT_OUT]),
             _covered(group, metric),
         )
         for group in groups
