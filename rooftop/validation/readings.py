@@ -81,9 +81,9 @@ def _named_program(row: TableRow) -> dict[str, Any]:
         return {}
     if name not in FRAMEWORKS:
         raise row.error("framework", ", ".join(FRAMEWORKS))
+    chip = read_chip(row)[0]
     try:
         settings = parse_settings(row.cells.get("settings") or None)
-        chip = read_chip(row)[0]
         program = framework_of(name, chip=chip, release=row.cells.get("release") or None)
     except RooftopError as error:
         raise row.error(error.field if error.field in row.cells else "framework", error.accepted) from None

@@ -869,3 +869,10 @@ def test_a_framework_that_cannot_be_is_one_line(tmp_path: Path, columns: str, ce
     path.write_text(f"{_RUN},{columns}\n{row},{cells}\n")
     (unusable,) = load_published(path).unusable
     assert "line 2" in unusable.why and accepted in unusable.why
+
+
+def test_an_unknown_chip_is_named_as_such_next_to_a_framework(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(f"{_RUN},framework\nh1000,8,llama3-8b,8,4096,64,bf16,full,step_time,5.0,s,our cluster,megatron\n")
+    (unusable,) = load_published(path).unusable
+    assert "line 2 chip" in unusable.why
