@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -16,11 +14,11 @@ from rooftop.core.quantities import parse_quantity, parse_share
 from rooftop.core.records import Record
 from rooftop.frameworks.habits import Habits
 from rooftop.frameworks.launches import GRAPH_PARTS
+from rooftop.frameworks.tables import data_table
 from rooftop.frameworks.xla import libtpu_releases, pinned_release, planned_release, xla_rules
 from rooftop.hardware import Chip
 from rooftop.models import ModelConfig
 
-_DATA = Path(__file__).with_name("data")
 #: Names of frameworks that train, ours first, and of engines that serve: each is a file in ``data/``.
 FRAMEWORKS: tuple[str, ...] = ("rooftop", "maxtext", "megatron", "torchtitan")
 ENGINES: tuple[str, ...] = ("rooftop", "vllm", "trtllm", "sglang")
@@ -184,20 +182,16 @@ def framework_data(name: str) -> Mapping[str, Any]:
     """The file of a framework or engine, the rules of its compiler in front. Raises RooftopError for an unknown one."""
     if name not in (*FRAMEWORKS, *ENGINES):
         raise unknown("framework", name, FRAMEWORKS)
-    data = _table(name)
+    data = data_table(name)
     if data.get("compiler") == "xla":
         data["rule"] = [*xla_rules(), *data.get("rule", ())]
     return data
 
 
-def _table(name: str) -> dict[str, Any]:
-    return tomllib.loads((_DATA / f"{name}.toml").read_text(encoding="utf-8"))
-
-
 @cache
 def _families() -> Mapping[str, str]:
     """Family of each chip that has one."""
-    families = _table("families")
+    families = data_table("families")
     return {chip: family for family, chips in families.items() for chip in chips}
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 from rooftop.capabilities import AttentionKernel
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.frameworks.launches import GRAPH_PARTS, GraphPart
+from rooftop.frameworks.tables import data_table
 
 #: Ways of keeping parameters, gradients and the optimizer's state in memory.
 State = Literal["xla", "distributed_optimizer", "reserved"]
@@ -43,7 +42,7 @@ class ElementwisePasses:
 @cache
 def _kernels() -> Mapping[str, ElementwisePasses]:
     """Passes by the name of the kernels."""
-    table = tomllib.loads((Path(__file__).with_name("data") / "kernels.toml").read_text(encoding="utf-8"))
+    table = data_table("kernels")
     return {
         name: ElementwisePasses(**{key: value for key, value in entry.items() if key != "source"})
         for name, entry in table.items()

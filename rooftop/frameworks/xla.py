@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
+
+from rooftop.frameworks.tables import DATA, data_table
 
 _PACKAGE = "libtpu"
 
 
 @cache
 def _programs() -> Mapping[str, Any]:
-    return _table("programs")
+    return data_table("xla/programs")
 
 
 @cache
 def xla_rules() -> Sequence[Mapping[str, Any]]:
     """Rules of all programs, and those of every release, which name it as their ``compiler``."""
-    schedules = ((release, _table(f"{_PACKAGE}-{release}")) for release in libtpu_releases())
+    schedules = ((release, data_table(f"xla/{_PACKAGE}-{release}")) for release in libtpu_releases())
     return (
         *_programs()["rule"],
         *({**rule, "compiler": release} for release, table in schedules for rule in table["rule"]),
@@ -31,7 +31,7 @@ def xla_rules() -> Sequence[Mapping[str, Any]]:
 @cache
 def libtpu_releases() -> tuple[str, ...]:
     """Releases of libtpu that have a file, the oldest first."""
-    files = Path(__file__).with_name("data").glob(f"xla/{_PACKAGE}-*.toml")
+    files = DATA.glob(f"xla/{_PACKAGE}-*.toml")
     return tuple(sorted((path.stem.removeprefix(f"{_PACKAGE}-") for path in files), key=release_number))
 
 
@@ -59,7 +59,3 @@ def nearest_release(release: str) -> str:
 def release_number(release: str) -> tuple[int, ...]:
     """The numbers of a release, by which releases are compared: those of '0.0.53.dev20261201' are 0, 0 and 53."""
     return tuple(map(int, re.findall(r"\d+", re.split(r"[a-z+]", release)[0])))
-
-
-def _table(name: str) -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name("data").joinpath("xla", f"{name}.toml").read_text(encoding="utf-8"))

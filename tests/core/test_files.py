@@ -37,7 +37,7 @@ OWN = {
     # The source of the package itself.
     "rooftop/requests/request.py": {"_classes"},
     "rooftop/runs/checkpoints.py": {"_publish"},
-    "rooftop/frameworks/framework.py": {"_table"},
+    "rooftop/frameworks/tables.py": {"data_table"},
     "rooftop/runs/restarts.py": {"run"},
     "rooftop/runs/supervise.py": {"is_stopped"},
     "rooftop/serve/api/compiling.py": {"main"},
