@@ -230,13 +230,13 @@ def compiled_figures(plan: TrainingPlan) -> dict[str, Any]:
     return figures | ({"note": answer.verdict} if isinstance(answer, Refusal) else _compared(answer))
 
 
-def priced_again(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with today's planned time, memory and FLOPs of kernels for the strategy that was compiled."""
-    model = load_model(row["model"])
-    problem = Problem(
-        model=replace(model, layers=int(row["layers"])),
+def problem_of(row: Mapping[str, Any]) -> Problem:
+    """The plan of a row, asked for again: the strategy that was compiled."""
+    seq_len = int(row["seq_len"])
+    return Problem(
+        model=replace(load_model(row["model"]), layers=int(row["layers"])),
         slice=Slice.parse(row["slice"]),
-        workload=Workload(batch_tokens=int(row["sequences"]) * int(row["seq_len"]), seq_len=int(row["seq_len"])),
+        workload=Workload(batch_tokens=int(row["sequences"]) * seq_len, seq_len=seq_len),
         assumptions=Assumptions(attention=row["attention"]),
         numerics=Numerics(optimizer=row.get("optimizer") or "adamw", matmul=row.get("matmul") or "bf16"),
         axes=parse_axes(row["mesh"]),
@@ -245,7 +245,11 @@ def priced_again(row: Mapping[str, Any]) -> dict[str, Any]:
         collective_matmuls=row.get("collective_matmuls") == "yes",
         experts_over_tensor=row.get("experts_over_tensor") == "yes",
     )
-    plan = plan_training(problem, alternatives=0).plan
+
+
+def priced_again(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with today's planned time, memory and FLOPs of kernels for the strategy that was compiled."""
+    plan = plan_training(problem_of(row), alternatives=0).plan
     over, under = PEAK
     memory, time = (float(row[f"compiled_{name}"]) for name in ("peak_bytes", "s"))
     again = (

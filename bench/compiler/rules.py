@@ -20,7 +20,7 @@ import ast
 import csv
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -30,16 +30,15 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from rooftop.arrays import parse_axes
+from compile import problem_of
+
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.files import write_text
 from rooftop.frameworks import framework
 from rooftop.frameworks.habits import Habits
 from rooftop.hardware import Slice
 from rooftop.models import load_model
-from rooftop.models.numerics import Numerics
 from rooftop.plan.training import memory, step
-from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import SweepOptions, sweep
@@ -123,26 +122,10 @@ def compiled_rows() -> Iterator[Compiled]:
             for row in csv.DictReader(file):
                 if row["compiled_s"]:
                     yield Compiled(
-                        problem=_problem(row),
+                        problem=problem_of(row),
                         seconds=float(row["compiled_s"]),
                         nbytes=float(row["compiled_peak_bytes"]),
                     )
-
-
-def _problem(row: Mapping[str, Any]) -> Problem:
-    seq_len = int(row["seq_len"])
-    return Problem(
-        model=replace(load_model(row["model"]), layers=int(row["layers"])),
-        slice=Slice.parse(row["slice"]),
-        workload=Workload(batch_tokens=int(row["sequences"]) * seq_len, seq_len=seq_len),
-        assumptions=Assumptions(attention=row["attention"]),
-        numerics=Numerics(optimizer=row.get("optimizer") or "adamw", matmul=row.get("matmul") or "bf16"),
-        axes=parse_axes(row["mesh"]),
-        remat=row["remat"],
-        microbatches=int(row["microbatches"]),
-        collective_matmuls=row.get("collective_matmuls") == "yes",
-        experts_over_tensor=row.get("experts_over_tensor") == "yes",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

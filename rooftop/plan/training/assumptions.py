@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
+from rooftop.capabilities import AttentionKernel
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import Record
 from rooftop.frameworks.habits import Habits
@@ -44,7 +45,7 @@ class Assumptions(Record):
     """
 
     closed = True
-    #: Plans that were saved before 0.9 say with it whose program they are of: their ``framework`` does.
+    #: Plans of earlier versions said with it whose program they are of: their ``framework`` does.
     retired = frozenset({"own_program"})
 
     hidden: Mapping[str, float] = field(default_factory=dict)
@@ -63,6 +64,10 @@ class Assumptions(Record):
             raise RooftopError("attention_block", self.attention_block, "a positive whole number")
         if self.calibration <= 0:
             raise RooftopError("calibration", self.calibration, "a positive factor")
+
+    def kernel(self, habits: Habits) -> AttentionKernel:
+        """The attention kernel of a program with these habits."""
+        return "reference" if self.attention == "reference" else habits.attention_kernel
 
     def shares(self, habits: Habits) -> dict[str, float]:
         """The share of each transfer that may hide: as given, else by the program's schedule, else ``HIDDEN``."""

@@ -278,7 +278,7 @@ class _Busy:
             owner, window = (item.phase, item.part), _window(item)
             compute = item.count * durations.compute_s(item)
             busy.compute[owner] = busy.compute.get(owner, 0.0) + compute
-            if item.scope.startswith("layers/") and True:
+            if item.scope.startswith("layers/"):
                 busy.room[window] = busy.room.get(window, 0.0) + compute
             by_kind: dict[Group, Number] = {}
             for transfer in item.collectives:

@@ -85,7 +85,7 @@ class Problem(AskedSwitches):
     @property
     def kernel(self) -> AttentionKernel:
         """The attention kernel of the program."""
-        return "reference" if self.assumed.attention == "reference" else self.program.habits.attention_kernel
+        return self.assumed.kernel(self.program.habits)
 
     @property
     def capacity(self) -> float:

@@ -91,7 +91,7 @@ class TrainingStep:
     @property
     def kernel(self) -> AttentionKernel:
         """The attention kernel."""
-        return "reference" if self.assumptions.attention == "reference" else self.habits.attention_kernel
+        return self.assumptions.kernel(self.habits)
 
     @property
     def lanes(self) -> int:
