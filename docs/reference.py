@@ -336,11 +336,27 @@ rooftop plan train llama3-8b --on v6e:4x4 --batch-seqs 64 --seq 8192 --framework
   defaults are those of the framework's recipes for the chip's family, release and kind of model. A setting that the
   release, chip, model or matmul dtype does not have is refused.
 - Published runs of a framework are planned by the same call as yours ([validate](validate.md)); their errors give the
-  interval. rooftop's own program has no published runs: its interval is from runs of other frameworks, priced as if
-  rooftop's program had made them.
+  interval.
+- `--framework all` compares the best plan of each, by the middle of its interval.
 - `rooftop compile`, `train` and `tune` take plans of rooftop's own program only.
 - Published runs are benchmarks: they force balanced routing, reduce gradients in 16 bits and do not check for NaN. A
   training run that does otherwise is slower than its plan.
+
+## Configurations
+
+```
+rooftop plan train llama3-70b --on h100:8x32 --batch-seqs 1024 --seq 8192 --framework megatron --config job
+rooftop plan train --framework megatron --from job/train.sh --on h100:8x32
+rooftop plan train --framework megatron --from llama3_70b_pretrain_64gpu_h100_bf16_config --on h100:8x8
+```
+
+A plan of another framework ends with its configuration: a script with Megatron-LM's arguments, MaxText's YAML, or
+torchtitan's TOML, for the version that its first line names. `--config DIR` writes it.
+
+`--from` prices a configuration as it stands, on the slice: a script with Megatron-LM's arguments (its variables and
+arrays are put in, nothing is run), a recipe of Megatron-Bridge by name, a MaxText YAML or its `key=value` command, a
+torchtitan TOML. Other options change it: `--from job/train.sh --chunks 4`. The answer names settings whose price is
+not known, and those that the job leaves unused, with their gains. What the framework refuses is refused in one line.
 
 The files are in `rooftop/frameworks/data`; each rule names its source. This page is written by `docs/reference.py`.
 

@@ -91,6 +91,8 @@ class AskedSwitches:
     experts_over_tensor: bool | None = None
 
 
+#: A schedule of pipeline stages, and the model chunks of each.
+Pipeline = tuple[PipelineSchedule, int]
 #: Names of the switches.
 SWITCHES: tuple[str, ...] = tuple(switch.name for switch in fields(Switches))
 
@@ -116,9 +118,14 @@ class Choice(Switches):
         return _policy(self.remat)
 
     @property
-    def rest(self) -> tuple[int, Switches]:
+    def pipeline(self) -> Pipeline:
+        """The schedule and the chunks of a stage."""
+        return self.schedule, self.chunks
+
+    @property
+    def rest(self) -> tuple[int, Pipeline, Switches]:
         """All that choices of one search differ in but ``remat``."""
-        return self.microbatches, Switches(**field_values(self, Switches))
+        return self.microbatches, self.pipeline, Switches(**field_values(self, Switches))
 
 
 _policy = cache(parse_policy)

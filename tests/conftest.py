@@ -67,15 +67,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 #: Modules that take longest, in that order: started first, so that no process is left with one at the end.
 LONGEST = (
-    "train/test_train", "programs/test_packed_training", "embed/test_workers", "cli/test_compile", "serve/test_engine",
-    "target/test_scripts", "embed/test_train", "programs/test_moe", "docs/test_docs", "programs/test_attention",
-    "checkpoints/test_huggingface", "programs/test_collective_matmul", "embed/test_runs", "serve/test_engine_choices",
-    "serve/test_processes", "programs/test_embedding", "runs/test_checkpoints", "compiler/test_hlo",
-    "programs/test_pipeline", "programs/test_families", "serve/test_simulated", "compiler/test_schedule",
-    "embed/test_host", "ui/test_browser", "train/test_parts", "programs/test_training", "programs/test_sharded_einsum",
-    "programs/test_embedding_passes", "simulate/test_torus", "compiler/test_memory", "serve/test_api",
-    "ui/test_accessible", "cli/test_serve", "programs/test_promise", "plan/test_training", "embed/test_train_step",
-    "compiler/test_compiling", "programs/test_decode",
+    "train/test_train", "docs/test_docs", "faults/test_training", "train/test_whole_run", "programs/test_moe",
+    "cli/test_compile", "target/test_scripts", "plan/test_training", "serve/test_engine", "embed/test_workers",
+    "programs/test_attention", "ui/test_browser", "serve/test_engine_choices", "embed/test_train",
+    "serve/test_processes", "serve/test_stationary", "serve/test_stages", "programs/test_training", "embed/test_runs",
+    "faults/test_serving", "validation/test_training", "programs/test_promise", "validation/test_engines",
+    "checkpoints/test_huggingface", "runs/test_checkpoints", "train/test_supervised", "programs/test_decode",
+    "ui/test_accessible", "programs/test_packed_training", "programs/test_argument_layouts", "cli/test_serve",
+    "programs/test_pipeline", "programs/test_families", "simulate/test_torus", "programs/test_sharded_einsum",
+    "compiler/test_memory", "embed/test_host", "library/test_calibrating", "programs/test_collective_matmul",
+    "serve/test_engine_faults", "compiler/test_schedule", "programs/test_embedding", "simulate/test_serving",
+    "docs/test_words", "programs/test_partial_sums", "compiler/test_compiling", "programs/test_narrow",
+    "cli/test_plan", "ui/test_ui", "target/test_session", "compiler/test_releases", "runs/test_power",
+    "profile/test_microbench", "cli/test_installs", "serve/test_promise", "embed/test_train_step",
+    "serve/test_simulated", "train/test_parts",
 )  # fmt: skip
 
 

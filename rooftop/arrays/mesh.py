@@ -170,6 +170,13 @@ class Mesh:
         """The network as devices along the named axes together see it, arrays [P]: see ``joint_span``."""
         return joint_span(self.slice.physical_axes, [self.pieces(name) for name in names])
 
+    def across(self, name: str) -> int:
+        """Devices along an axis across slices, or nodes of GPUs: the part of it that lies over DCN."""
+        sizes, _ = self.pieces(name)
+        return prod(
+            int(size) for size, axis in zip(sizes, self.slice.physical_axes, strict=True) if axis.resource == "dcn"
+        )
+
     def pieces(self, name: str) -> tuple[Ints, Ints]:
         """Sizes and strides of an axis along the physical axes, [P]; 1 where it is not used."""
         position = {axis.name: at for at, axis in enumerate(self.slice.physical_axes)}

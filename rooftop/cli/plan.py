@@ -9,6 +9,7 @@ import click
 
 from rooftop.cli.options import (
     FILE,
+    FOLDER,
     VerbCommand,
     json_option,
     option,
@@ -41,9 +42,12 @@ def command() -> None:
         "rooftop plan train qwen3-8b --on v5e:4x4 --batch-seqs 32 --mesh fsdp=16",
         "rooftop plan train llama3-70b --on v5p,v6e,tpu7x --tokens 15T --days 60",
         "rooftop plan train llama3-8b --on v5p:4x4x4 --batch-tokens 1Mi --compile 5 -o plan.json",
+        "rooftop plan train llama3-70b --on h100:8x32 --batch-seqs 1024 --framework megatron --config job",
+        "rooftop plan train --from job/train.sh --framework megatron --on h100:8x32",
     ),
 )
 @request_options(PlanTraining)
+@option("--config", group=OUTPUT, type=FOLDER, help="Write the framework's configuration into this folder.")
 @perfetto_option(help="Write the planned timeline here, for ui.perfetto.dev.")
 @xprof_option()
 @report_option()
@@ -52,29 +56,33 @@ def command() -> None:
 def train(
     *,
     request: PlanTraining,
+    config: Path | None,
     perfetto: Path | None,
     xprof: Path | None,
     report: Path | None,
     output: Path | None,
     as_json: bool,
 ) -> int:
-    """Plan a training run of MODEL, a preset or the path of a Hugging Face config.json."""
-    from rooftop.library.planning import planned_training
+    """Plan a training run of MODEL, a preset or the path of a Hugging Face config.json, or of a configuration."""
+    from rooftop.library.planning import planned_training, with_best_known
 
     def on_candidate(done: int, total: int, candidate: CompiledCandidate) -> None:
         say(f"rooftop: plan {done} of {total}: {candidate.name}: {candidate.outcome}", err=True)
 
     with no_answer(as_json=as_json), progress_bar(shown=not as_json, after_s=1.0) as on_progress:
         result = planned_training(request, on_progress, None if as_json else on_candidate)
+        result = with_best_known(result, on_progress)
     if output is not None:
         result.write_plan(output)
+    if config is not None:
+        result.write_configuration(config)
     if perfetto is not None:
         result.write_perfetto(perfetto)
     if xprof is not None:
         result.write_xprof(xprof)
     if report is not None:
         write_text(report, result.page())
-    show(result.record, {"plan": output}, as_json=as_json)
+    show(result.record, {"plan": output, "configuration": config}, as_json=as_json)
     result.raise_if_infeasible()
     return 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from rooftop.explain.compiled.report import CompiledRecord, SavedAnswer, saved_c
 from rooftop.explain.measured.columns import Key, Moves, RowFigures, planned_rows
 from rooftop.explain.measured.report import SCHEMA, ExplainedRecord, explain
 from rooftop.plan.serving.plan import ServingPlanDocument
-from rooftop.plan.training.plan import TrainingPlanDocument
+from rooftop.plan.training.plan import TrainingPlan, TrainingPlanDocument
 
 #: A row whose figures differ by a smaller share is the same.
 _SAME = 1e-3
@@ -26,12 +26,17 @@ _ACCEPTED = "a run, a trace, a plan.json, or what rooftop compile -o, check --sa
 
 @dataclass(frozen=True, kw_only=True)
 class DifferenceSide(Record):
-    """One of the two: ``step_s`` is the time of a step, ``peak_bytes`` the most bytes of a device (None: not known)."""
+    """One of the two: ``step_s`` is the time of a step, ``peak_bytes`` the most bytes of a device (None: not known).
+
+    ``program`` is the framework of a plan, ``usd_per_token`` its list price per token.
+    """
 
     name: str
     kind: Literal["measured", "compiled", "planned"]
     step_s: Amount
     peak_bytes: Amount | None = None
+    program: str | None = None
+    usd_per_token: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +127,14 @@ class Difference(Record):
             return ""
         return f", peak {format_bytes(one)}, then {format_bytes(two)} ({two / one - 1:+.1%})"
 
+    @property
+    def dollars(self) -> str | None:
+        """The list prices of a billion tokens in words; None where a side has none, or both the same."""
+        one, two = self.before.usd_per_token, self.after.usd_per_token
+        if not one or not two or abs(two - one) <= _SAME * max(one, two):
+            return None
+        return f"${1e9 * one:,.2f} a billion tokens, then ${1e9 * two:,.2f} ({two / one - 1:+.1%})"
+
 
 def difference(before: Side, after: Side) -> Difference:
     """Compare two sides. Raises RooftopError for a side of training and one of serving."""
@@ -184,8 +197,7 @@ def side_of(name: str, data: Mapping[str, Any]) -> Side:
     if kind == "explained":
         return trace_side(name, read_record(ExplainedRecord, data, called))
     if kind == "train":
-        plan = read_record(TrainingPlanDocument, data, called, amounts=True).plan
-        return ledger_side(name, "planned", plan.ledger, plan.memory_bytes, job="train", memory=plan.memory)
+        return _training_side(name, read_record(TrainingPlanDocument, data, called, amounts=True).plan)
     if kind == "serve":
         return _serving_side(name, read_record(ServingPlanDocument, data, called, amounts=True))
     compiled = saved_compilation(data, called)
@@ -199,6 +211,13 @@ def compiled_side(name: str, compiled: CompiledRecord) -> Side:
     job = "" if compiled.planned_step is None else "train"
     ledger, memory = Ledger(compiled.ledger), compiled.memory or {}
     return ledger_side(name, "compiled", ledger, compiled.peak_bytes, job=job, memory=memory)
+
+
+def _training_side(name: str, plan: TrainingPlan) -> Side:
+    side = ledger_side(name, "planned", plan.ledger, plan.memory_bytes, job="train", memory=plan.memory)
+    price = plan.problem.slice.price_usd_per_hour
+    dollars = None if price is None else price / 3600 / plan.tokens_per_s
+    return replace(side, figures=replace(side.figures, program=str(plan.problem.program), usd_per_token=dollars))
 
 
 def _serving_side(name: str, plan: ServingPlanDocument) -> Side:

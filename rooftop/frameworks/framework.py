@@ -18,13 +18,14 @@ from rooftop.frameworks.tables import data_table
 from rooftop.frameworks.xla import libtpu_releases, pinned_release, planned_release, xla_rules
 from rooftop.hardware import Chip
 from rooftop.models import ModelConfig
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule
 
 #: Names of frameworks that train, ours first, and of engines that serve: each is a file in ``data/``.
 FRAMEWORKS: tuple[str, ...] = ("rooftop", "maxtext", "megatron", "torchtitan")
 ENGINES: tuple[str, ...] = ("rooftop", "vllm", "trtllm", "sglang")
 #: Parts of a plan that rules and settings decide: fields of ``Habits``, and of a plan's assumptions, shares that hide,
-#: number formats and switches.
-_PARTS = ("habits", "assumptions", "hidden", "numerics", "switches")
+#: number formats, switches, and what a search tries.
+_PARTS = ("habits", "assumptions", "hidden", "numerics", "switches", "search")
 #: Keys of a rule, or of a setting, that say which jobs it is about.
 _MATCHED = ("releases", "from", "chips", "models", "dtypes")
 #: ``releases`` of a program that is known by those of its compiler for TPUs.
@@ -56,7 +57,10 @@ class Framework:
     ``title`` is the name by which published runs know it, ``axes`` are those of a mesh that it has. ``settings`` are
     all that apply, ``asked`` those that somebody asked for. ``assumptions``, ``hidden``, ``numerics`` and ``switches``
     are fields of a plan's assumptions, shares of transfers that hide, number formats and switches of the strategy
-    which the framework decides. ``searched`` are the switches that a search tries, unless they are decided.
+    which the framework decides. ``searched`` are the switches that a search tries, unless they are decided, and
+    ``offloads`` the remat policies with checkpoints in host memory. ``schedules`` are those of pipeline stages, the
+    plainest first, and ``chunks`` the numbers of a stage's model chunks in the interleaved one. ``orders`` are those in
+    which axes get the ranks of devices, the innermost first; (): an axis may be anywhere.
     ``other_kernels``: why the program has not the attention kernels of published runs, if their gain may be shown.
     """
 
@@ -72,6 +76,10 @@ class Framework:
     numerics: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, bool] = field(default_factory=dict)
     searched: tuple[str, ...] = ()
+    offloads: tuple[str, ...] = ()
+    schedules: tuple[PipelineSchedule, ...] = (DEFAULT_SCHEDULE,)
+    chunks: tuple[int, ...] = ()
+    orders: tuple[tuple[str, ...], ...] = ()
     other_kernels: str | None = None
 
     @property
@@ -141,6 +149,10 @@ def framework_of(
         numerics=parts["numerics"],
         switches=parts["switches"],
         searched=tuple(data.get("searched", ())),
+        offloads=parts["search"].get("offloads", ()),
+        schedules=tuple(data["schedules"]),
+        chunks=tuple(data["chunks"]),
+        orders=tuple(map(tuple, data.get("orders", ()))),
         other_kernels=data.get("other_kernels"),
     )
 
@@ -289,7 +301,8 @@ class Job:
 def _join(parts: dict[str, dict[str, Any]], facts: Mapping[str, Any]) -> None:
     for part in parts:
         parts[part] |= {
-            name: _frozen(value) if part == "habits" else value for name, value in facts.get(part, {}).items()
+            name: _frozen(value) if part in ("habits", "search") else value
+            for name, value in facts.get(part, {}).items()
         }
 
 

@@ -118,6 +118,8 @@ class Habits:
     staged_loop: bool = False
     """Pipeline stages are one loop: each trip adds gradients and keeps a place for checkpoints, and the backward pass
     repeats attention's kernel and the experts."""
+    stages_keep_all: bool = False
+    """A stage has the activations of all microbatches before its backward pass, whatever the schedule."""
     lockstep: bool = False
     """All pipeline stages pass from slot to slot together, and not each at its own pace."""
 

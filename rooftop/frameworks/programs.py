@@ -13,6 +13,8 @@ from functools import partial
 
 from rooftop.arrays.rules import BATCH_AXES, COLUMN_AXES, EXPERT_AXES, GATHER_AXES, SEQUENCE_AXES, STAGE_AXES
 from rooftop.capabilities import MATMUL_DTYPES, STATE_DTYPES, TRAINING, Capability, TrainingSpec, obstacles
+from rooftop.frameworks.remat import has_remat, remat_words
+from rooftop.models import ModelConfig
 from rooftop.models.numerics import Numerics
 
 _Obstacle = Callable[[TrainingSpec], str | None]
@@ -170,6 +172,15 @@ def _stage_layers(spec: TrainingSpec) -> str | None:
     return reason if too_many else None
 
 
+def _grouped(title: str) -> Capability[TrainingSpec]:
+    def obstacle(spec: TrainingSpec) -> str | None:
+        stages, count = spec.ways(*STAGE_AXES), spec.choice.microbatches
+        uneven = stages > 1 and spec.choice.chunks > 1 and count % stages
+        return f"{title} interleaves microbatches in groups of its stages: {count} in {stages}" if uneven else None
+
+    return Capability(name="microbatches, interleaved", accepted="a multiple of the stages", obstacle=obstacle)
+
+
 def _pipeline_copies(spec: TrainingSpec) -> str | None:
     tied = spec.model.tied_embeddings and spec.ways(*STAGE_AXES) > 1
     return "torchtitan ties no embeddings across pipeline stages" if tied else None
@@ -183,6 +194,14 @@ def _rounds(spec: TrainingSpec) -> str | None:
         if uneven
         else None
     )
+
+
+def _remat(framework: str, title: str) -> Capability[TrainingSpec]:
+    def obstacle(spec: TrainingSpec) -> str | None:
+        remat = spec.choice.remat
+        return None if has_remat(framework, remat, spec.model) else f"{title} has no remat policy {remat}"
+
+    return Capability(name="remat policy", accepted=remat_words(framework), obstacle=obstacle)
 
 
 def _formats(framework: str, title: str) -> Iterator[Capability[TrainingSpec]]:
@@ -205,7 +224,7 @@ _FORMATS: Mapping[str, Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "megatron": {
         "compute": ("dtype of activations", ("bf16", "f16", "f32")),
         "matmul": ("dtype of matmuls", ("bf16", "f16", "f8_e4m3", "f4_e2m1", "f32")),
-        "optimizer": ("optimizer", ("adamw", "adam")),
+        "optimizer": ("optimizer", ("adamw", "adam", "muon")),
     },
     "torchtitan": {
         "compute": ("dtype of activations", ("bf16", "f32")),
@@ -230,11 +249,39 @@ def matmul_dtypes(framework: str, dtypes: Iterable[str]) -> tuple[str, ...]:
     return tuple(dtype for dtype in dtypes if dtype in known)
 
 
+def megatron_lacks(model: ModelConfig) -> Iterator[str]:
+    """Parts of a model for which Megatron-LM's arguments have no words."""
+    if model.attn_softcap is not None or model.final_softcap is not None:
+        yield "softcaps"
+    if model.positions == "alibi":
+        yield "ALiBi"
+    if model.norm_placement != "pre":
+        yield "norms of outputs"
+    if model.parallel is not None:
+        yield "parallel attention and MLP"
+    if model.mixers or model.others or model.not_run:
+        yield "other mixers than attention"
+    if model.activation not in ("silu", "relu2", "gelu", "gelu_tanh"):
+        yield model.activation
+    if model.shared_kv_layers:
+        yield "layers that share keys and values"
+
+
+def _megatron_model(spec: TrainingSpec) -> str | None:
+    lacks = next(megatron_lacks(spec.model), None)
+    return None if lacks is None else f"Megatron-LM's arguments have no {lacks}, which {spec.model.name} has"
+
+
 _MEGATRON: tuple[Capability[TrainingSpec], ...] = (
     Capability(
         name="fsdp axis",
         accepted="without stages, in a given mesh (--use-megatron-fsdp); a search splits optimizer state over data",
         obstacle=_whole_weights,
+    ),
+    Capability(
+        name="model",
+        accepted="attention in all layers, without softcaps, ALiBi, norms of outputs or a parallel MLP",
+        obstacle=_megatron_model,
     ),
     _heads("Megatron", kv=False),
     _context("Megatron"),
@@ -246,18 +293,32 @@ _MEGATRON: tuple[Capability[TrainingSpec], ...] = (
         accepted="stages x chunks up to layers, embedding and loss (--pipeline-model-parallel-layout)",
         obstacle=_stage_layers,
     ),
+    # core/pipeline_parallel/schedules.py; a group of microbatches has as many as there are stages.
+    _grouped("Megatron"),
     _sequences("Megatron"),
     _staged_schedule("Megatron", "1f1b", "interleaved"),
+    _remat("megatron", "Megatron"),
     *_formats("megatron", "Megatron"),
 )  # fmt: skip
+
+
+def _torchtitan_model(spec: TrainingSpec) -> str | None:
+    capped = spec.model.attn_softcap is not None or spec.model.final_softcap is not None
+    return f"torchtitan has no softcaps, which {spec.model.name} has" if capped else None
+
+
 _TORCHTITAN: tuple[Capability[TrainingSpec], ...] = (
+    Capability(name="model", accepted="without softcaps", obstacle=_torchtitan_model),
     _heads("torchtitan", kv=True),
     _context("torchtitan"),
     _experts("torchtitan"),
     _layers("torchtitan", (0, 1, 2)),
+    # torch.distributed.pipelining.schedules: rounds of as many microbatches as there are stages.
+    _grouped("torchtitan"),
     _sequences("torchtitan"),
     Capability(name="tied embeddings", accepted="without stages", obstacle=_pipeline_copies),
     _staged_schedule("torchtitan", "1f1b", "interleaved", "gpipe", "zero_bubble"),
+    _remat("torchtitan", "torchtitan"),
     *_formats("torchtitan", "torchtitan"),
 )
 _MAXTEXT: tuple[Capability[TrainingSpec], ...] = (
@@ -269,6 +330,7 @@ _MAXTEXT: tuple[Capability[TrainingSpec], ...] = (
     _layers("MaxText", (0,)),
     _sequences("MaxText"),
     _staged_schedule("MaxText", "gpipe", "1f1b", "interleaved"),
+    _remat("maxtext", "MaxText"),
     *_formats("maxtext", "MaxText"),
 )
 

@@ -37,6 +37,7 @@ UNITS: dict[str, str] = {
     "host_shape": "",
     "slice_shapes": "",
     "core_bytes_per_s": "B/s",
+    "host_bytes": "B",
     "pcie_bytes_per_s": "B/s",
     "dcn_bytes_per_s": "B/s",
     "sparse_cores": "",
@@ -46,7 +47,7 @@ UNITS: dict[str, str] = {
 }
 _COUNTS = ("mxu_tile", "cores", "devices", "ici_axes", "sparse_cores")
 _SHAPES = ("pod_shape", "host_shape")
-_OPTIONAL = ("core_bytes_per_s", "price_usd_per_hour", "sharp_gain", "power_w")
+_OPTIONAL = ("core_bytes_per_s", "host_bytes", "price_usd_per_hour", "sharp_gain", "power_w")
 #: What ``replace`` does not change: a chip with another kind of network is another chip.
 _FIXED = ("wrap", "ici_axes", "slice_shapes")
 
@@ -86,6 +87,7 @@ class Chip:
     axes if every one is a multiple of 4, "switch" has no links to wrap. ``slice_shapes`` are the shapes on offer, in
     one order of the axes; chips that wrap by "cube" come in any number of whole 4x4x4 cubes besides, up to a pod.
     On GPUs the pod is a node: the NVLink domain, which may have several hosts.
+    ``host_bytes`` is the memory of a host over its chips (None: no figure).
     ``core_bytes_per_s`` joins the devices of one chip (None: there is one, or no figure). ``dcn_bytes_per_s`` is
     egress to other slices (GPU: to other nodes). ``sparse_programs``: libtpu compiles programs of TensorCores together
     with SparseCores. ``price_usd_per_hour`` is a list price, None if none was found.
@@ -119,6 +121,7 @@ class Chip:
     host_shape: Shape
     slice_shapes: tuple[Shape, ...]
     core_bytes_per_s: float | None = None
+    host_bytes: float | None = None
     pcie_bytes_per_s: float
     dcn_bytes_per_s: float
     sparse_cores: int

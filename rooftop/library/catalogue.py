@@ -11,6 +11,8 @@ from rooftop.capabilities import SERVING, TRAINING, ServingSpec, TrainingSpec, o
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import counted, format_bytes, format_count, parse_count
 from rooftop.core.records import Record
+from rooftop.frameworks.framework import FRAMEWORKS, framework_of, runs_on
+from rooftop.frameworks.programs import training_obstacles
 from rooftop.hardware import Chip, Slice, catalogue
 from rooftop.hardware.chips import Figure
 from rooftop.hardware.slices import PhysicalAxis
@@ -394,10 +396,24 @@ def support(name: ModelLike, *, on: ChipLike) -> SupportResult:
         model=config.name,
         chip=spec.name,
         verbs=verbs,
+        frameworks=tuple(_frameworks(config, spec)) if planned else (),
         evidence=phases,
         rates=dict(Rates.of(spec).fractions.sources),
     )
     return SupportResult(record=record)
+
+
+def _frameworks(model: ModelConfig, chip: Chip) -> Iterator[Supported]:
+    """The frameworks that train the model on the chip, with their evidence, and the others with what they lack."""
+    for name in FRAMEWORKS:
+        if not runs_on(name, chip):
+            yield Supported(verb=name, answer="no", note=f"does not run on {chip.name}")
+            continue
+        program = framework_of(name, chip=chip, model=model)
+        obstacle = next(training_obstacles(name, TrainingSpec.plain(model, chip.kind)), None)
+        question = Question.about("train", model, chip, min(_ASKED_SEQ, model.max_seq_len))
+        evidence = evidence_for(question.priced_as(program.published))
+        yield Supported(verb=name, answer="yes" if obstacle is None else "no", note=obstacle or evidence.text)
 
 
 def _evidence(phase: Phase, model: ModelConfig, chip: Chip) -> Evidence:

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, cast
 
 from rooftop.arrays.rules import STAGE_AXES
 from rooftop.core.errors import Infeasible, RooftopError
-from rooftop.core.files import write_json, write_text
+from rooftop.core.files import make_folder, write_json, write_text
 from rooftop.core.quantities import format_bytes, format_seconds, parse_count, parse_quantity
 from rooftop.core.timelines import perfetto, xprof
+from rooftop.frameworks.answers import FrameworkOffer, StatedConfiguration
+from rooftop.frameworks.framework import FRAMEWORKS
 from rooftop.hardware import MOST_CHIPS, Chip, Slice, slice_sizes
 from rooftop.library.results import Result, ledger_rows
+from rooftop.plan.frameworks.offers import offers_of
+from rooftop.plan.frameworks.unused import unused_settings
 from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training import answer as training
 from rooftop.plan.training.answer import TrainingAnswer, TrainingAnswerDocument
@@ -31,6 +35,7 @@ from rooftop.plan.training.compiled import CompiledPlans, OnCandidate
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.search import RANKED
 from rooftop.present.documents import document
+from rooftop.requests.configured import configured_request
 from rooftop.requests.function import of_request
 from rooftop.requests.inputs import calibrated_places, chip_of, priced_places, slice_of
 from rooftop.requests.planning import PlanTraining
@@ -59,6 +64,10 @@ class TrainingPlanResult(Result):
     answer: TrainingAnswer
     comparison: SliceComparison | None = None
     """The slices that were compared, if there was more than one slice or a limit."""
+    frameworks: tuple[FrameworkOffer, ...] = ()
+    """The best plans of frameworks for the same job, if they were compared."""
+    stated: StatedConfiguration | None = None
+    """The configuration that was priced, with what it leaves unused."""
     compiled: CompiledPlans | None = None
     """The best plans next to their compiled programs, if they were compiled."""
 
@@ -76,6 +85,8 @@ class TrainingPlanResult(Result):
             compiled=self.compiled,
             pipeline=of_plan(self.plan) if self.plan.mesh.size(*STAGE_AXES) > 1 else None,
             request=self.request.to_json(),
+            stated=self.stated,
+            frameworks=self.frameworks,
         )
 
     def to_json(self) -> dict[str, object]:
@@ -124,6 +135,28 @@ class TrainingPlanResult(Result):
         """Write plan.json. Raises RooftopError if the path cannot be written."""
         write_json(Path(path), self.to_json())
 
+    def write_configuration(self, folder: Path | str) -> None:
+        """Write the files of the framework's configuration, and of its command as ``run.sh`` if no file runs it.
+
+        Raises RooftopError for a plan without one, and if the folder cannot be written.
+        """
+        configuration = self.record.configuration
+        if configuration is None:
+            program = self.plan.problem.program
+            accepted = (
+                "this with --framework megatron, maxtext or torchtitan" if program.is_ours else "a plan that runs"
+            )
+            raise RooftopError("config", str(folder), accepted)
+        try:
+            make_folder(Path(folder))
+        except OSError as error:
+            raise RooftopError("config", str(folder), f"a folder that can be written ({error.strerror})") from None
+        files = dict(configuration.files)
+        if not any(name.endswith(".sh") for name in files):
+            files["run.sh"] = f"#!/bin/bash\n{configuration.command}\n"
+        for name, text in files.items():
+            write_text(Path(folder) / name, text)
+
     def write_perfetto(self, path: Path | str) -> None:
         """Write the planned timeline for ui.perfetto.dev."""
         write_text(Path(path), json.dumps(perfetto.trace(planned_lanes(self.plan)), allow_nan=False))
@@ -162,7 +195,16 @@ def planned_training(
     if limits.days is not None or limits.budget_usd is not None:
         _require_a_price(places)
     batch_given = request.batch_tokens is not None or request.batch_seqs is not None
-    problem = training_problem(request, next(iter(places.values()))[0], comparing=comparing)
+    first = next(iter(places.values()))[0]
+    if request.framework == "all":
+        return _of_all_frameworks(request, first, on_progress, comparing=comparing)
+    if request.configuration is not None:
+        if comparing:
+            raise RooftopError(
+                "from", str(request.configuration), "this with one slice, such as h100:8x32, and no limits"
+            )
+        return _planned_configuration(request, first, on_progress)
+    problem = training_problem(request, first, comparing=comparing)
     count = parse_count(request.alternatives, "alternatives")
     compiled_count = _compiled_count(request, problem, comparing=comparing)
     if not comparing:
@@ -175,6 +217,55 @@ def planned_training(
     compared = compare(problem, places, limits, aim, on_progress)
     answer = training.answer_of(searched_on(compared.best), alternatives=count, batch_given=batch_given)
     return TrainingPlanResult(request=request, answer=answer, comparison=compared)
+
+
+def _of_all_frameworks(
+    request: PlanTraining, slice_: Slice, on_progress: OnProgress | None, *, comparing: bool
+) -> TrainingPlanResult:
+    """The plan of the framework whose interval has the least middle, next to the best of each."""
+    for name, value in (
+        ("release", request.release), ("set", request.framework_settings), ("from", request.configuration),
+        ("compile", request.compile), ("on", request.on if comparing else None),
+    ):  # fmt: skip
+        if value is not None:
+            raise RooftopError(name, str(value), "this with one framework, not --framework all")
+    problem = training_problem(replace(request, framework=FRAMEWORKS[0]), slice_)
+    count = parse_count(request.alternatives, "alternatives")
+    offers = list(offers_of(problem, on_progress=on_progress))
+    runs = [(offer, searched) for offer, searched in offers if searched is not None]
+    # Frameworks are off by different factors: intervals say by how much.
+    best, searched = min(runs, key=lambda entry: (entry[0].obstacle is not None, entry[0].likely_s))
+    answer = training.answer_of(searched, alternatives=count, on_progress=on_progress)
+    others = sorted((offer for offer, _ in offers), key=lambda offer: (offer.obstacle is not None, offer.likely_s))
+    return TrainingPlanResult(request=request, answer=answer, frameworks=(best, *(o for o in others if o is not best)))
+
+
+def with_best_known(result: TrainingPlanResult, on_progress: OnProgress | None = None) -> TrainingPlanResult:
+    """A searched plan of rooftop's own program next to the best of the other frameworks that run on the chip.
+
+    A plan of a mesh that was asked for, of another framework or of compared slices stays alone.
+    """
+    problem, request = result.plan.problem, result.request
+    pinned = problem.axes is not None or problem.mesh is not None or result.comparison is not None
+    if pinned or request.framework != FRAMEWORKS[0] or request.compile is not None:
+        return result
+    offers = [offer for offer, _ in offers_of(problem, FRAMEWORKS[1:], on_progress)]
+    known = [offer for offer in offers if offer.obstacle is None]
+    return replace(result, frameworks=tuple(sorted(known, key=lambda offer: offer.likely_s)[:1]))
+
+
+def _planned_configuration(request: PlanTraining, slice_: Slice, on_progress: OnProgress | None) -> TrainingPlanResult:
+    """The plan of a configuration, and the settings that would make it faster."""
+    configured, stated = configured_request(request, slice_)
+    problem = training_problem(configured, slice_)
+    answer = training.plan_training(
+        problem, alternatives=parse_count(request.alternatives, "alternatives"), on_progress=on_progress
+    )
+    unused = unused_settings(problem, answer.plan)
+    shown = StatedConfiguration(
+        file=Path(str(request.configuration)).name, unpriced=stated.unpriced, notes=stated.notes, unused=tuple(unused)
+    )
+    return TrainingPlanResult(request=request, answer=answer, stated=shown)
 
 
 def _compiled_count(request: PlanTraining, problem: Problem, *, comparing: bool) -> int:

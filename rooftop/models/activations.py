@@ -6,7 +6,7 @@ The names are the ones that programs pass to ``checkpoint_name``; the policies s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.models.attention import attention_kind
@@ -53,16 +53,23 @@ POLICIES: dict[str, dict[str, str]] = {
 SEARCHED: tuple[str, ...] = tuple(name for name in POLICIES if name != "full")
 
 
-def searched_policies(*, exchanges: bool) -> dict[str, dict[str, str]]:
+def searched_policies(*, exchanges: bool, offloads: Sequence[str] = ()) -> dict[str, dict[str, str]]:
     """The policies that a plan searches, by name.
 
-    If layers exchange tokens, policies that repeat this come in a second form, which keeps tokens as experts get them.
+    ``offloads`` are names of others, with checkpoints in host memory: each comes with its twin that keeps them on the
+    device, for meshes that have room. If layers exchange tokens, policies that repeat this come in a second form, which
+    keeps tokens as experts get them.
     """
     policies = {name: POLICIES[name] for name in SEARCHED}
-    if not exchanges:
-        return policies
-    again = (name for name, policy in policies.items() if policy["mlp_normed"] == "recompute")
-    return policies | {name: parse_policy(name) for name in (f"{name},mlp_normed=save" for name in again)}
+    if exchanges:
+        again = [name for name, policy in policies.items() if policy["mlp_normed"] == "recompute"]
+        policies |= {name: parse_policy(name) for name in (f"{name},mlp_normed=save" for name in again)}
+    for name in offloads:
+        twin = name.replace("=offload", "=save")
+        if parse_policy(twin) not in policies.values():
+            policies[twin] = parse_policy(twin)
+        policies[name] = parse_policy(name)
+    return policies
 
 
 def parse_policy(text: str, field: str = "remat") -> dict[str, str]:

@@ -72,7 +72,7 @@ class Supported(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SupportRecord(Record):
-    """A model on a chip: verbs, evidence by phase, and the source of each fraction of peak by resource.
+    """A model on a chip: verbs, frameworks, evidence by phase, and the source of each fraction of peak by resource.
 
     A model that is not planned has no evidence.
     """
@@ -80,5 +80,6 @@ class SupportRecord(Record):
     model: str
     chip: str
     verbs: tuple[Supported, ...]
+    frameworks: tuple[Supported, ...] = ()
     evidence: Mapping[str, Evidence]
     rates: Mapping[str, str]

@@ -237,6 +237,54 @@ def enumerate_layouts(
     return Layouts(slice_, tuple(divisions), divided, shapes, shape_of)
 
 
+def mesh_shapes(devices: int, axes: Sequence[str], most: Mapping[str, int] | None = None) -> Ints:
+    """Every way to split ``devices`` among ``axes``, at most ``most[name]`` along each (if given), [S, A]."""
+    divisors = np.array([n for n in range(1, devices + 1) if devices % n == 0])
+    shapes, rest = np.ones((1, len(AXES)), np.int64), np.array([devices])
+    for position, name in enumerate(AXES):
+        if name in axes:
+            fits = (rest[:, None] % divisors == 0) & (divisors <= (most or {}).get(name, devices))
+            old, new = np.nonzero(fits)
+            shapes, rest = shapes[old], rest[old] // divisors[new]
+            shapes[:, position] = divisors[new]
+    whole: Ints = shapes[rest == 1]
+    return whole
+
+
+def ranked_layouts(slice_: Slice, shapes: Ints, orders: Sequence[Sequence[str]]) -> Layouts:
+    """The layouts of mesh shapes, [S, A], in which devices have their ranks in one of ``orders``, innermost axis first.
+
+    Ranks fill one physical axis after the other. Left out are shapes of which an axis would have part of a node that
+    does not divide it.
+    """
+    physical = slice_.physical_axes
+    ends = np.cumprod([1, *(axis.size for axis in physical)])
+    pieces, shape_of = [], []
+    for order in orders:
+        places = [AXES.index(name) for name in order]
+        begin = np.ones(shapes.shape, np.int64)
+        begin[:, places[1:]] = np.cumprod(shapes[:, places], axis=1)[:, :-1]
+        # Ranks that each axis has of each physical one, as sizes and strides, [S, P, A].
+        low = np.maximum(begin[:, None], ends[:-1, None])
+        high = np.maximum(np.minimum((begin * shapes)[:, None], ends[1:, None]), low)
+        size, inside = high // low, high > low
+        whole = (high % low == 0) & (low % ends[:-1, None] == 0) | ~inside
+        good = np.all(whole, axis=(1, 2)) & np.all(np.prod(size, axis=1) == shapes, axis=1)
+        stride = np.where(inside, low // ends[:-1, None], 1)
+        pieces.append(np.stack([size, stride], axis=-1)[good])
+        shape_of.append(np.flatnonzero(good))
+    laid, of = np.concatenate(pieces), np.concatenate(shape_of).astype(np.int32)
+    divisions, divided = [], []
+    for position in range(len(physical)):
+        kinds, kind = np.unique(laid[:, position].reshape(len(laid), -1), axis=0, return_inverse=True)
+        rows = kinds.reshape(len(kinds), len(AXES), 2)
+        divisions.append(Division(rows[..., 0], rows[..., 1]))
+        divided.append(kind.reshape(-1).astype(np.int32))
+    # Orders that differ in axes of one device alone are one layout.
+    _, first = np.unique(np.column_stack([*divided, of]), axis=0, return_index=True)
+    return Layouts(slice_, tuple(divisions), np.column_stack(divided)[first], shapes, of[first])
+
+
 def _different(shapes: Ints, devices: int) -> tuple[Ints, Ints]:
     """The different rows of shapes [n, A], and which of them each row is; all sizes divide ``devices``."""
     divisors = np.array([n for n in range(1, devices + 1) if devices % n == 0])

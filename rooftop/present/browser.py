@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rooftop.present.document import Chart, Document, Items, Table
+from rooftop.present.document import Chart, Document, Items, Listing, Table
 from rooftop.present.svg import chart_table, picture
 
 Place = Literal["half", "third", "wide"]
@@ -60,7 +60,7 @@ def _chart(chart: Chart, place: Place, sizes: Widths, identifier: str) -> dict[s
     names, rows = chart_table(chart)
     drawn = picture(chart, getattr(sizes, place), identifier)
     data = chart.to_json() | {"place": place, "svg": drawn, "columns": names, "rows": rows}
-    if isinstance(chart, Items):
+    if isinstance(chart, (Items, Listing)):
         return data | {"kind": "table"}
     if isinstance(chart, Table):
         return data | {"numeric": [column.kind == "number" for column in chart.columns], "below": chart.below}

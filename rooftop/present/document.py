@@ -312,6 +312,14 @@ class Items(Chart):
     warns: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Listing(Chart):
+    """A text to copy, such as a file: its lines stand as they are."""
+
+    kind: str = "listing"
+    text: str
+
+
 def columns(*names: str, text: int = 1) -> tuple[TableColumn, ...]:
     """Columns of a table, the first ``text`` of them text and the others numbers."""
     return tuple(TableColumn(name, "text" if at < text else "number") for at, name in enumerate(names))

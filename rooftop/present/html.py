@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rooftop import __version__
-from rooftop.present.document import Chart, Document, Items, ShownFigure, Table
+from rooftop.present.document import Chart, Document, Items, Listing, ShownFigure, Table
 from rooftop.present.markup import Content, Html, asset, join, tag
 from rooftop.present.svg import chart_table, picture
 
@@ -122,6 +122,11 @@ def _chart(chart: Chart, names: _Identifiers, heading: str = "") -> Html:
         about = tag("p", chart.about, class_="quiet") if chart.about else None
         shown = table(chart, heading) if isinstance(chart, Table) or chart.items else None
         return tag("div", shown, about, id=name)
+    if isinstance(chart, Listing):
+        about = tag("p", chart.about, class_="quiet") if chart.about else None
+        title = tag("h3", chart.title) if chart.title != heading else None
+        text = tag("pre", chart.text, class_="scroll", tabindex="0", role="region", aria_label=chart.title)
+        return tag("div", title, about, text, id=name)
     columns, rows = chart_table(chart)
     under = _rows(columns, rows, f"Figures: {chart.title}", text=1)
     return tag(

@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 from rich.text import Text
 
-from rooftop.present.document import HYPHEN, Document, Items, ShownFigure, Table, TableColumn
+from rooftop.present.document import HYPHEN, Document, Items, Listing, ShownFigure, Table, TableColumn
 
 #: A text column wraps to no fewer characters than this.
 _NARROW = 16
@@ -44,6 +44,8 @@ def _lines(document: Document, width: int) -> Iterator[Text]:
             yield from _table(chart, width)
         elif isinstance(chart, Items):
             yield from _items(chart, width)
+        elif isinstance(chart, Listing):
+            yield from _listing(chart, width)
     for note in document.notes:
         yield from _wrapped(note, width)
 
@@ -107,6 +109,14 @@ def _items(chart: Items, width: int) -> Iterator[Text]:
             note = starts[words] if words < len(starts) else len(line)
             words = max(0, words - len(starts))
             yield text.append(line[:note], style=style).append(line[note:], style="dim")
+
+
+def _listing(chart: Listing, width: int) -> Iterator[Text]:
+    yield Text("")
+    yield from _wrapped(chart.title, width, style="bold")
+    if chart.about:
+        yield from _wrapped(chart.about, width)
+    yield from (Text(line) for line in chart.text.splitlines())
 
 
 def _table(table: Table, width: int) -> Iterator[Text]:

@@ -11,6 +11,7 @@ from rooftop.requests.words import WORKLOAD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from rooftop.arrays import Mesh
     from rooftop.requests.likes import (
@@ -40,10 +41,10 @@ class PlanTraining(Request):
 
     verb: ClassVar[str] = "plan train"
 
-    model: ModelLike
-    """A preset, or the path of a Hugging Face config.json or of its folder."""
+    model: ModelLike | None = None
+    """A preset, or the path of a Hugging Face config.json or of its folder. By default that of ``--from``."""
     _: KW_ONLY
-    on: SlicesLike
+    on: SlicesLike = setting()
     """A slice, CHIP:SHAPE[@SLICES], such as v5p:16x16x16; or slices and chips to compare: v5p,v6e:16x16@8."""
     chips: CountLike | None = None
     """Compare slices of at most so many chips."""
@@ -63,11 +64,14 @@ class PlanTraining(Request):
     budget: float | str | None = None
     """Dollars for all tokens: recommend the fastest slice: 20M."""
     framework: str = "rooftop"
-    """The program to plan: rooftop's own, or that of a framework that trains on the chip."""
+    """The program to plan: rooftop's own, or that of a framework that trains on the chip; all: compare them."""
     release: str | None = None
     """Release of the framework; of libtpu for rooftop's own program. By default the newest known, or the installed."""
     framework_settings: SettingsLike | None = setting(None, option="set")
     """Settings of the framework: cuda_graphs=layer,dispatcher=deepep. By default those of its recipes for the chip."""
+    configuration: Path | str | None = setting(None, option="from")
+    """A configuration of the framework to price: a script with Megatron's arguments or a recipe of Megatron-Bridge, a
+    MaxText YAML, a torchtitan TOML. Other options change it."""
     mesh: AxesLike | Mesh | None = None
     """Sizes of axes: fsdp=1024,tensor=4. Searched by default."""
     layout: str | None = None
@@ -81,9 +85,9 @@ class PlanTraining(Request):
     experts_over_tensor: bool | None = None
     """Deal out whole experts over tensor, in place of their columns. Searched by default."""
     schedule: str | None = None
-    """Schedule of pipeline stages. By default eager_1f1b, of other frameworks 1f1b; interleaved with chunks."""
-    chunks: CountLike = 1
-    """Model chunks of a stage (interleaved)."""
+    """Schedule of pipeline stages. Searched by default."""
+    chunks: CountLike | None = None
+    """Model chunks of a stage (interleaved). Searched by default."""
     matmul_dtype: str = "bf16"
     """Dtype of the layers' matmuls: bf16, int8, f8_e4m3."""
     weights_dtype: str = "f32"

@@ -20,7 +20,7 @@ from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.workload import MOST_TOKENS, Workload
 from rooftop.requests.inputs import axes_of, model_of
 from rooftop.requests.planning import PlanTraining
-from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, SCHEDULES, PipelineSchedule
+from rooftop.scheduling.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
     from rooftop.requests.likes import CountLike
@@ -34,6 +34,8 @@ _LEAST_BATCH, _MOST_STEPS = 4 * 2**20, 1e6
 
 def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = False) -> Problem:
     """The problem on a slice, with everything read and checked. Raises RooftopError naming the field that is wrong."""
+    if request.model is None:
+        raise RooftopError("model", None, "a preset, or the path of a config.json: rooftop plan train llama3-70b")
     config, mesh, layout, microbatches = model_of(request.model), request.mesh, request.layout, request.microbatches
     seq = min(_SEQ, config.max_seq_len) if request.seq is None else parse_count(request.seq, "seq")
     batch_seqs = request.batch_seqs
@@ -48,7 +50,6 @@ def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = 
     if layout is not None:
         mesh = Mesh.from_layout(slice_, layout)
     name = one_of("framework", request.framework, FRAMEWORKS)
-    chunks = parse_count(request.chunks, "chunks")
     problem = Problem(
         model=config,
         slice=slice_,
@@ -68,8 +69,8 @@ def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = 
         framework=FrameworkName(
             name=name, release=request.release, settings=parse_settings(request.framework_settings)
         ),
-        schedule=_schedule(name, chunks, request.schedule),
-        chunks=chunks,
+        schedule=None if request.schedule is None else one_of("schedule", request.schedule, SCHEDULES),
+        chunks=None if request.chunks is None else parse_count(request.chunks, "chunks"),
         bounds=one_of("bounds", request.bounds, BOUNDS),
     )
     # A framework, release or setting that does not exist is refused here.
@@ -78,15 +79,6 @@ def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = 
         accepted = ", ".join(matmul_dtypes(program.name, known))
         raise RooftopError(f"matmul dtype on {slice_.chip.name}", problem.numerics.matmul, accepted)
     return problem
-
-
-def _schedule(framework: str, chunks: int, asked: str | None) -> PipelineSchedule:
-    """The schedule of pipeline stages: as asked for, or that which the framework has for so many chunks."""
-    if asked is not None:
-        return one_of("schedule", asked, SCHEDULES)
-    if chunks > 1:
-        return "interleaved"
-    return DEFAULT_SCHEDULE if framework == FRAMEWORKS[0] else "1f1b"
 
 
 def _usual_batch(tokens: CountLike | None) -> int:

@@ -110,8 +110,9 @@ _UNLABELLED: Mapping[str, Word] = {
         hold_out=NUMBER, evaluate=FILE, seq_len=COUNT, dims=Sizes(),
     ),
     **_words(
-        FRAMEWORK, framework=Name(*FRAMEWORKS), release=Kind("VERSION"), framework_settings=Pairs("NAME=VALUE,..."),
-        engine=Name(*ENGINES), engine_settings=Pairs("NAME=VALUE,..."),
+        FRAMEWORK, framework=Name(*FRAMEWORKS, "all"),
+        release=Kind("VERSION"), framework_settings=Pairs("NAME=VALUE,..."),
+        configuration=Kind("FILE|RECIPE"), engine=Name(*ENGINES), engine_settings=Pairs("NAME=VALUE,..."),
     ),
     **_words(
         PARALLELISM, mesh=AXES, layout=Kind("LAYOUT"), remat=Kind("POLICY"), microbatches=COUNT,

@@ -218,6 +218,46 @@ def slot_counts(schedule: PipelineSchedule, stages: int, microbatches: int, chun
     return SlotCounts(trips=_trips(slots)[-1] + 1, mixes=_mixes(slots, chunks))
 
 
+def trip_count(schedule: PipelineSchedule, stages: int, microbatches: int, chunks: int = 1) -> int:
+    """The trips of ``slot_counts``: those of the usual numbers of microbatches need no table."""
+    if schedule == "1f1b" and stages > 1:
+        return 2 * (microbatches + stages) - 3
+    if schedule == "interleaved" and microbatches >= stages > 1 and microbatches + stages > 4:
+        return 2 * (next_multiple(microbatches, stages) * chunks + stages - 1)
+    return slot_counts(schedule, stages, microbatches, chunks).trips
+
+
+def least_trip_count(schedule: PipelineSchedule, stages: int, microbatches: int, chunks: int = 1) -> int:
+    """At most ``trip_count``, and never of a table: each stage does a task for each microbatch and chunk."""
+    if schedule == "zero_bubble" or (schedule == "interleaved" and microbatches < max(stages, 3)):
+        return microbatches * chunks
+    return trip_count(schedule, stages, microbatches, chunks)
+
+
+def least_slot_counts(schedule: PipelineSchedule, stages: int, microbatches: int, chunks: int = 1) -> SlotCounts:
+    """Counts with which a step takes no longer than with those of the schedule's table, and which need no table.
+
+    The stage before the last one begins after a task of each stage before it, then does tasks of every microbatch and
+    chunk, all of inner length; and where weights' gradients do not fill the end, one of each stage before it follows.
+    Of two stages it is the last one that begins later, whose last chunk has the end of the model.
+    """
+    if schedule in ("eager_1f1b", "gpipe"):
+        return slot_counts(schedule, stages, microbatches, chunks)
+    tasks, split = microbatches * chunks, schedule == "zero_bubble"
+    ends, before = (0, stages - 2) if stages > 2 else (microbatches, 1)
+    after = 0 if split else before
+    mixes = {
+        frozenset({(StageOp.FORWARD, ModelPart.INNER)}): tasks - ends + before,
+        frozenset({(StageOp.FORWARD, ModelPart.LAST)}): ends,
+        frozenset({(StageOp.BACKWARD, ModelPart.INNER)}): tasks - ends + after,
+        frozenset({(StageOp.BACKWARD, ModelPart.LAST)}): ends,
+    }
+    if split and stages > 2:
+        mixes[frozenset({(StageOp.WEIGHTS, ModelPart.INNER)})] = tasks
+    trips = least_trip_count(schedule, stages, microbatches, chunks)
+    return SlotCounts(trips=trips, mixes=mixes if stages > 1 else {})
+
+
 def _waves(stages: int, microbatches: int) -> Iterator[SlotMix]:
     """The mixes of slots in which all stages go forward, or all back, as microbatches come in and leave one by one."""
     for op in (StageOp.FORWARD, StageOp.BACKWARD):

@@ -34,6 +34,7 @@ def readings() -> Mapping[str, Any]:
     return tomllib.loads(Path(__file__).with_name("data").joinpath("readings.toml").read_text(encoding="utf-8"))
 
 
+@cache
 def published_chip(name: str) -> Chip:
     """The catalogue's chip with a published name. Raises RooftopError for a chip that is not in the catalogue."""
     try:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, cast
 
 from rooftop.arrays.rules import BATCH_AXES, STAGE_AXES, ways
 from rooftop.core.errors import RooftopError
+from rooftop.frameworks.framework import FRAMEWORKS
 from rooftop.plan.training.answer import search_of
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.requests.inputs import slice_of
 from rooftop.requests.planning import PlanTraining
 from rooftop.requests.problems import training_problem
 from rooftop.requests.request import NotInWords, Request
+from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule
 from rooftop.validation.names import readings
 from rooftop.validation.runs import PublishedRun
 
@@ -81,20 +83,23 @@ def request_of(run: PublishedRun, notes: list[str] | None = None) -> PlanTrainin
         settings["compile"] = "yes" if run.compiled else "no"
     if run.remat.capacity is not None:
         settings["capacity"] = f"{run.remat.capacity:g}"
-    chunks = run.interleave or 1
+    framework, chunks = facts.get("program", "rooftop"), run.interleave or 1
+    staged = ways(run.mesh or {}, *STAGE_AXES) > 1
     return PlanTraining(
         model=run.model,
         on=run.slice,
         batch_seqs=run.batch_seqs,
         seq=run.seq_len,
-        framework=facts.get("program", "rooftop"),
+        framework=framework,
         release=release if "program" in facts else None,
         framework_settings=settings or None,
         mesh=run.mesh,
         # A policy that was not published is searched, as its user would.
         remat=None if run.remat.policy is None else _remat(run),
         microbatches=_microbatches(run, [] if notes is None else notes),
-        chunks=chunks,
+        # Without chunks the papers' schedule is 1F1B.
+        schedule=_schedule_of(framework) if staged and chunks == 1 else None,
+        chunks=chunks if chunks > 1 else None,
         matmul_dtype=run.dtype,
     )
 
@@ -109,7 +114,13 @@ def command_of(request: Request) -> str:
 
 def as_ours(request: PlanTraining) -> PlanTraining:
     """The same job, asked of rooftop's own program."""
-    return replace(request, framework="rooftop", release=None, framework_settings=None)
+    ours = replace(request, framework="rooftop", release=None, framework_settings=None)
+    return ours if request.schedule is None else replace(ours, schedule=_schedule_of(ours.framework))
+
+
+def _schedule_of(framework: str) -> PipelineSchedule:
+    """The schedule of a framework's pipelines without chunks: 1F1B, or what our program has in its place."""
+    return DEFAULT_SCHEDULE if framework == FRAMEWORKS[0] else "1f1b"
 
 
 def planned(request: PlanTraining) -> TrainingPlan:

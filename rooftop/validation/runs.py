@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -173,6 +174,15 @@ def load_published(path: Path | None = None) -> PublishedRuns:
     file, line and column of the bad cell. Raises RooftopError on a file that is no such table, and on a table without
     rows.
     """
+    return _shipped() if path is None else _read(path)
+
+
+@cache
+def _shipped() -> PublishedRuns:
+    return _read(None)
+
+
+def _read(path: Path | None) -> PublishedRuns:
     rows = read_table(path)
     groups: dict[tuple[str, ...], list[TableRow]] = {}
     unusable: list[Unusable] = []

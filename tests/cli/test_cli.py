@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -139,7 +140,7 @@ def test_a_full_disk_is_one_line(arguments):
     ("arguments", "line"),
     [
         (["plan", "trian"], "plan: got 'trian'; accepted: did you mean train? one of embed, serve, train"),
-        (["plan", "train"], "model: got nothing; accepted: rooftop plan train [OPTIONS] MODEL"),
+        (["plan", "embed"], "tables: got nothing; accepted: rooftop plan embed [OPTIONS] TABLES"),
         (
             ["plan", "train", "llama3-8b"],
             "on: got nothing; accepted: --on HARDWARE: A slice, CHIP:SHAPE[@SLICES], such as v5p:16x16x16; or slices "
@@ -217,7 +218,7 @@ def test_an_import_that_is_not_interrupted_leaves_ctrl_c_as_it_was():
 
 def test_a_log_gets_a_line_a_minute_of_a_compilation(monkeypatch, capsys):
     now = [100.0]
-    monkeypatch.setattr(words.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(words, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with words.progress_line(shown=True) as on_progress:
         for seconds in (1, 59, 61, 119, 121):
             now[0] = 100.0 + seconds

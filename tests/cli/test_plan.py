@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -275,7 +276,7 @@ def test_progress_begins_after_a_second_on_a_terminal_only(monkeypatch: pytest.M
 
     now = [100.0]
     monkeypatch.setattr(output, "_bar", bar)
-    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with output.progress_bar(shown=True, after_s=1.0) as none:
         assert none is None
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
@@ -301,6 +302,6 @@ def test_rules_of_fsdp_and_hbm_count_all_experts(rooftop: Run) -> None:
 
 def test_sequences_longer_than_the_models_are_said_first(rooftop: Run) -> None:
     job = ("plan", "train", "llama3-8b", "--on", "v5e:8x8", "--batch-seqs", "32", "--seq")
-    first = " ".join(rooftop(*job, "16384").out.split("laid out")[0].split())
+    first = " ".join(rooftop(*job, "16384").out.split("MaxText would")[0].split())
     assert first.endswith("sequences of 16,384, the model was made for 8,192")
     assert "was made for" not in rooftop(*job, "8192").out.split("laid out")[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.images import Crashes, Images, damage_files
-from tests.faults.training import Schedule
+from tests.faults.training import QUICK_STEPS, STEPS, Schedule
 from tests.support import shim
 from tests.support.power import Crash
 from tests.support.training_runs import write_corpus
@@ -17,19 +17,20 @@ needs_shim = pytest.mark.skipif(not shim.AVAILABLE, reason="faults of the system
 
 
 @pytest.mark.parametrize(
-    ("seed", "count", "processes"), [(0, 3, (1,)), pytest.param(1, 40, (1, 2), marks=pytest.mark.slow)]
+    ("seed", "count", "processes", "steps"),
+    [(0, 3, (1,), QUICK_STEPS), pytest.param(1, 40, (1, 2), STEPS, marks=pytest.mark.slow)],
 )
-def test_faults_change_no_bit(tmp_path: Path, seed: int, count: int, processes: tuple[int, ...]) -> None:
-    figures = Schedule(tmp_path, seed, print).run(count, processes=processes)
+def test_faults_change_no_bit(tmp_path: Path, seed: int, count: int, processes: tuple[int, ...], steps: int) -> None:
+    figures = Schedule(tmp_path, seed, print, steps=steps).run(count, processes=processes)
     assert figures.wrong == []
     assert figures.noticed == figures.damaged
-    assert sum(figures.faults.values()) >= count and figures.steps >= 200
+    assert sum(figures.faults.values()) >= count and figures.steps >= steps
 
 
 @needs_shim
 @pytest.mark.parametrize("kind", ["eio", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("clock", "cut"))])
 def test_faults_of_the_system_have_effect_and_change_no_bit(tmp_path: Path, kind: str) -> None:
-    figures = Schedule(tmp_path, 2, print, kinds=(kind,)).run(1, processes=(1,))
+    figures = Schedule(tmp_path, 2, print, kinds=(kind,), steps=QUICK_STEPS).run(1, processes=(1,))
     assert figures.wrong == [] and figures.faults[kind] == 1
 
 

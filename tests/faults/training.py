@@ -41,8 +41,8 @@ from tests.support.training_runs import ENVIRONMENT, ROOFTOP, Process, command, 
 WEIGHTS = {"kill": 8, "cut": 8, "flip": 4, "term": 2, "full": 2, "stop": 1}
 if shim.AVAILABLE:
     WEIGHTS |= {"eio": 2, "clock": 2}
-#: Of a run of each number of processes: steps, steps between checkpoints.
-STEPS, SAVE_EVERY = 200, 6
+#: Of a run of each number of processes: steps, also those of quick tests, and steps between checkpoints.
+STEPS, QUICK_STEPS, SAVE_EVERY = 200, 70, 6
 #: Two processes, of as many devices each.
 DEVICES = 2
 #: The environment variable of what ``prepare`` does in a process.
@@ -129,9 +129,10 @@ class Schedule:
     """Faults drawn by a seed, injected into runs in ``folder``."""
 
     def __init__(
-        self, folder: Path, seed: int, say: Callable[[str], None], *, kinds: Sequence[str] = tuple(WEIGHTS)
-    ) -> None:
-        self.draw, self.folder, self.say, self.kinds = random.Random(seed), folder, say, kinds
+        self, folder: Path, seed: int, say: Callable[[str], None], *,
+        kinds: Sequence[str] = tuple(WEIGHTS), steps: int = STEPS,
+    ) -> None:  # fmt: skip
+        self.draw, self.folder, self.say, self.kinds, self.steps = random.Random(seed), folder, say, kinds, steps
         self.figures = Figures()
         self._calm = dict[int, Path]()
         write_corpus(folder)
@@ -148,7 +149,7 @@ class Schedule:
         return self.figures
 
     def _words(self, run_: Path, processes: int) -> list[list[str]]:
-        options: dict[str, object] = {"steps": STEPS, "save_every": SAVE_EVERY}
+        options: dict[str, object] = {"steps": self.steps, "save_every": SAVE_EVERY}
         if processes == 1:
             return [command(self.folder, run_, **options)]
         where = f"127.0.0.1:{free_port()}"
@@ -172,7 +173,7 @@ class Schedule:
         calm = losses(self._calm_run(processes))
         folder = self.folder / f"run{self.figures.runs}"
         self.figures.runs += 1
-        while faults > 0 and time.monotonic() < until_s and not (folder / "checkpoints" / f"{STEPS}").exists():
+        while faults > 0 and time.monotonic() < until_s and not (folder / "checkpoints" / f"{self.steps}").exists():
             allowed = [kind for kind in self.kinds if processes == 2 or kind != "stop"]
             kind = self.draw.choices(allowed, weights=[WEIGHTS[kind] for kind in allowed])[0]
             if getattr(self, f"_{kind}")(folder, processes):

@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 SPOILED = (math.nan, math.inf, -math.inf, 10**40, 1e300)
 #: Figures of the search's answer, which no reader of a plan has, the errors of its evidence, and values of tables.
 UNREAD = (
-    "reasons.", "what_if.", "searched", "smallest_batch.", "largest_batch.", "pareto.", "evidence.mean_error",
-    "evidence.prefill.mean_error", "evidence.generate.mean_error", "tables.tables.",
+    "reasons.", "what_if.", "levers.", "searched", "smallest_batch.", "largest_batch.", "pareto.",
+    "evidence.mean_error", "evidence.prefill.mean_error", "evidence.generate.mean_error", "tables.tables.",
 )  # fmt: skip
 
 

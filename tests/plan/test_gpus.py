@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from rooftop.arrays import Mesh, parse_axes
+from rooftop.arrays import AXES, Mesh, parse_axes
+from rooftop.arrays.mesh import Ints
+from rooftop.frameworks.framework import framework_of
 from rooftop.hardware import Slice
 from rooftop.models import load_model
 from rooftop.models.numerics import Numerics
+from rooftop.plan.layouts import mesh_shapes, ranked_layouts
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
@@ -47,6 +52,42 @@ def test_tensor_and_expert_axes_lie_within_a_node(model: str, on: str, axes: str
     mesh = best(model, on, seqs=512, axes=axes).mesh
     assert networks(mesh, inner) == {"node"}
     assert networks(mesh, "fsdp") == {"network"}
+
+
+def test_ranks_of_devices_are_in_an_order_of_the_framework() -> None:
+    """Each axis has the ranks that arithmetic gives it: those of the axes inside it times its own, node by node."""
+    slice_ = Slice.parse("h100:8x8")
+    orders = framework_of("megatron", chip=slice_.chip).orders
+    shapes = mesh_shapes(64, ["data", "expert", "context", "tensor", "stage"], {"tensor": 16})
+    laid = ranked_layouts(slice_, shapes, orders)
+    assert {tuple(shape) for shape in laid.devices.tolist()} == {tuple(shape) for shape in shapes.tolist()}
+    # Ranks of 64 devices in 8 nodes of 8, as (node, place); an axis of n devices with k inside it steps by k.
+    for index in range(0, len(laid), 7):
+        mesh = laid.mesh(index)
+        steps = {}
+        for name in AXES:
+            pieces = {piece.axis: piece for piece in mesh.axes[name]}
+            inner = pieces.get("node", pieces.get("network"))
+            if inner is not None:
+                steps[name] = inner.stride * (1 if inner.axis == "node" else 8)
+        assert any(steps == _steps(order, mesh) for order in orders)
+    places = [index for index, devices in enumerate(laid.devices) if _is(devices, data=4, stage=4, tensor=4)]
+    both = [laid.mesh(index).layout for index in places]
+    assert len(both) == 2 and all("tensor=node[1:4]" in layout for layout in both)
+
+
+def _steps(order: Sequence[str], mesh: Mesh) -> dict[str, int]:
+    """Ranks between neighbours of each axis of several devices."""
+    steps, inside = {}, 1
+    for name in order:
+        if mesh.size(name) > 1:
+            steps[name] = inside
+        inside *= mesh.size(name)
+    return steps
+
+
+def _is(devices: Ints, **sizes: int) -> bool:
+    return devices.tolist() == [sizes.get(name, 1) for name in AXES]
 
 
 def test_a_search_leaves_only_weights_between_nodes() -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -361,7 +362,7 @@ def test_a_full_disk_keeps_the_last_good_one(saved: Checkpoints) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Pauses between attempts to save, which are not taken."""
     pauses = list[float]()
-    monkeypatch.setattr(state_module.time, "sleep", pauses.append)
+    monkeypatch.setattr(state_module, "time", SimpleNamespace(sleep=pauses.append))
     return pauses
 
 
@@ -370,7 +371,8 @@ def test_a_full_disk_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     said, limit = list[str](), resource.getrlimit(resource.RLIMIT_FSIZE)
     checkpoints = Checkpoints(tmp_path, on_message=said.append)
     big = {"matrix": jnp.asarray(np.random.default_rng(0).normal(size=(512, 1024)), jnp.float32)}
-    monkeypatch.setattr(state_module.time, "sleep", lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    room = SimpleNamespace(sleep=lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    monkeypatch.setattr(state_module, "time", room)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limit[1]))
     try:
         checkpoints.save(1, big, {})

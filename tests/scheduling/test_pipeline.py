@@ -20,14 +20,18 @@ from rooftop.plan.training.strategies import IDLE_SHARES, Strategies
 from rooftop.scheduling.pipeline import (
     SCHEDULES,
     TRIP_OPS,
+    ModelPart,
     PipelineSchedule,
     PipelineTable,
     StageBuffer,
     StageOp,
     Task,
     TripTask,
+    least_slot_counts,
+    least_trip_count,
     pipeline_table,
     slot_counts,
+    trip_count,
     trip_table,
     waited_trips,
 )
@@ -63,11 +67,42 @@ def test_trips_of_the_program_are_counted_without_its_table(
         microbatches -= microbatches % stages
     table = pipeline_table(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
     trips = slot_counts(schedule, stages, microbatches, chunks).trips
-    assert trips == len(trip_table(table).done)
+    assert trips == len(trip_table(table).done) == trip_count(schedule, stages, microbatches, chunks)
+    assert least_trip_count(schedule, stages, microbatches, chunks) <= trips
     # A forward and a backward slot of eager 1F1B are one trip, but for its ends.
     if schedule == "eager_1f1b":
         assert trips == microbatches + 2 * (stages - 1)
         assert len(table.slots) == 2 * (microbatches + stages - 1)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), KINDS)
+@given(
+    stages=st.integers(2, 6),
+    microbatches=st.integers(1, 30),
+    seconds=st.tuples(*[st.integers(0, 8)] * 7),
+)
+def test_no_table_takes_less_than_the_least_counts(
+    schedule: PipelineSchedule, chunks: int, stages: int, microbatches: int, seconds: tuple[int, ...]
+) -> None:
+    """Whatever tasks take, if those of the first part take more than inner ones, and going back the last part less."""
+    if schedule == "interleaved" and microbatches > stages:
+        microbatches -= microbatches % stages
+    forward, backward, weights, begins, begins_back, less, ends = seconds
+    of = {
+        (StageOp.FORWARD, ModelPart.INNER): forward,
+        (StageOp.FORWARD, ModelPart.FIRST): forward + begins,
+        (StageOp.FORWARD, ModelPart.LAST): ends,
+        (StageOp.BACKWARD, ModelPart.INNER): backward,
+        (StageOp.BACKWARD, ModelPart.FIRST): backward + begins_back,
+        (StageOp.BACKWARD, ModelPart.LAST): min(less, backward),
+        (StageOp.WEIGHTS, ModelPart.INNER): weights,
+    }
+    least, table = (count(schedule, stages, microbatches, chunks) for count in (least_slot_counts, slot_counts))
+    took = [
+        sum(count * max(of[task] for task in mix) for mix, count in counts.mixes.items()) for counts in (least, table)
+    ]
+    assert took[0] <= took[1]
+    assert least.trips <= table.trips
 
 
 @pytest.mark.parametrize("stages", [4, 8])

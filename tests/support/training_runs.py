@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.forks import Fork
+from rooftop.runs.supervise import WORKER
+from tests.support.forks import BEFORE, Fork
 from tests.support.quickly import QUICK_FLAGS
 
 CONFIG = {
@@ -79,10 +80,19 @@ class Done:
         return lines[0]
 
 
-def start(words: list[str]) -> Process:
-    """Start a process whose output is kept: a fork if the command is ROOFTOP itself, on Linux."""
+def be_a_worker() -> None:
+    """Have this process train as one of several itself, without a supervisor that starts another for it."""
+    os.environ[WORKER] = str(os.getppid())
+
+
+def start(words: list[str], *, worker: bool = False) -> Process:
+    """Start a process whose output is kept: a fork if the command is ROOFTOP itself, on Linux.
+
+    ``worker``: a fork that is one of several processes has no supervisor.
+    """
     if words[: len(ROOFTOP)] == ROOFTOP and sys.platform == "linux":
-        return Fork(words[len(ROOFTOP) :], ENVIRONMENT)
+        prepared = {BEFORE: "tests.support.training_runs:be_a_worker"} if worker else {}
+        return Fork(words[len(ROOFTOP) :], ENVIRONMENT | prepared)
     return start_new(words)
 
 

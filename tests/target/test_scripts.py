@@ -152,14 +152,15 @@ def test_a_page_and_tables_of_a_script(rooftop: Run) -> None:
 def test_a_script_is_checked(rooftop: Run) -> None:
     """The findings of the program whose calls take longest, with the script's own lines, and limits against them."""
     write("train.py", MLP)
-    answer = rooftop("check", "--on", "v5e:2x2", "--save", "before.json", "--json", "--", "python", "train.py", "4096")
+    answer = rooftop("check", "--on", "v5e:2x2", "--save", "before.json", "--json", "--", "python", "train.py", "256")
     assert answer.status == 0, answer.err
-    collectives = [finding for finding in answer.json["findings"] if finding["rule"] == "f32_collective"]
-    assert collectives and all("train.py:" in finding["source"] for finding in collectives)
+    # The third program, whose weights are whole on each device: it is called most.
+    findings = [(finding["rule"], finding["source"]) for finding in answer.json["findings"]]
+    assert ("exposed_collective", "train.py:16") in findings and ("f32_operand", "train.py:15") in findings
     limits = ("--against", "before.json", "--max-time", "+1%", "--json")
-    again = rooftop("check", "--on", "v5e:2x2", *limits, "--", "python", "train.py", "4096")
+    again = rooftop("check", "--on", "v5e:2x2", *limits, "--", "python", "train.py", "256")
     assert again.status == 0 and [gate["holds"] for gate in again.json["gates"]] == [True]
-    longer = rooftop("check", "--on", "v5e:2x2", *limits, "--", "python", "train.py", "8192")
+    longer = rooftop("check", "--on", "v5e:2x2", *limits, "--", "python", "train.py", "512")
     assert longer.status == 1 and [gate["holds"] for gate in longer.json["gates"]] == [False]
     nothing = rooftop("check", "--on", "v5e:2x2", "--", "python", "-c", "print(1)")
     assert nothing.status == 2 and "one that compiles a program" in nothing.err

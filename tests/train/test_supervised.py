@@ -59,7 +59,7 @@ def steps(folder: Path) -> int:
 def test_a_lost_process_is_started_again(corpus: Path) -> None:
     """The newest checkpoint is resumed, bit for bit, and the supervisor's one line says so."""
     calm, folder = corpus / "calm", corpus / "restarted"
-    options = {"steps": 150, "save_every": 5}
+    options = {"steps": 150, "save_every": 15}
     assert run(command(corpus, calm, **options)).status == 0
     process = start_new(command(corpus, folder, **options, supervise=True))
     wait_for(lambda: steps(folder) >= 20, process)

@@ -253,7 +253,7 @@ def together(corpus: Path, folder: Path, steps: int, *, devices: int = 4, mesh: 
     how = TOGETHER | {"mesh": mesh}
     words = command(corpus, folder, steps=steps, devices=devices, coordinator=where, processes=2, **how)
     first, second = [
-        finish(process) for process in [start([*words, "--process", str(process)]) for process in range(2)]
+        finish(process) for process in [start([*words, "--process", str(process)], worker=True) for process in range(2)]
     ]
     assert (first.status, second.status) == (0, 0), first.err + second.err
     assert "step" in first.out

@@ -272,8 +272,8 @@ DISAGGREGATED = {
 }
 
 
-def test_rows_are_read_alike_in_both_tables(tmp_path: Path, report: EngineReport) -> None:
-    """A file with the published columns alone has the predictions of the table that comes with rooftop."""
+def test_rows_are_read_alike_in_both_tables(tmp_path: Path) -> None:
+    """A file with the published columns alone has the runs of the table that comes with rooftop."""
     published = ENGINE_COLUMNS[: ENGINE_COLUMNS.index("where_found") + 1]
     file = tmp_path / "published.csv"
     with file.open("w", encoding="utf-8", newline="") as out:
@@ -283,9 +283,10 @@ def test_rows_are_read_alike_in_both_tables(tmp_path: Path, report: EngineReport
             row.cells | {"where_found": f"a repository, a file {row.cells['where_found']}"}
             for row in read_table(columns=published, packaged="serving_measured.csv")
         )
-    again = engine_report(file)
-    assert [group.errors for group in again.groups] == [group.errors for group in report.groups]
-    assert [one.seconds for one in again.comparisons] == [one.seconds for one in report.comparisons]
+    again = load_engine_runs(file)[0]
+    assert [replace(run, id="", where_found="") for run in again] == [
+        replace(run, id="", where_found="") for run in _RUNS
+    ]
 
 
 def test_sizes_of_servers_are_those_of_the_source_for_its_own_rows_alone(tmp_path: Path) -> None:

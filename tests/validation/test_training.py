@@ -24,21 +24,31 @@ from rooftop.frameworks.framework import Framework
 from rooftop.hardware import chip
 from rooftop.library.explaining import validate
 from rooftop.models import count_params, load_model
+from rooftop.plan.evidence import measured_ratios
 from rooftop.requests.problems import training_problem
 from rooftop.roofline.achievable import fractions
 from rooftop.validation import AccuracyReport, PublishedRun, accuracy, load_published, load_reasons, summarise
+from rooftop.validation.engine_runs import load_engine_runs
+from rooftop.validation.engines import EngineReport, engine_comparisons, engine_report, predictions
 from rooftop.validation.memory import compare_memory, planned_memory
-from rooftop.validation.predict import command_of, planned, predict, request_of
-from rooftop.validation.predict import predict as real_predict
+from rooftop.validation.predict import Prediction, as_ours, command_of, planned, predict, request_of
 from rooftop.validation.readings import _matches, source_facts
 from rooftop.validation.runs import CONVENTIONS, full_attention_and_remat, step_seconds
+from rooftop.validation.serving import ServingReport, serving_ratios, serving_report
 from rooftop.validation.table import COLUMNS, read_table
 
 PUBLISHED = load_published()
 RUNS = PUBLISHED.runs
+MEASURED = np.array([run.step_s for run in RUNS])
 DENSE = [run for run in RUNS if run.dense_tpu]
 PRESET = "a preset (`rooftop model` lists them), or a table that states"
 BF16 = [run for run in DENSE if run.dtype == "bf16"]
+
+
+@pytest.fixture(scope="module")
+def predicted() -> Mapping[str, Prediction]:
+    """The predictions of all runs, by id."""
+    return {run.id: predict(run) for run in RUNS}
 
 
 def table(*changes: dict[str, str], columns: tuple[str, ...] = COLUMNS) -> str:
@@ -206,22 +216,41 @@ def test_recipes_have_graphs_and_strategies() -> None:
     assert runs["26.02", "h100"].mesh == {"stage": 2, "expert": 8}
 
 
-def test_mixtures_on_gpus_are_within_fifteen_per_cent() -> None:
+def test_mixtures_on_gpus_are_within_fifteen_per_cent(predicted: Mapping[str, Prediction]) -> None:
     runs = [run for run in RUNS if run.slice.chip.kind == "gpu" and run.model.moe is not None]
-    errors = [real_predict(run).uncalibrated_s / run.step_s - 1 for run in runs]
+    errors = [predicted[run.id].uncalibrated_s / run.step_s - 1 for run in runs]
     assert len(runs) == 39
     assert sum(map(abs, errors)) / len(errors) < 0.15
 
 
-def test_mixtures_on_tpus_are_within_twelve_per_cent() -> None:
+def test_mixtures_on_tpus_are_within_twelve_per_cent(predicted: Mapping[str, Prediction]) -> None:
     """With no run in it: 19 % before their kernels, slots and weights after the last matmul were priced."""
     runs = [run for run in RUNS if run.slice.chip.kind == "tpu" and run.model.moe is not None]
-    errors = [real_predict(run).uncalibrated_s / run.step_s - 1 for run in runs]
+    errors = [predicted[run.id].uncalibrated_s / run.step_s - 1 for run in runs]
     assert len(runs) == 9
     assert sum(map(abs, errors)) / len(errors) < 0.12
     habits = {(run.model.name, run.slice.chip.name): program(run).habits for run in runs}
     assert all(one.weighs_outputs for one in habits.values())
     assert habits["deepseek-v3", "v5p"].group_rows == ((512,) * 3,) * 2
+
+
+def test_the_evidence_of_plans_is_of_todays_predictions(predicted: Mapping[str, Prediction]) -> None:
+    """``python bench/evidence/evidence.py`` writes it anew."""
+    ratios = (
+        *accuracy.training_ratios(RUNS, [predicted[run.id].uncalibrated_s for run in RUNS]),
+        *serving_ratios(serving_report().comparisons),
+    )
+    written = {one.run: one for one in measured_ratios()}
+    assert written.keys() == {one.run for one in ratios}
+    for one in ratios:
+        # The file has four decimals.
+        assert written[one.run].ratio == pytest.approx(one.ratio, abs=1e-4), one.run
+        assert written[one.run].cells | {"ratio": "", "stray": ""} == one.cells | {"ratio": ""}
+    ours = {one.run: one.ratio for one in measured_ratios("own_evidence.csv")}
+    assert ours.keys() == written.keys()
+    for run in RUNS[::9]:
+        expected_s = planned(as_ours(request_of(run))).expected_s
+        assert ours[run.id] == pytest.approx(run.step_s / expected_s, abs=1e-4), run.id
 
 
 def test_flop_conventions_reproduce_the_logs_that_give_both_time_and_rate() -> None:
@@ -596,8 +625,7 @@ times = st.lists(st.floats(0.5, 2.0), min_size=len(RUNS), max_size=len(RUNS))
 
 def report_for(factors: Any) -> AccuracyReport:
     """A report for uncalibrated predictions of measured x factors, and bounds at half of the measured time."""
-    measured = np.array([run.step_s for run in RUNS])
-    return summarise(RUNS, 0.5 * measured, measured * np.asarray(factors))
+    return summarise(RUNS, 0.5 * MEASURED, MEASURED * np.asarray(factors))
 
 
 def sizes(run: PublishedRun) -> tuple[int, ...]:
@@ -607,23 +635,15 @@ def sizes(run: PublishedRun) -> tuple[int, ...]:
 
 @given(st.floats(0.1, 10.0))
 def test_one_factor_per_chip_makes_up_for_a_common_one(factor: float) -> None:
-    calibrated = [one for one in report_for(np.full(len(RUNS), factor)).comparisons if one.calibrated_s is not None]
-    assert len(calibrated) == len(RUNS)
-    for one in calibrated:
-        assert one.error("uncalibrated") == pytest.approx(factor - 1)
-        assert one.error("calibrated") == pytest.approx(0.0, abs=1e-9)
+    assert accuracy.calibrated_seconds(RUNS, factor * MEASURED) == pytest.approx(MEASURED)
 
 
 @given(times, st.integers(0, len(RUNS) - 1))
 def test_a_models_own_runs_do_not_calibrate_it(factors: list[float], index: int) -> None:
     own = sizes(RUNS[index])
     changed = [factor * 3 if sizes(run) == own else factor for run, factor in zip(RUNS, factors, strict=True)]
-    before, after = report_for(factors).comparisons[index], report_for(changed).comparisons[index]
-    if before.calibrated_s is None:
-        assert after.calibrated_s is None
-    else:
-        assert after.calibrated_s == pytest.approx(3 * before.calibrated_s)
-    assert after.null_s == before.null_s
+    before, after = (accuracy.calibrated_seconds(RUNS, MEASURED * one)[index] for one in (factors, changed))
+    assert after == pytest.approx(3 * before)
 
 
 def test_one_architecture_under_two_names_is_one_model() -> None:
@@ -695,9 +715,8 @@ def test_groups_and_their_statistics() -> None:
 
 
 def test_a_measurement_below_the_bound_is_flagged() -> None:
-    measured = np.array([run.step_s for run in RUNS])
-    bound = np.where(np.arange(len(RUNS)) == 5, 1.01, 0.9) * measured
-    assert summarise(RUNS, bound, 1.1 * measured).beats_bound == (RUNS[5].id,)
+    bound = np.where(np.arange(len(RUNS)) == 5, 1.01, 0.9) * MEASURED
+    assert summarise(RUNS, bound, 1.1 * MEASURED).beats_bound == (RUNS[5].id,)
 
 
 @pytest.mark.parametrize("bad", [[1.0], [0.0] * len(RUNS), [math.nan] * len(RUNS)])
@@ -717,13 +736,27 @@ def test_reasons(tmp_path: Path) -> None:
 # --- the verb ---
 
 
+@pytest.fixture(scope="module")
+def served() -> tuple[EngineReport, ServingReport]:
+    """Reports on a shipped benchmark of each kind, and on the shipped runs of serving."""
+    one_a_kind = {run.kind: run for run in load_engine_runs()[0]}
+    priced, _ = predictions(tuple(one_a_kind.values()))
+    return EngineReport(comparisons=engine_comparisons(priced), unusable=()), serving_report()
+
+
 @pytest.fixture
-def predictor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A predictor that is 20 % too fast, 40 % on one run, and refuses mixtures of experts."""
+def predictor(
+    monkeypatch: pytest.MonkeyPatch,
+    predicted: Mapping[str, Prediction],
+    served: tuple[EngineReport, ServingReport],
+) -> Iterator[None]:
+    """A predictor that is 20 % too fast, 40 % on one run, and refuses mixtures of experts.
 
-    plan = real_predict(RUNS[0]).plan
+    Of the benchmarks of engines it has one a kind.
+    """
+    plan = predicted[RUNS[0].id].plan
 
-    def predict(run: PublishedRun, assume: str | None) -> SimpleNamespace:
+    def stub(run: PublishedRun, assume: str | None) -> SimpleNamespace:
         if run.model.moe is not None:
             raise Infeasible("does not fit", "1 GB too many")
         factor = 0.6 if run.slice.num_slices == 32 and run.model.d_model == 8192 else 0.8
@@ -731,9 +764,16 @@ def predictor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return SimpleNamespace(**seconds, notes=("a stub",), plan=plan, request=request_of(run))
 
     module = ModuleType("rooftop.validation.predict")
-    module.predict = predict  # type: ignore[attr-defined]
+    module.predict = stub  # type: ignore[attr-defined]
     module.command_of = command_of  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rooftop.validation.predict", module)
+    shipped_engines, shipped_serving = served
+    monkeypatch.setattr(
+        "rooftop.validation.engines.engine_report", lambda path: engine_report(path) if path else shipped_engines
+    )
+    monkeypatch.setattr(
+        "rooftop.validation.serving.serving_report", lambda path: serving_report(path) if path else shipped_serving
+    )
     yield
 
 

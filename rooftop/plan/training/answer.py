@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from rooftop.capabilities import MATMUL_DTYPES, Choice, TrainingSpec
+from rooftop.arrays.mesh import Ints
+from rooftop.arrays.rules import STAGE_AXES
+from rooftop.capabilities import MATMUL_DTYPES, SWITCHES, Choice, TrainingSpec
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import Record, field_values
+from rooftop.frameworks.answers import FrameworkOffer, StatedConfiguration
 from rooftop.frameworks.programs import matmul_dtypes, training_obstacles
+from rooftop.frameworks.words.configurations import configuration_of
+from rooftop.frameworks.words.table import FrameworkConfiguration
 from rooftop.hardware import Slice
 from rooftop.plan.documents import PipelineFigures
 from rooftop.plan.layouts import Layouts
@@ -51,6 +58,20 @@ class WhatIf(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lever(Record):
+    """A part of the strategy that was searched: the plan's setting, and the best step with another one.
+
+    ``gain`` is the share of tokens/s that the plan's setting adds to those of the other.
+    """
+
+    lever: str
+    chosen: str
+    other: str
+    step_s: float
+    gain: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class OtherBatch(Record):
     """Half or twice the batch of a plan: its step, MFU, days and dollars on the best mesh near the plan's."""
 
@@ -66,13 +87,16 @@ class TrainingAnswerDocument(TrainingPlanDocument):
     """plan.json of a training run.
 
     ``comparison`` is there if slices were compared, ``compiled`` if the best plans were compiled, and ``pipeline`` if
-    the mesh has stages. A plan alone has none of these fields.
+    the mesh has stages, ``configuration`` if another framework than rooftop runs the plan, and ``stated`` if the plan
+    is of a configuration. ``frameworks`` are the best plans of frameworks for the same job. A plan alone has none of
+    these fields.
     """
 
-    sparse = frozenset({"comparison", "compiled", "pipeline", "request"})
+    sparse = frozenset({"comparison", "compiled", "pipeline", "request", "configuration", "stated"})
 
     alternatives: tuple[PlanSummary, ...] = ()
     what_if: tuple[WhatIf, ...] = ()
+    levers: tuple[Lever, ...] = ()
     nearest_executable: NearestPlan | None = None
     nearest_with_room: NearestPlan | None = None
     other_batches: tuple[OtherBatch, ...] = ()
@@ -81,6 +105,9 @@ class TrainingAnswerDocument(TrainingPlanDocument):
     compiled: CompiledPlans | None = None
     pipeline: PipelineFigures | None = None
     request: Mapping[str, Any] | None = None
+    configuration: FrameworkConfiguration | None = None
+    stated: StatedConfiguration | None = None
+    frameworks: tuple[FrameworkOffer, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +120,16 @@ class TrainingAnswer:
     plan: TrainingPlan
     alternatives: list[PlanSummary]
     what_if: list[WhatIf]
+    levers: Sequence[Lever] = ()
     nearest_executable: NearestPlan | None
     nearest_with_room: NearestPlan | None
     other_batches: Sequence[OtherBatch] = ()
     searched: int
+
+    @property
+    def configuration(self) -> FrameworkConfiguration | None:
+        """The configuration of the plan's framework; None of rooftop's own, and for a plan that no program runs."""
+        return None if self.plan.obstacles else configuration_of(self.plan.configured)
 
     @property
     def document(self) -> TrainingAnswerDocument:
@@ -106,10 +139,12 @@ class TrainingAnswer:
             **field_values(plan),
             alternatives=tuple(self.alternatives),
             what_if=tuple(self.what_if),
+            levers=tuple(self.levers),
             nearest_executable=self.nearest_executable,
             nearest_with_room=self.nearest_with_room,
             other_batches=tuple(self.other_batches),
             searched=self.searched,
+            configuration=self.configuration,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -172,6 +207,7 @@ def answer_of(
             for candidate in searched.alternatives(alternatives)
         ],
         what_if=what_if(searched, best),
+        levers=list(levers(searched, best)),
         other_batches=[] if batch_given else list(_other_batches(searched, best)),
         nearest_executable=None if near is None else NearestPlan.of(near),
         nearest_with_room=None if roomy is None else NearestPlan.of(roomy),
@@ -201,6 +237,81 @@ def what_if(searched: Sweep, best: TrainingPlan) -> list[WhatIf]:
     return sorted(answers, key=lambda answer: (answer.obstacle is not None, -answer.gain))
 
 
+def levers(searched: Sweep, best: TrainingPlan) -> Iterator[Lever]:
+    """The parts of the strategy of which a search tried several settings, each with what the plan's setting gains."""
+    for name, (setting, differs) in _LEVERS.items():
+        others = np.array([differs(choice, best.choice) for choice in searched.strategies.choices])
+        if not others.any() or (name in _OF_STAGES and best.mesh.size(*STAGE_AXES) == 1):
+            continue
+        if name == _HOST and _offloaded(best.choice) != _NOTHING:
+            # Without host memory other meshes fit, which bounds have left out.
+            seconds, choice = _without_host(searched.problem, executable=not best.obstacles)
+        else:
+            seconds, choice = _best_among(searched, others, executable=not best.obstacles)
+        # Where the device has room nothing is offloaded, though that may gain a little.
+        if np.isfinite(seconds) and seconds >= best.expected_s:
+            gain = seconds / best.expected_s - 1
+            yield Lever(lever=name, chosen=setting(best.choice), other=setting(choice), step_s=seconds, gain=gain)
+
+
+def _best_among(searched: Sweep, others: npt.NDArray[np.bool_], *, executable: bool) -> tuple[float, Choice]:
+    """The least seconds of the choices ``others``, [K], on the best layouts of a search; infinite if none fits."""
+    strategies = searched.strategies
+    score = np.where(searched.fits & others, searched.expected_s, np.inf).min(axis=1)
+    near = np.concatenate([np.argsort(score, kind="stable")[:LOOK_AGAIN], _nearest_first(searched)[:LOOK_AGAIN]])
+    choices = tuple(choice for choice, is_other in zip(strategies.choices, others, strict=True) if is_other)
+    within = Strategies(strategies.layouts[np.unique(near)], choices)
+    seconds, candidate = best_of(searched.problem, within, executable=executable)
+    return seconds, choices[candidate[1]]
+
+
+def _without_host(problem: Problem, *, executable: bool) -> tuple[float, Choice]:
+    """The least seconds of a search without host memory; infinite if nothing fits."""
+    slice_ = problem.slice
+    without = Slice(slice_.chip.replace(host_bytes=None), slice_.shape, slice_.num_slices)
+    searched = sweep(replace(problem, slice=without), SweepOptions(executable=executable, ranked=1))
+    seconds = float(searched.expected_s[searched.best]) if searched.fits.any() else np.inf
+    return seconds, searched.strategies.choices[searched.best[1]]
+
+
+#: The name of a lever, and its setting without any.
+_HOST, _NOTHING = "checkpoints in host memory", "none"
+
+
+def _offloaded(choice: Choice) -> str:
+    return " and ".join(name for name, action in choice.policy.items() if action == "offload") or _NOTHING
+
+
+def _offload_differs(choice: Choice, other: Choice) -> bool:
+    return (_offloaded(choice) == _NOTHING) != (_offloaded(other) == _NOTHING)
+
+
+def _remat_differs(choice: Choice, other: Choice) -> bool:
+    return choice.remat != other.remat and not _offload_differs(choice, other)
+
+
+def _chunks_differ(choice: Choice, other: Choice) -> bool:
+    return choice.schedule == other.schedule and choice.chunks != other.chunks
+
+
+def _switched(name: str, choice: Choice) -> str:
+    return "on" if getattr(choice, name) else "off"
+
+
+def _switch_differs(name: str, choice: Choice, other: Choice) -> bool:
+    return bool(getattr(choice, name) != getattr(other, name))
+
+
+#: The parts of a strategy that a search tries: its setting in words, and whether two choices differ in it.
+_LEVERS: Mapping[str, tuple[Callable[[Choice], str], Callable[[Choice, Choice], bool]]] = {
+    _HOST: (_offloaded, _offload_differs),
+    "remat": (lambda choice: choice.remat, _remat_differs),
+    "schedule": (lambda choice: choice.schedule, lambda choice, other: choice.schedule != other.schedule),
+    "chunks": (lambda choice: str(choice.chunks), _chunks_differ),
+} | {name.replace("_", " "): (partial(_switched, name), partial(_switch_differs, name)) for name in SWITCHES}
+_OF_STAGES = ("schedule", "chunks")
+
+
 def _best_that_runs(problem: Problem, within: Strategies) -> tuple[float, tuple[int, int]]:
     """The best of some strategies that the program runs, with its step time; the best of all where it runs none."""
     best = best_of(problem, within, executable=True)
@@ -209,8 +320,14 @@ def _best_that_runs(problem: Problem, within: Strategies) -> tuple[float, tuple[
 
 def _near_layouts(searched: Sweep) -> Layouts:
     """The best layouts of a search, among which a changed job looks again."""
+    return searched.strategies.layouts[_nearest_first(searched)[:LOOK_AGAIN]]
+
+
+def _nearest_first(searched: Sweep) -> Ints:
+    """Layouts of a search, the best first, [C]."""
     score = np.where(searched.fits, searched.expected_s, np.inf).min(axis=1)
-    return searched.strategies.layouts[np.argsort(score, kind="stable")[:LOOK_AGAIN]]
+    order: Ints = np.argsort(score, kind="stable")
+    return order
 
 
 def _other_batches(searched: Sweep, best: TrainingPlan) -> Iterator[OtherBatch]:

@@ -73,7 +73,7 @@ def batch_curves(problem: Problem, batches: Sequence[int], meshes: Sequence[Mapp
     remat = problem.remat or "none"
     layouts, starts = _of_shapes(problem, meshes)
     options = choices(
-        {remat: parse_policy(remat)}, [problem.microbatches or 1], schedule=problem.schedule, chunks=problem.chunks,
+        {remat: parse_policy(remat)}, [problem.microbatches or 1], pipelines=problem.pipelines[:1],
         **searched_switches(problem, layouts),
     )  # fmt: skip
     own = problem.workload.batch_tokens

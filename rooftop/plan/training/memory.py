@@ -176,9 +176,9 @@ def _checkpoint_bytes(step: TrainingStep, action: str, dense: Number, others: Nu
 def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
     """Elements per token of a dense layer and of one of experts under ``action``, [C, K]; 0 where there is none.
 
-    In a stage nothing of an MLP of experts is kept (``programs.sharding.on_shards``).
+    In a stage of our loop nothing of an MLP of experts is kept (``programs.sharding.on_shards``).
     """
-    model, strategies = step.model, step.strategies
+    model, strategies, dropped = step.model, step.strategies, _drops_experts(step)
     # TPU kernels write heads of whole registers, and XLA pads heads that are wider than one.
     (d_qk, d_v), lanes = attention_kind(model).head_sizes, step.lanes
     more: Number = 0.0
@@ -196,12 +196,17 @@ def _kept(step: TrainingStep, action: str) -> tuple[Number, Number]:
         if model.dense_layers
         else 0.0,
         strategies.kept(action, model, moe_layer=True)
-        - step.staged * strategies.kept(action, model, moe_layer=True, names=MLP_CHECKPOINTS)
+        - dropped * strategies.kept(action, model, moe_layer=True, names=MLP_CHECKPOINTS)
         + more
         + _padding(step, action, moe_layer=True)
         if model.moe_layers
         else 0.0,
     )
+
+
+def _drops_experts(step: TrainingStep) -> Number:
+    """1 where a pipeline's stage repeats its experts in the backward pass, 0 elsewhere, [C, 1]."""
+    return step.staged if step.habits.staged_loop else np.zeros_like(step.staged)
 
 
 def _padding(step: TrainingStep, action: str, *, moe_layer: bool) -> Number:
@@ -217,7 +222,7 @@ def _padding(step: TrainingStep, action: str, *, moe_layer: bool) -> Number:
     for names, size, true in (
         (("qkv", "rope"), heads + 2 * kv_heads, model.heads + 2 * model.kv_heads),
         (("attn_core",), heads, model.heads),
-        (("mlp_up", "mlp_act"), np.where(step.staged * moe_layer, hidden, columns), hidden),
+        (("mlp_up", "mlp_act"), np.where(_drops_experts(step) * moe_layer, hidden, columns), hidden),
     ):
         if np.any(size != true):
             padded = padded + (size / true - 1) * step.strategies.kept(action, model, moe_layer=moe_layer, names=names)
@@ -236,7 +241,7 @@ def in_flight(step: TrainingStep) -> Number:
     early = waiting * (1 + (stages - 1) / (stages * strategies.chunks))
     waiting = np.where(strategies.chunks > 1, np.minimum(early, strategies.microbatches), waiting)
     waiting = np.where(strategies.eager, np.minimum(2 * stages - 1, strategies.microbatches), waiting)
-    waiting = np.where(strategies.keeps_all_in_flight, strategies.microbatches, waiting)
+    waiting = np.where(strategies.keeps_all_in_flight | step.habits.stages_keep_all, strategies.microbatches, waiting)
     return np.where(stages > 1, waiting, 1.0)
 
 
@@ -359,9 +364,6 @@ def _table_pieces(step: TrainingStep) -> Number:
 
 # ---------------------------------------------------------------- state as other frameworks keep it
 
-#: Bytes of a parameter of Megatron-LM's distributed optimizer with bf16 parameters and f32 gradients; the optimizer's
-#: are split over data parallelism (docs/source/api-guide/dist_optimizer.md: 6 + 12/d).
-DISTRIBUTED: Mapping[str, float] = {"weights": 2.0, "gradients": 4.0, "optimizer": 12.0}
 #: Bytes of a logit at the peak of PyTorch's allocator: in 16 bits and in float32, its log-softmax, and the gradient of
 #: the logit in float32.
 LOGIT_BYTES = 2 + 4 + 4 + 4
@@ -376,9 +378,11 @@ def stored_weights(step: TrainingStep) -> Number:
     """Bytes of a device's parameters from step to step, [C, 1]."""
     state, elements = step.habits.state, sum(step.held_parameters.values(), np.float64(0.0))
     if state == "distributed_optimizer":
-        return DISTRIBUTED["weights"] * sum(_distributed_parameters(step).values(), np.float64(0.0))
+        return dtype_bytes(step.numerics.compute) * sum(_distributed_parameters(step).values(), np.float64(0.0))
     if state == "reserved":
-        return 4.0 * elements / step.strategies.devices(*SEQUENCE_AXES)
+        # Experts are dealt out within the devices over which FSDP splits all the rest (torchtitan's parallel_dims.py).
+        experts, devices = step.held_parameters["experts"], step.strategies.devices
+        return 4.0 * ((elements - experts) / devices(*EXPERT_AXES) + experts) / devices(*SEQUENCE_AXES)
     padded = elements + step.held_parameters["experts"] * (step.lane_padding - 1)
     return dtype_bytes(step.numerics.weights) * padded
 
@@ -392,25 +396,34 @@ def _distributed_parameters(step: TrainingStep) -> dict[str, Number]:
 
 
 def _distributed_optimizer(step: TrainingStep) -> Memory:
-    """Megatron-LM's: the optimizer of what copies have in common is split over them."""
+    """Megatron-LM's: the optimizer of what copies have in common is split over them.
+
+    With float32 gradients 6 + 12/d bytes a parameter over d copies (docs/source/api-guide/dist_optimizer.md). Gradients
+    have a buffer in the dtype in which they are reduced (megatron/core/distributed/param_and_grad_buffer.py,
+    ``grad_reduce_in_fp32``). Narrower moments need the precision-aware optimizer, which keeps of a master weight the 16
+    bits that the stored one lacks (``store_param_remainders``).
+    """
     memory, parts, devices = training_memory(step), _distributed_parameters(step), step.strategies.devices
-    elements = sum(parts.values(), np.float64(0.0))
+    numerics, elements = step.numerics, sum(parts.values(), np.float64(0.0))
     copies = devices("data", "fsdp", *SEQUENCE_AXES)
     # Devices with other experts are copies of all the rest.
-    split = (elements - parts["experts"]) / (copies * devices(*EXPERT_AXES)) + parts["experts"] / copies
+    shared = copies * devices(*EXPERT_AXES)
+    master = 4.0 if numerics.moments == "f32" else 4.0 - dtype_bytes(numerics.compute)
+    layers = parts["dense"] / shared + parts["experts"] / copies
+    tables = parts["vocab"] / shared
     # Our program takes a microbatch out of the buffer of all.
     activations = np.where(devices(*STAGE_AXES) > 1, saved_bytes(step, "save"), memory.activations)
     return replace(
         memory,
-        weights=DISTRIBUTED["weights"] * elements,
-        gradients=DISTRIBUTED["gradients"] * elements,
-        optimizer=DISTRIBUTED["optimizer"] * split,
+        weights=dtype_bytes(numerics.compute) * elements,
+        gradients=numerics.gradient_bytes * elements,
+        optimizer=(master + numerics.optimizer_bytes) * layers + (master + numerics.table_optimizer_bytes) * tables,
         activations=activations,
     )
 
 
 def _reserved(step: TrainingStep) -> Memory:
-    """Of PyTorch's allocator. FSDP splits weights over context parallelism too.
+    """Of PyTorch's allocator. FSDP splits weights over context parallelism too, and over devices with other experts.
 
     Next to stored weights are unsharded ones in 16 bits: both tables and the last layer, which no forward pass frees,
     and what the stream of gathers keeps. ``workspace`` is the loss and what a layer's forward pass leaves free in front

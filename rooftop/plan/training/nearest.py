@@ -29,7 +29,7 @@ from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan
 from rooftop.plan.training.problem import Problem
-from rooftop.plan.training.search import SweepOptions, free_layouts, searched_layouts, sweep
+from rooftop.plan.training.search import PROBED, SweepOptions, free_layouts, searched_layouts, sweep
 
 #: Mesh axes of searches over many slices: a stage rarely pays where these fit, and searching it takes most of the time.
 OUTLINE_AXES: tuple[str, ...] = tuple(name for name in AXES if name != "stage")
@@ -136,7 +136,7 @@ def refusal(problem: Problem) -> str | None:
     return next(training_obstacles(problem.framework.name, problem.spec({}, _PLAIN)), None)
 
 
-_PLAIN = Choice(remat="none")
+_PLAIN = Choice(remat=PROBED)
 
 
 def smallest_chips(problem: Problem) -> float:

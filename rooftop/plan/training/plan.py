@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from rooftop import __version__
 from rooftop.arrays.mesh import Mesh, MeshLayout
-from rooftop.arrays.rules import AXES, STAGE_AXES, Rules
+from rooftop.arrays.rules import AXES, STAGE_AXES, Rules, ways
 from rooftop.capabilities import Choice, Switches, TrainingSpec
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.records import Record, field_values, read_record
 from rooftop.frameworks.framework import PlannedFramework
 from rooftop.frameworks.programs import training_obstacles
+from rooftop.frameworks.words.step import ConfiguredStep
 from rooftop.models import flops_per_token
 from rooftop.models.numerics import Dtypes, Numerics
 from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
@@ -130,12 +131,17 @@ class Padding(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSummary(Record):
-    """The fields in which alternatives differ: mesh, remat, microbatches, switches, time and memory."""
+    """The fields in which alternatives differ: mesh, remat, microbatches, schedule, switches, time and memory.
+
+    ``schedule`` and ``chunks`` are those of pipeline stages; None without stages.
+    """
 
     mesh: Mapping[str, int]
     layout: str
     remat: str
     microbatches: int
+    schedule: str | None = None
+    chunks: int = 1
     collective_matmuls: bool = False
     experts_over_tensor: bool = False
     expected_s: float
@@ -188,6 +194,7 @@ class TrainingPlanDocument(Record):
             layout=self.mesh.on(self.slice.hardware).layout,
             remat=self.remat.name,
             microbatches=self.microbatches,
+            **_pipeline(ways(self.mesh.axes, *STAGE_AXES), self.schedule.name, self.schedule.chunks),
             collective_matmuls=self.collective_matmuls,
             experts_over_tensor=self.experts_over_tensor,
             expected_s=self.step.expected_s,
@@ -363,6 +370,22 @@ class TrainingPlan:
         return self.problem.spec(self.mesh.shape, self.choice)
 
     @cached_property
+    def configured(self) -> ConfiguredStep:
+        """The train step as a configuration of the framework says it."""
+        problem = self.problem
+        return ConfiguredStep(
+            framework=problem.program,
+            model=problem.model,
+            slice=problem.slice,
+            axes=self.mesh.shape,
+            batch_seqs=problem.workload.batch_seqs,
+            seq_len=problem.workload.seq_len,
+            choice=self.choice,
+            numerics=problem.formats,
+            dcn={axis: self.mesh.across(axis) for axis in AXES},
+        )
+
+    @cached_property
     def obstacles(self) -> list[str]:
         """Reasons why no program runs the plan as it stands; empty if one does."""
         return list(training_obstacles(self.problem.framework.name, self.spec))
@@ -394,6 +417,7 @@ class TrainingPlan:
             layout=self.mesh.layout,
             remat=self.choice.remat,
             microbatches=self.choice.microbatches,
+            **_pipeline(self.mesh.size(*STAGE_AXES), *self.choice.pipeline),
             **field_values(self.choice, Switches),
             expected_s=expected_s,
             mfu=self._mfu(expected_s),
@@ -474,6 +498,11 @@ class TrainingPlan:
     def from_json(cls, data: object) -> TrainingPlan:
         """The plan that a plan.json describes, priced anew. Raises RooftopError on a file that is not one."""
         return read_record(TrainingPlanDocument, data, "plan", amounts=True).plan
+
+
+def _pipeline(stages: int, schedule: str, chunks: int) -> dict[str, Any]:
+    """The fields of a summary that are about pipeline stages."""
+    return {"schedule": schedule, "chunks": chunks} if stages > 1 else {}
 
 
 def _shown_row(row: Row, mesh: Mesh) -> Row:

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 
 from rooftop.arrays.mesh import Mesh
 from rooftop.arrays.rules import Rules
-from rooftop.capabilities import AskedSwitches, AttentionKernel, Choice, TrainingSpec
+from rooftop.capabilities import AskedSwitches, AttentionKernel, Choice, Pipeline, TrainingSpec
 from rooftop.core.errors import RooftopError
 from rooftop.frameworks.framework import Framework, FrameworkName, framework_of
 from rooftop.hardware import Slice
@@ -43,13 +43,17 @@ class Problem(AskedSwitches):
     mesh: Mesh | None = None
     remat: str | None = None
     microbatches: int | None = None
-    schedule: PipelineSchedule = DEFAULT_SCHEDULE
-    chunks: int = 1
+    schedule: PipelineSchedule | None = None
+    chunks: int | None = None
     bounds: Bounds = "usable"
 
     def __post_init__(self) -> None:
         require_planned(self.model)
-        require_schedule(self.schedule, self.chunks)
+        if self.schedule is not None or self.chunks is not None:
+            # One of the two may be searched: that which the other leaves open.
+            interleaved = (self.chunks or 2) > 1 if self.schedule is None else self.schedule == "interleaved"
+            plain: PipelineSchedule = "interleaved" if interleaved else DEFAULT_SCHEDULE
+            require_schedule(self.schedule or plain, self.chunks or (2 if interleaved else 1))
         if self.experts_over_tensor and self.model.moe is None:
             raise RooftopError("experts_over_tensor", True, f"False for {self.model.name}, which has no experts")
 
@@ -82,6 +86,16 @@ class Problem(AskedSwitches):
         asked: bool | None = getattr(self, switch)
         return self.program.switches.get(switch) if asked is None else asked
 
+    @cached_property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """The schedules and chunks of pipeline stages that are searched, the plainest first; one if both are given."""
+        program = self.program
+        schedules = program.schedules if self.schedule is None else (self.schedule,)
+        counts = program.chunks or (2,) if self.chunks is None else (self.chunks,)
+        plain = [(name, 1) for name in schedules if name != "interleaved" and self.chunks in (None, 1)]
+        tried: list[Pipeline] = [*plain, *(("interleaved", count) for count in counts if count > 1)]
+        return tuple(pair for pair in tried if pair[0] in schedules or self.chunks is not None)
+
     @property
     def kernel(self) -> AttentionKernel:
         """The attention kernel of the program."""
@@ -92,6 +106,12 @@ class Problem(AskedSwitches):
         """HBM bytes of a device: usable, or nominal with the book's bounds."""
         chip = self.slice.chip
         return chip.hbm_bytes / chip.devices if self.bounds == "book" else chip.hbm_usable_bytes
+
+    @property
+    def host_capacity(self) -> float | None:
+        """Bytes of a device's part of its host's memory; None where no figure is known."""
+        chip = self.slice.chip
+        return None if chip.host_bytes is None else chip.host_bytes / chip.devices
 
     @property
     def roomy_bytes(self) -> float:

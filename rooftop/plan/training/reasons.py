@@ -14,6 +14,7 @@ from rooftop.models.attention import parameters
 from rooftop.models.widths import MOST_PADDING
 from rooftop.plan.documents import Reason
 from rooftop.plan.pricing import scalar
+from rooftop.plan.training.memory import host_bytes
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.step import TrainingStep
 from rooftop.roofline import rules
@@ -63,6 +64,16 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
             limit=total,
             text=f"The plan takes {total / problem.capacity:.0%} of HBM. So near to its edge XLA recomputes values "
             "that the plan keeps, or runs out of memory.",
+        )
+    if (hosts := problem.host_capacity) is not None and (taken := scalar(host_bytes(step))):
+        yield Reason.at_least(
+            rule="memory of the host",
+            source="the catalogue",
+            formula="offloaded bytes <= memory of a host / its devices",
+            value=hosts,
+            limit=taken,
+            text=f"A device offloads {format_bytes(taken)} of activations; its part of the host's memory is "
+            f"{format_bytes(hosts)}.",
         )
     batch = rules.critical_batch(step.rates.flops_per_s[numerics.compute], step.rates.hbm_bytes_per_s)
     local = float(np.ravel(step.tokens)[0])

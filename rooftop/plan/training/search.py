@@ -7,7 +7,7 @@ them. Layouts are priced in the order of that bound, until none that is left cou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from sys import float_info
@@ -30,12 +30,14 @@ from rooftop.capabilities import Choice
 from rooftop.core.errors import RooftopError
 from rooftop.core.rounding import next_multiple
 from rooftop.frameworks.programs import training_obstacles
+from rooftop.frameworks.remat import remat_policies
 from rooftop.models.activations import parse_policy, searched_policies
 from rooftop.models.config import ModelConfig
 from rooftop.models.segments import stage_parts
 from rooftop.models.widths import MOST_PADDING, ModelWidths
-from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh
+from rooftop.plan.layouts import Layouts, enumerate_layouts, from_mesh, mesh_shapes, ranked_layouts, shapes_alone
 from rooftop.plan.pricing import OnProgress
+from rooftop.plan.training.memory import host_bytes
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.pricing import expected_s
 from rooftop.plan.training.problem import Problem
@@ -44,8 +46,12 @@ from rooftop.plan.training.work.rows import training_work
 
 #: The batch in one piece: padding of layouts, before any other choice.
 _WHOLE = Choice(remat="none")
+#: The remat policy with which meshes are tried: every program has it.
+PROBED = "block"
 #: Candidates priced in one go: large enough to spread NumPy's overhead, small enough to stay in cache.
 BLOCK = 65_536
+#: Layouts of which the choices are looked at together.
+ROWS = 512
 #: Mesh shapes to be ranked exactly: the winner and the alternatives that a plan shows.
 RANKED = 6
 #: Accepted meshes, the nearest first, among which one that programs run is sought as an example.
@@ -182,7 +188,8 @@ def _of_one_shape(problem: Problem, whole: Strategies, options: SweepOptions) ->
     """
     allowed = allowed_candidates(problem, whole)
     memory_bytes = np.broadcast_to(_memory(problem, whole[:1]), whole.shape)
-    worth_it = np.any(_worth_pricing(allowed, memory_bytes, problem.capacity), axis=0)
+    allowed = allowed & _needed(whole, allowed & (memory_bytes <= limit_bytes(problem, allowed, memory_bytes)))
+    worth_it = _worth_pricing(allowed, memory_bytes, problem.capacity)
     seconds = _seconds(problem, whole, None if options.exhaustive else worth_it)
     if options.executable:
         fitting = np.where(allowed & (memory_bytes <= problem.capacity), seconds, np.inf).min(axis=0)
@@ -228,6 +235,7 @@ class _ShapeSearch:
         cheapest = whole.cheapest(starts)
         allowed, memory = allowed_candidates(problem, cheapest), _memory(problem, cheapest)
         limit = limit_bytes(problem, allowed, memory) if options.roomy else problem.capacity
+        allowed = allowed & _needed(cheapest, allowed & (memory <= limit))
         return cls(
             problem=problem,
             options=options,
@@ -289,17 +297,22 @@ class _ShapeSearch:
 
     def _run(self, near: _LayoutGroups) -> _LayoutGroups:
         """The groups whose shapes a program runs; one shape is priced in any case, so that there is an answer."""
-        plain = replace(self.whole.choices[0], remat="none", microbatches=1)
-        runs = np.array([_runs(self.problem, self.shapes[shape], plain) for shape in near.shape], np.bool_)
+        plain = replace(self.whole.choices[0], remat=PROBED)
+        runs = np.array([self._runs_some(self.shapes[shape], plain) for shape in near.shape], np.bool_)
         self.allowed[near.shape[~runs]] = self.feasible[near.shape[~runs]] = False
         return near[runs] if runs.any() or self.priced else near[:1]
+
+    def _runs_some(self, devices: Ints, plain: Choice) -> bool:
+        """True if a program runs a mesh of ``devices``, [A], with one microbatch, or one for each stage."""
+        counts = {1, int(devices[AXES.index(STAGE_AXES[0])])}
+        return any(_runs(self.problem, devices, replace(plain, microbatches=count)) for count in sorted(counts))
 
     def _price(self, near: _LayoutGroups, slowest: float) -> None:
         """Price all layouts of the groups; of ``executable`` ones, leave out the choices that no program runs."""
         problem, options = self.problem, self.options
         members, of_shape = near.members, np.repeat(near.shape, near.ends - near.starts)
-        could = self.feasible[near.shape] & (near.bounds <= slowest)
-        seconds = _seconds(problem, self.whole[members], None if options.exhaustive else np.any(could, axis=0))
+        could = np.repeat(self.feasible[near.shape] & (near.bounds <= slowest), near.ends - near.starts, axis=0)
+        seconds = _seconds(problem, self.whole[members], None if options.exhaustive else could)
         fitting = np.where(self.feasible[of_shape], seconds, np.inf)
         for shape in np.unique(near.shape).tolist():
             by_choice = fitting[of_shape == shape].min(axis=0)
@@ -380,7 +393,7 @@ def _slowest(best: Mapping[int, float], ranked: int) -> float:
 
 def _bounds_s(problem: Problem, cheapest: Strategies, feasible: Mask) -> Floats:
     """Lower bounds of the seconds of groups of layouts, [G, K], infinite where a choice is not ``feasible``, [G, K]."""
-    return np.where(feasible, _seconds(problem, cheapest, np.any(feasible, axis=0)), np.inf)
+    return np.where(feasible, _seconds(problem, cheapest, feasible), np.inf)
 
 
 def _finer(problem: Problem, whole: Strategies, could: Mask, left: _LayoutGroups, starts: Ints) -> _LayoutGroups:
@@ -435,27 +448,78 @@ def _refused(problem: Problem, devices: Ints, options: Sequence[Choice], seconds
 def _seconds(problem: Problem, strategies: Strategies, priced: Mask | None) -> Floats:
     """Expected step time of every candidate, [C, K], block by block.
 
-    It is infinite for choices that are not ``priced``, [K]; None prices all.
+    Candidates that are not ``priced``, [C, K], may be infinite; None prices all. Without stages all schedules but the
+    plainest are infinite.
     """
-    chosen = strategies.choices_with(np.ones(strategies.shape[1], np.bool_) if priced is None else priced)
     seconds = np.full(strategies.shape, np.inf)
-    if not len(chosen):
-        return seconds
-    some = strategies.with_choices([strategies.choices[index] for index in chosen])
-    rows = max(1, BLOCK // len(chosen))
-    for start in range(0, len(seconds), rows):
-        part = slice(start, start + rows)
-        block = (some[part] if len(seconds) > rows else some).factored()
-        step = problem.step(block)
-        times = expected_s(training_work(step), step)
-        seconds[part, chosen] = block.flat(times)
+    for rows, worth in _kinds(strategies):
+        start = 0
+        if priced is not None and len(rows) > ROWS:
+            # Layouts with much the same choices stand together.
+            rows = rows[np.lexsort(np.packbits(priced[rows], axis=1).T)]
+        while start < len(rows):
+            part = rows[start : start + ROWS]
+            chosen = strategies.choices_with(worth if priced is None else worth & np.any(priced[part], axis=0))
+            if not len(chosen):
+                start += len(part)
+                continue
+            part = part[: max(1, BLOCK // len(chosen))]
+            start += len(part)
+            some = strategies.with_choices([strategies.choices[index] for index in chosen])
+            block = (some[part] if len(part) < len(seconds) else some).factored()
+            step = problem.step(block)
+            seconds[part[:, None], chosen] = block.flat(expected_s(training_work(step), step))
     return seconds
 
 
+def _kinds(strategies: Strategies) -> Iterator[tuple[Ints, Mask]]:
+    """The layouts without stages and those with stages, each with the choices to look at, [K]."""
+    every, worth = np.arange(len(strategies.layouts)), np.ones(strategies.shape[1], np.bool_)
+    plain = np.array([choice.pipeline == strategies.choices[0].pipeline for choice in strategies.choices])
+    if plain.all():
+        yield every, worth
+        return
+    staged = strategies.layouts.along(*STAGE_AXES) > 1
+    yield every[~staged], plain
+    yield every[staged], worth
+
+
 def _memory(problem: Problem, strategies: Strategies) -> Floats:
-    """Bytes of a device of every candidate, [C, K]."""
-    factored = strategies.factored()
-    return factored.flat(problem.memory(problem.step(factored)).total)
+    """Bytes of a device of every candidate, [C, K]; infinite without stages in all schedules but the plainest."""
+    memory = np.full(strategies.shape, np.inf)
+    for rows, worth in _kinds(strategies):
+        if len(rows):
+            some = strategies[rows] if len(rows) < len(memory) else strategies
+            chosen = [choice for choice, is_worth in zip(strategies.choices, worth, strict=True) if is_worth]
+            factored = some.with_choices(chosen).factored()
+            memory[rows[:, None], np.flatnonzero(worth)] = factored.flat(problem.memory(problem.step(factored)).total)
+    return memory
+
+
+def _host_bytes(problem: Problem, strategies: Strategies) -> Floats:
+    """Bytes of host memory that a device of every candidate takes, [C, K]; of few policies they are not zero."""
+    choices = strategies.choices
+    offloading = [index for index, choice in enumerate(choices) if "offload" in choice.policy.values()]
+    taken = np.zeros(strategies.shape)
+    if offloading:
+        some = strategies.with_choices([choices[index] for index in offloading])
+        taken[:, offloading] = host_bytes(problem.step(some))
+    return taken
+
+
+def _needed(strategies: Strategies, fits: Mask) -> Mask:
+    """Candidates of which no twin fits that keeps on the device what they offload, [C, K]: it is at least as fast.
+
+    ``fits``: candidates that are allowed and stay within the memory of a device, [C, K].
+    """
+    needed = np.ones(fits.shape, np.bool_)
+    places = {(tuple(choice.policy.values()), choice.rest): index for index, choice in enumerate(strategies.choices)}
+    for index, choice in enumerate(strategies.choices):
+        on_device = tuple("save" if action == "offload" else action for action in choice.policy.values())
+        twin = places.get((on_device, choice.rest), index)
+        if twin != index:
+            needed[:, index] = ~fits[:, twin]
+    return needed
 
 
 def plan_of(problem: Problem, strategies: Strategies, candidate: tuple[int, int]) -> TrainingPlan:
@@ -473,7 +537,8 @@ def best_of(problem: Problem, within: Strategies, *, executable: bool = False) -
         within = Strategies(replace(within.layouts, slice=problem.slice), within.choices)
     allowed = allowed_candidates(problem, within)
     memory = _memory(problem, within)
-    seconds = _seconds(problem, within, np.any(_worth_pricing(allowed, memory, problem.capacity), axis=0))
+    allowed = allowed & _needed(within, allowed & (memory <= limit_bytes(problem, allowed, memory)))
+    seconds = _seconds(problem, within, _worth_pricing(allowed, memory, problem.capacity))
     score = np.where(allowed & (memory <= limit_bytes(problem, allowed, memory)), seconds, np.inf)
     if executable:
         for row, devices in enumerate(within.layouts.devices):
@@ -508,6 +573,10 @@ def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
 
 def _free_layouts(problem: Problem, among: Sequence[str], accepts: Callable[[Layouts], Mask]) -> Layouts:
     names = [name for name in AXES if name in among and name in problem.program.axes]
+    if orders := problem.program.orders:
+        shapes = mesh_shapes(problem.slice.devices, names, _most(problem.model))
+        shapes = shapes[accepts(shapes_alone(problem.slice, shapes))]
+        return ranked_layouts(problem.slice, shapes, orders)
     return enumerate_layouts(problem.slice, names, {}, _most(problem.model), accepts)
 
 
@@ -554,10 +623,15 @@ def _most(model: ModelConfig) -> dict[str, int]:
 def _stages_filled(problem: Problem, layouts: Layouts) -> Mask:
     """Each chunk of a stage must have room for a layer, or a period, and few may be padding."""
     stages, (parts, _) = layouts.along(*STAGE_AXES), stage_parts(problem.model)
-    chunks = stages * problem.chunks
-    room = next_multiple(parts, chunks)
-    good: Mask = (stages == 1) | (chunks <= parts) & (room <= (1 + MOST_PADDING) * parts)
+    fewest = min(chunks for _, chunks in problem.pipelines)
+    good: Mask = (stages == 1) | _filled(parts, stages * fewest)
     return good
+
+
+def _filled(parts: int, places: Ints | Floats) -> Mask:
+    """True where the ``parts`` of a model that stages share fill ``places`` in them, and few places are padding."""
+    filled: Mask = (places <= parts) & (next_multiple(parts, places) <= (1 + MOST_PADDING) * parts)
+    return filled
 
 
 def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
@@ -578,9 +652,12 @@ def _given(problem: Problem, sizes: Mapping[str, int]) -> Layouts:
         raise RooftopError("mesh axis stage", stages, f"at most the {parts} {what}{_such_as(problem, sizes)}")
     names = [name for name in AXES if sizes.get(name, 1) > 1] or list(BATCH_AXES[:1])
     divides = {name: sizes.get(name, 1) for name in AXES}
-    layouts = enumerate_layouts(problem.slice, names, divides)
     asked = np.array([divides[name] for name in AXES])
-    layouts = layouts[np.all(layouts.devices == asked, axis=1)]
+    if orders := problem.program.orders:
+        layouts = ranked_layouts(problem.slice, asked[None], orders)
+    else:
+        layouts = enumerate_layouts(problem.slice, names, divides)
+        layouts = layouts[np.all(layouts.devices == asked, axis=1)]
     if not len(layouts):
         physical = " x ".join(f"{axis.name}={axis.size}" for axis in problem.slice.physical_axes)
         raise RooftopError(
@@ -597,7 +674,8 @@ def _such_as(problem: Problem, sizes: Mapping[str, int]) -> str:
     asked = np.array([sizes.get(name, 1) for name in AXES])
     off = np.abs(np.log(devices / asked)).sum(axis=1)
     near = devices[np.argsort(off, kind="stable")]
-    plain = Choice(remat="none", schedule=problem.schedule, chunks=problem.chunks)
+    schedule, chunks = problem.pipelines[0]
+    plain = Choice(remat=PROBED, schedule=schedule, chunks=chunks)
     accepted = next((mesh for mesh in near[:_EXAMPLES] if _runs(problem, mesh, plain)), near[0] if len(near) else None)
     if accepted is None:
         return ""
@@ -612,7 +690,11 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
     """
     if problem.remat is None:
         exchanges = problem.model.moe is not None and layouts.along(*EXPERT_AXES, *COLUMN_AXES).max(initial=1) > 1
-        policies: Mapping[str, Mapping[str, str]] = searched_policies(exchanges=exchanges)
+        # Where nobody knows how much memory hosts have, none of it is planned.
+        offloads = () if problem.host_capacity is None else problem.program.offloads
+        policies: Mapping[str, Mapping[str, str]] = searched_policies(exchanges=exchanges, offloads=offloads)
+        if theirs := remat_policies(problem.program.name, problem.model):
+            policies = {name: parse_policy(name) for name in dict.fromkeys((*theirs, *offloads))}
     else:
         policies = {problem.remat: parse_policy(problem.remat)}
     counts: Sequence[int]
@@ -627,7 +709,9 @@ def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
         most = max(1, problem.workload.batch_seqs // int(replicas.min(initial=1)))
         counts = [2**power for power in range(8) if 2**power <= most]
     switches = searched_switches(problem, layouts)
-    return choices(policies, counts, schedule=problem.schedule, chunks=problem.chunks, **switches)
+    staged = layouts.along(*STAGE_AXES).max(initial=1) > 1
+    pipelines = problem.pipelines if staged else problem.pipelines[:1]
+    return choices(policies, counts, pipelines=pipelines, **switches)
 
 
 def searched_switches(problem: Problem, layouts: Layouts) -> dict[str, tuple[bool, ...]]:
@@ -658,11 +742,21 @@ def allowed_candidates(problem: Problem, strategies: Strategies) -> Mask:
     good = np.broadcast_to(~wasteful(problem, strategies), strategies.shape)
     stages = layouts.along(*STAGE_AXES)[:, None]
     parts, what = stage_parts(problem.model)
-    filled: Mask = (stages == 1) | (stages * problem.chunks <= parts)
+    if problem.program.habits.fills_stages:
+        parts, what = problem.model.layers + 2, "layers, embedding and loss"
+    chunks, plain = strategies.chunks, strategies.choices[0].pipeline
+    # Other numbers of microbatches have no interleaved table (``rooftop.scheduling.pipeline``).
+    in_groups = (chunks == 1) | (strategies.microbatches <= stages) | (strategies.microbatches % stages == 0)
+    if len(problem.pipelines) > 1:
+        # Without stages schedules do not differ.
+        is_plain = np.array([[choice.pipeline == plain for choice in strategies.choices]])
+        filled: Mask = np.where(stages == 1, is_plain, (chunks == 1) | _filled(parts, stages * chunks) & in_groups)
+    else:
+        filled = (stages == 1) | (stages * chunks <= parts) & (in_groups | (problem.microbatches is not None))
     if not filled.any():
         most = parts // int(stages.min())
         accepted = f"at most {most}" if most > 1 else "no interleaving"
-        raise RooftopError("chunks", problem.chunks, f"{accepted} ({int(stages.min())} stages share {parts} {what})")
+        raise RooftopError("chunks", int(chunks.min()), f"{accepted} ({int(stages.min())} stages share {parts} {what})")
     if problem.pinned("collective_matmuls") is None:
         # No program has them in stages.
         filled = filled & ((stages == 1) | (strategies.collective_matmuls == 0))
@@ -671,5 +765,8 @@ def allowed_candidates(problem: Problem, strategies: Strategies) -> Mask:
         padding = np.asarray(problem.step(strategies).widths.padding)
         fewest = np.maximum(MOST_PADDING, padding.min(axis=1, keepdims=True))
         filled = filled & (padding <= fewest) & (~whole | (layouts.along(*COLUMN_AXES)[:, None] > 1))
+    if problem.remat is None and problem.host_capacity is not None:
+        # A policy that was asked for is planned all the same, with a reason that says so.
+        filled = filled & (_host_bytes(problem, strategies) <= problem.host_capacity)
     # Little padding matters less than a schedule that can be.
     return good & filled if (good & filled).any() else np.broadcast_to(filled, strategies.shape)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +18,22 @@ import numpy.typing as npt
 from rooftop.arrays.mesh import Floats, Ints
 from rooftop.arrays.rings import closes
 from rooftop.arrays.rules import AXES, GATHER_AXES, STAGE_AXES
-from rooftop.capabilities import Choice
+from rooftop.capabilities import Choice, Pipeline
 from rooftop.core.ledger import Number
 from rooftop.frameworks.habits import Habits
 from rooftop.models import ModelConfig
 from rooftop.models.activations import CHECKPOINTS, kept_widths
 from rooftop.plan.layouts import Layouts, Ways
 from rooftop.roofline.collectives import Price, price, ring_hop
-from rooftop.scheduling.pipeline import DEFAULT_SCHEDULE, PipelineSchedule, SlotCounts, SlotMix, slot_counts
+from rooftop.scheduling.pipeline import (
+    DEFAULT_SCHEDULE,
+    PipelineSchedule,
+    SlotMix,
+    least_slot_counts,
+    least_trip_count,
+    slot_counts,
+    trip_count,
+)
 
 #: The share of the 1F1B bubble that each pipeline schedule leaves idle. In the zero-bubble one (ZB-H1, Qi et al.
 #: 2023) weight gradients fill the gaps: with forward, dX and dW of equal length a third of the bubble remains.
@@ -37,6 +45,8 @@ IDLE_SHARES: Mapping[PipelineSchedule, float] = {
     "zero_bubble": 1.0 / 3.0,
 }
 
+#: What is counted of a pipeline's table.
+Counted = TypeVar("Counted")
 #: The price of a hop of a ring, among the prices of collectives.
 RING_HOP = "ring_hop"
 
@@ -222,25 +232,30 @@ class Strategies:
         """Share of the 1F1B bubble that the schedule leaves, [1, K]."""
         return np.array([[IDLE_SHARES[choice.schedule] for choice in self.choices]])
 
-    @cached_property
-    def _slot_counts(self) -> tuple[Ints, list[list[SlotCounts]]]:
+    def _of_tables(self, count: Callable[..., Counted]) -> tuple[Ints, list[list[Counted]]]:
         """For each layout the index of its number of stages, [C], and counts of tables by that index and choice."""
         stages, index = np.unique(self.layouts.along(*STAGE_AXES), return_inverse=True)
         return index, [
-            [slot_counts(choice.schedule, size, choice.microbatches, choice.chunks) for choice in self.choices]
+            [count(choice.schedule, size, choice.microbatches, choice.chunks) for choice in self.choices]
             for size in stages.tolist()
         ]
 
     @cached_property
     def trips(self) -> Floats:
-        """Trips of the pipeline's program, [C, K]: in each one, every stage sends a result to both neighbours."""
-        index, counts = self._slot_counts
-        return np.array([[float(count.trips) for count in row] for row in counts])[index]
+        """Trips of the pipeline's program, [C, K]: in each one, every stage sends a result to both neighbours.
+
+        Of groups of layouts no more than those of any table: tables take long.
+        """
+        index, counts = self._of_tables(trip_count if self.groups is None else least_trip_count)
+        return np.array(counts, np.float64)[index]
 
     @cached_property
     def slot_mixes(self) -> dict[SlotMix, Floats]:
-        """Slots of the pipeline's table by the tasks that may be the longest in them, [C, K]."""
-        index, counts = self._slot_counts
+        """Slots of the pipeline's table by the tasks that may be the longest in them, [C, K].
+
+        Of groups of layouts those that take no longer than any table.
+        """
+        index, counts = self._of_tables(slot_counts if self.groups is None else least_slot_counts)
         # In one order whatever is priced together: sums of floats depend on it.
         mixes = sorted({mix for row in counts for count in row for mix in count.mixes}, key=sorted)
         return {
@@ -356,13 +371,12 @@ def choices(
     remats: Iterable[str],
     microbatches: Sequence[int],
     *,
-    schedule: PipelineSchedule = DEFAULT_SCHEDULE,
-    chunks: int = 1,
+    pipelines: Sequence[Pipeline] = ((DEFAULT_SCHEDULE, 1),),
     **switches: Sequence[bool],
 ) -> tuple[Choice, ...]:
-    """Every combination of remat policies, settings of ``switches``, and microbatches, under one schedule."""
+    """Every combination of remat policies, schedules with their chunks, settings of ``switches``, and microbatches."""
     settings = [dict(zip(switches, on, strict=True)) for on in product(*switches.values())]
     return tuple(
         Choice(remat=remat, microbatches=count, schedule=schedule, chunks=chunks, **on)
-        for remat, on, count in product(remats, settings, microbatches)
+        for remat, (schedule, chunks), on, count in product(remats, pipelines, settings, microbatches)
     )

@@ -187,7 +187,12 @@ def support(record: SupportRecord) -> Document:
     """A model on a chip: verbs, evidence, and the source of each rate."""
     verbs = [(entry.verb, entry.answer, entry.note) for entry in record.verbs]
     evidence = [(phase, one.level, one.text) for phase, one in record.evidence.items()]
-    tables = (("", "verb", "", verbs), ("Evidence for its times", "phase", "times are", evidence))
+    frameworks = [(entry.verb, entry.answer, entry.note) for entry in record.frameworks]
+    tables = (
+        ("", "verb", "", verbs),
+        ("Frameworks that train it", "framework", "", frameworks),
+        ("Evidence for its times", "phase", "times are", evidence),
+    )
     wide = tuple(
         Table(
             title=title,

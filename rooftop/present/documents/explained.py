@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
-from rooftop.explain.difference import Difference, MemoryChange
+from rooftop.explain.difference import Difference, DifferenceSide, MemoryChange
 from rooftop.explain.measured.columns import CollectiveColumns
 from rooftop.explain.measured.report import ExplainedRecord
 from rooftop.explain.operations import LayoutRecord, OperationRecord, OperationsRecord, OperationTimes, TrueMatmul
@@ -470,7 +470,8 @@ def difference(answer: Difference, *, top: int = 0) -> Document:
     return Document(
         title="What changed",
         verdict=ShownVerdict(
-            subject=f"{before.name} ({before.kind}), then {after.name} ({after.kind})",
+            subject=f"{before.name} ({_kind(before)}), then {after.name} ({_kind(after)})",
+            details=() if answer.dollars is None else (answer.dollars,),
             says=sentence(answer.verdict),
         ),
         charts=(
@@ -478,6 +479,11 @@ def difference(answer: Difference, *, top: int = 0) -> Document:
             *_memory_that_differs(answer.memory),
         ),
     )
+
+
+def _kind(side: DifferenceSide) -> str:
+    """The kind of a side, with the framework of a plan."""
+    return side.kind if side.program is None else f"{side.kind} for {side.program}"
 
 
 def _memory_that_differs(changes: Sequence[MemoryChange]) -> tuple[Chart, ...]:

@@ -70,6 +70,11 @@ def microbatches_text(count: int) -> str:
     return f"{count} microbatch{'es' if count > 1 else ''}"
 
 
+def pipeline_text(schedule: str | None, chunks: int) -> str:
+    """A pipeline's schedule and chunks, behind other words; '' without stages."""
+    return "" if schedule is None else f", {schedule}" + (f" {chunks} chunks" if chunks > 1 else "")
+
+
 def milliseconds(seconds: float, digits: int = 2) -> str:
     """Seconds as a number of milliseconds, '' for none."""
     return f"{seconds * 1e3:.{digits}f}" if seconds else ""

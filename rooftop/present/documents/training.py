@@ -9,7 +9,9 @@ from rooftop.arrays.rules import COLUMN_AXES, STAGE_AXES, ways
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
 from rooftop.core.timelines import Lanes
+from rooftop.frameworks.answers import FrameworkOffer, StatedConfiguration
 from rooftop.frameworks.framework import FRAMEWORKS, PlannedFramework
+from rooftop.frameworks.words.configurations import short_words
 from rooftop.frameworks.xla import pinned_release
 from rooftop.plan.training.answer import OtherBatch, TrainingAnswerDocument
 from rooftop.plan.training.comparison import ComparisonDocument, OfferDocument
@@ -25,6 +27,7 @@ from rooftop.present.document import (
     Items,
     Level,
     Lines,
+    Listing,
     ShownFigure,
     ShownVerdict,
     Table,
@@ -47,6 +50,7 @@ from rooftop.present.documents.parts import (
     microbatches_text,
     milliseconds,
     obstacles,
+    pipeline_text,
     price_text,
     prices_text,
     reasons,
@@ -75,7 +79,10 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
             no=_refusal(plan),
             details=(
                 *_framework(plan.framework),
+                *_best_known(plan),
+                *_stated(plan.stated),
                 f"laid out as {layout}; remat {plan.remat.name}; {microbatches_text(plan.microbatches)}"
+                + pipeline_text(plan.summary.schedule, plan.schedule.chunks)
                 + (
                     "; collective matmuls over tensor"
                     if plan.collective_matmuls and ways(plan.mesh.axes, *COLUMN_AXES) > 1
@@ -92,6 +99,7 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
         figures=tuple(_figures(plan, classes)),
         charts=(
             *_comparison(plan),
+            *_frameworks(plan),
             *_compiled(plan.compiled),
             *obstacles(plan.obstacles, *(_nearest(plan) if memory.fits else ())),
             _where(plan.ledger, plan.step.expected_s),
@@ -101,7 +109,9 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
             memory_bars({"planned": classes}, memory.capacity),
             reasons(plan.reasons),
             *_alternatives(plan),
+            *_unused(plan.stated),
             *_changes(plan),
+            *_configuration(plan),
         ),
         sources=version_note(plan.rooftop_version),
     )
@@ -115,6 +125,102 @@ def _framework(framework: PlannedFramework) -> Iterator[str]:
         release = "" if framework.release is None else f" {framework.release}"
         settings = ", ".join(f"{name} {value}" for name, value in framework.applied.items())
         yield f"planned for {framework.title}{release}" + (f": {settings}" if settings else "")
+
+
+def _best_known(plan: TrainingAnswerDocument) -> Iterator[str]:
+    """The best plan of another framework, next to rooftop's own."""
+    if len(plan.frameworks) == 1 and (offer := plan.frameworks[0]).name != plan.framework.name:
+        interval = "" if offer.interval_s is None else f", {_span(offer.interval_s)}"
+        words = short_words(offer.name, offer.mesh, offer.chunks)
+        yield f"{offer.title} would take {format_seconds(offer.step_s)}{interval} ({words}); rooftop's own program " + (
+            format_seconds(plan.step.expected_s)
+        )
+
+
+def _frameworks(plan: TrainingAnswerDocument) -> Iterator[Chart]:
+    """The best plan of each framework, the recommended one first."""
+    if len(plan.frameworks) < 2:
+        return
+    rows = [
+        (
+            f"{offer.title} {offer.release or ''}".strip(),
+            format_seconds(offer.step_s) if offer.step_s else "",
+            "" if offer.interval_s is None else _span(offer.interval_s),
+            str(offer.runs or ""),
+            f"{offer.mfu:.1%}" if offer.mfu else "",
+            format_bytes(offer.memory_bytes) if offer.memory_bytes else "",
+            "" if offer.days is None else f"{offer.days:.1f}",
+            "" if offer.cost_usd is None else format_count(offer.cost_usd),
+            f"not run: {offer.obstacle}" if offer.obstacle else _strategy(offer),
+        )
+        for offer in plan.frameworks
+    ]
+    names = ("framework", "step", "90%", "runs", "MFU", "memory", "days", "dollars", "strategy")
+    shown = [at for at, name in enumerate(names) if name not in ("days", "dollars") or any(row[at] for row in rows)]
+    drops = {"runs": 2, "MFU": 1}
+    yield Table(
+        title="Frameworks compared, the likeliest to be fastest first",
+        section="Frameworks",
+        about="The best plan that each program runs, by the middle of its interval (90%); runs: published runs that it "
+        "rests on.",
+        columns=tuple(
+            TableColumn(name, "text" if name in ("framework", "strategy") else "number", wrap=name == "strategy",
+                        drop=drops.get(name, 0))
+            for name in (names[at] for at in shown)
+        ),
+        rows=tuple(tuple(row[at] for at in shown) for row in rows),
+    )  # fmt: skip
+
+
+def _span(interval_s: tuple[float, float]) -> str:
+    low, high = interval_s
+    return f"{format_seconds(low)} to {format_seconds(high)}"
+
+
+def _strategy(offer: FrameworkOffer) -> str:
+    return f"{short_words(offer.name, offer.mesh, offer.chunks)}; remat {offer.remat}"
+
+
+def _stated(stated: StatedConfiguration | None) -> Iterator[str]:
+    """The configuration that the plan is of, and settings whose price is not known."""
+    if stated is None:
+        return
+    yield f"as {stated.file} configures it" + "".join(f"; {note}" for note in stated.notes)
+    if stated.unpriced:
+        yield f"without a price: {', '.join(stated.unpriced)}"
+
+
+def _unused(stated: StatedConfiguration | None) -> Iterator[Chart]:
+    """Settings that the configuration leaves unused, with their gains."""
+    if stated is not None and stated.unused:
+        items = tuple(
+            Item(f" {change.about}: {', '.join(_setting(*entry) for entry in change.settings.items())}",
+                 mark=f"{change.gain:+.1%}")
+            for change in stated.unused
+        )  # fmt: skip
+        yield Items(title=f"What {stated.file} leaves unused (tokens/s)", section="Unused", items=items)
+
+
+def _setting(key: str, values: tuple[str | None, str | None]) -> str:
+    """A changed setting in words: '--tensor-model-parallel-size 4 (was 8)'."""
+    value, before = values
+    if value is None:
+        return f"no {key}"
+    text = f"{key} {value}".rstrip()
+    return f"{text} (was {before})" if before else text
+
+
+def _configuration(plan: TrainingAnswerDocument) -> Iterator[Chart]:
+    """The files of the framework's configuration, and the command that reads them."""
+    configuration = plan.configuration
+    if configuration is None:
+        return
+    section = "Configuration"
+    for name, text in configuration.files.items():
+        about = sentence("; ".join(configuration.notes))
+        yield Listing(title=f"Configuration: {name}", about=about, section=section, text=text.rstrip())
+    if not configuration.command.startswith("bash "):
+        yield Listing(title="Command", section=section, text=configuration.command)
 
 
 def training_lanes(plan: TrainingAnswerDocument) -> Iterator[Lanes]:
@@ -180,7 +286,8 @@ def _tight(plan: TrainingAnswerDocument) -> Iterator[str]:
         if (near := plan.nearest_with_room) is not None:
             yield (
                 f"nearest with room: {near.slice} as {mesh_text(near.mesh)}, remat {near.remat}, "
-                f"{microbatches_text(near.microbatches)}: {format_seconds(near.expected_s)} a step"
+                f"{microbatches_text(near.microbatches)}"
+                f"{pipeline_text(near.schedule, near.chunks)}: {format_seconds(near.expected_s)} a step"
             )
 
 
@@ -369,8 +476,9 @@ def _figures(plan: TrainingAnswerDocument, classes: Mapping[str, float]) -> Iter
         yield ShownFigure("days", "budget", plan.days * 86400, "s", level, shown=f"{plan.days:.1f} days",
             note=f"for {format_count(plan.workload.tokens or 0.0)} tokens; {cost}")  # fmt: skip
     classes_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
+    of_host = f"; and {format_bytes(memory.host)} of its host" if memory.host else ""
     yield ShownFigure("memory_bytes", "memory", memory.total, "B", "expected",
-        note=f"of {format_bytes(memory.capacity)} a device: {classes_text}")  # fmt: skip
+        note=f"of {format_bytes(memory.capacity)} a device: {classes_text}{of_host}")  # fmt: skip
     yield from stored_figures(plan.model.stored, f"trained as {plan.dtypes.weights}")
     yield from padding_figure(plan.padding, plan.workload.seq_len)
     exposed = {name: seconds for name, seconds in step.exposed_s.items() if seconds > 0}
@@ -399,7 +507,8 @@ def _nearest(plan: TrainingAnswerDocument) -> Iterator[str]:
         verb = "runs" if plan.memory.fits else "does"
         yield (
             f"nearest that {verb}: {near.slice} as {mesh_text(near.mesh)}{other}, remat {near.remat}, "
-            f"{microbatches_text(near.microbatches)}: {format_seconds(near.expected_s)} a step"
+            f"{microbatches_text(near.microbatches)}"
+            f"{pipeline_text(near.schedule, near.chunks)}: {format_seconds(near.expected_s)} a step"
         )
 
 
@@ -448,7 +557,7 @@ def _alternatives(plan: TrainingAnswerDocument) -> tuple[Chart, ...]:
         (
             " x ".join(f"{name} {size}" for name, size in other.mesh.items()),
             other.remat,
-            str(other.microbatches),
+            f"{other.microbatches}{pipeline_text(other.schedule, other.chunks)}",
             format_seconds(other.expected_s),
             f"{other.mfu:.1%}",
             format_bytes(other.memory_bytes),
@@ -489,7 +598,7 @@ def _series(name: str, style: Literal["point", "dots"], plans: Sequence[PlanSumm
 
 def _note(plan: PlanSummary) -> str:
     return (
-        f"remat: {plan.remat}\nmicrobatches: {plan.microbatches}\n"
+        f"remat: {plan.remat}\nmicrobatches: {plan.microbatches}{pipeline_text(plan.schedule, plan.chunks)}\n"
         f"step: {format_seconds(plan.expected_s)}\nMFU: {plan.mfu:.1%}\n"
         f"memory: {format_bytes(plan.memory_bytes)}"
     )
@@ -504,6 +613,14 @@ def _changes(plan: TrainingAnswerDocument) -> tuple[Chart, ...]:
     if possible:
         items = tuple(Item(f" {change.change}", mark=f"{change.gain:+.1%}") for change in possible)
         charts.append(Items(title="What would change it (tokens/s)", section=section, items=items))
+    if plan.levers:
+        items = tuple(
+            Item(f" {lever.lever}: {lever.chosen}, not {lever.other}", mark=f"{lever.gain:+.1%}")
+            for lever in sorted(plan.levers, key=lambda lever: -lever.gain)
+        )
+        charts.append(
+            Items(title="What the search tried, and what its choice gains (tokens/s)", section=section, items=items)
+        )
     if missing:
         ours = plan.framework.name == FRAMEWORKS[0]
         program = "rooftop's program" if ours else plan.framework.title

@@ -1,0 +1,98 @@
+"""Configurations of train steps, and train steps of configurations, by framework."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rooftop.core.errors import RooftopError
+from rooftop.frameworks.framework import FRAMEWORKS
+from rooftop.frameworks.words.step import ConfiguredStep, StatedStep
+from rooftop.frameworks.words.table import FrameworkConfiguration, word_table
+from rooftop.hardware import Slice
+from rooftop.models import ModelConfig
+
+
+def configuration_of(step: ConfiguredStep) -> FrameworkConfiguration | None:
+    """A train step in the words of its framework; None of rooftop's own, whose plan.json is its configuration.
+
+    Raises RooftopError for a step that the words cannot say.
+    """
+    name = step.framework.name
+    if name == "megatron":
+        from rooftop.frameworks.words.megatron import megatron_configuration as configuration
+    elif name == "torchtitan":
+        from rooftop.frameworks.words.torchtitan import torchtitan_configuration as configuration
+    elif name == "maxtext":
+        from rooftop.frameworks.words.maxtext import maxtext_configuration as configuration
+    else:
+        return None
+    return configuration(step)
+
+
+def short_words(framework: str, mesh: Mapping[str, int], chunks: int = 1) -> str:
+    """Sizes of a mesh as users of the framework say them in short: 'TP 4, PP 4, VPP 5'; those of 1 left out."""
+    names: Mapping[str, str] = {} if framework == FRAMEWORKS[0] else word_table(framework).data.get("short", {})
+    sizes = {**mesh, "chunks": chunks}
+    order = [*names, *(name for name in sizes if name not in names)]
+    said = [f"{names.get(name, name)} {sizes[name]}" for name in order if sizes.get(name, 1) > 1]
+    return ", ".join(said) or "one device"
+
+
+def written_words(step: ConfiguredStep) -> dict[str, str]:
+    """Settings of a train step's configuration by key, those at their defaults left out. Raises RooftopError."""
+    name = step.framework.name
+    if name == "megatron":
+        from rooftop.frameworks.words.megatron import megatron_values as values
+    elif name == "torchtitan":
+        from rooftop.frameworks.words.torchtitan import torchtitan_values as values
+    else:
+        from rooftop.frameworks.words.maxtext import maxtext_values as values
+    return {
+        word.key: "" if word.is_flag else " ".join(map(str, value)) if isinstance(value, tuple) else _text(value)
+        for word, value in word_table(name).written(values(step))
+    }
+
+
+def usual_text(framework: str, key: str) -> str | None:
+    """The value of a setting that a configuration does not say; None if it then is not set."""
+    word = word_table(framework).by_key[key]
+    if word.is_flag or word.default in (None, (), ""):
+        return None
+    return " ".join(map(str, word.default)) if isinstance(word.default, tuple) else _text(word.default)
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def stated_recipe(framework: str, name: str, slice_: Slice, model: ModelConfig | None = None) -> StatedStep:
+    """The train step of a recipe that a framework publishes. Raises RooftopError."""
+    if framework != "megatron":
+        raise RooftopError("from", name, "a file with a configuration: recipes are those of --framework megatron")
+    from rooftop.frameworks.words.megatron_recipes import recipe_step
+
+    return recipe_step(name, devices=slice_.devices, model=model)
+
+
+def stated_step(framework: str, text: str, slice_: Slice, model: ModelConfig | None = None) -> StatedStep:
+    """The train step that a configuration of a framework, its ``text``, states for the devices of a slice.
+
+    ``model``: in place of the one that the configuration states. Raises RooftopError for what the framework does not
+    have or refuses, and for settings without a price.
+    """
+    if framework == "megatron":
+        from rooftop.frameworks.words.megatron_read import megatron_step
+
+        return megatron_step(text, devices=slice_.devices, model=model)
+    if framework == "torchtitan":
+        from rooftop.frameworks.words.torchtitan import torchtitan_step
+
+        return torchtitan_step(text, devices=slice_.devices, model=model)
+    if framework == "maxtext":
+        from rooftop.frameworks.words.maxtext import maxtext_step
+
+        # Its DCN axes are those between slices, and of GPUs between nodes.
+        groups = slice_.hosts if slice_.chip.kind == "gpu" else slice_.num_slices
+        return maxtext_step(text, devices=slice_.devices, slices=groups, model=model)
+    others = ", ".join(name for name in FRAMEWORKS[1:])
+    raise RooftopError("from", framework, f"a configuration of another framework: --framework {others}")
