@@ -194,12 +194,17 @@ def json_option(function: _Function) -> _Function:
 
 
 class _Required:
-    """A parameter that a file of ``--request`` may give."""
+    """A parameter that a file of ``--request`` may give, or that of another parameter, ``stated_by``."""
+
+    def __init__(self, *args: Any, stated_by: str = "", **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.stated_by = stated_by
 
     def value_is_missing(self, value: Any) -> bool:
         """True if neither the command line nor a file gives it."""
         context = click.get_current_context(silent=True)
-        has_file = context is not None and isinstance(context.params.get("request_file"), Path)
+        files = ("request_file", self.stated_by) if self.stated_by else ("request_file",)
+        has_file = context is not None and any(isinstance(context.params.get(name), Path | str) for name in files)
         missing: bool = super().value_is_missing(value)  # type: ignore[misc]  # of click.Parameter
         return missing and not has_file
 
@@ -254,9 +259,11 @@ def field_options(kind: type[Request], *, required: bool = True) -> _Decorator:
     """Give a verb the fields of a request as arguments and options, all of them optional unless ``required``."""
 
     def decorate(function: Any) -> Any:
+        files = {setting.word.stated_by for setting in kind.settings()}
         for setting in reversed(kind.settings()):
             if setting.word.typed:
-                function = _parameter(setting, required=required)(function)
+                # What may state others is read before them.
+                function = _parameter(setting, required=required, is_eager=setting.name in files)(function)
         return function
 
     return decorate
@@ -272,12 +279,14 @@ def _request(kind: type[Request], values: Mapping[str, Any], path: Path | None) 
     return kind.read(path, **{name: value for name, value in values.items() if sources[name] in typed})
 
 
-def _parameter(setting: Setting, *, required: bool) -> _Decorator:
+def _parameter(setting: Setting, *, required: bool, is_eager: bool = False) -> _Decorator:
     """The argument or option of a field."""
     word, default = setting.word, None if setting.default is dataclasses.MISSING else setting.default
     attributes: dict[str, Any] = {
-        "required": required and setting.default is dataclasses.MISSING,
+        "required": required and setting.is_required({}),
         "type": _type(setting.kind),
+        "stated_by": setting.word.stated_by,
+        "is_eager": is_eager,
     }
     if default not in (None, ()):
         attributes["default"] = setting.kind.text(default)

@@ -41,7 +41,7 @@ class PlanTraining(Request):
 
     verb: ClassVar[str] = "plan train"
 
-    model: ModelLike | None = None
+    model: ModelLike | None = setting(None, stated_by="configuration")
     """A preset, or the path of a Hugging Face config.json or of its folder. By default that of ``--from``."""
     _: KW_ONLY
     on: SlicesLike = setting()

@@ -44,6 +44,10 @@ class Setting:
         """The kind of its values."""
         return self.word.kind
 
+    def is_required(self, values: Mapping[str, object]) -> bool:
+        """True for a field that must be given next to ``values`` of others."""
+        return self.default is MISSING or (bool(self.word.stated_by) and values.get(self.word.stated_by) is None)
+
     @property
     def option(self) -> str:
         """The name without dashes in front, as in errors: batch-seqs."""
@@ -167,7 +171,7 @@ class Request:
                 values[name] = settings[name].of_json(value)
         values |= changes
         for name, setting in settings.items():
-            if setting.default is MISSING and name not in values:
+            if setting.is_required(values) and name not in values:
                 raise RooftopError(setting.option, None, setting.about)
         return cls(**values)
 

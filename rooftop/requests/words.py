@@ -68,6 +68,7 @@ class Word:
     An option with ``several`` may be given more than once. ``envvar`` gives it too. A ``secret`` is never written. An
     ``argument`` has no name on a command line; by default a field that may be passed without its name in Python. One
     that is not ``typed`` is no option: Python and the JSON of a request have it. ``label`` and ``unit`` are for forms.
+    ``stated_by`` is the field without which one with a default must be given.
     """
 
     group: str = ""
@@ -81,6 +82,7 @@ class Word:
     typed: bool = True
     label: str = ""
     unit: str = ""
+    stated_by: str = ""
 
     def with_changes(self, changes: Mapping[str, Any]) -> Word:
         """The word with other attributes."""

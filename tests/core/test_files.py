@@ -38,6 +38,7 @@ OWN = {
     "rooftop/requests/request.py": {"_classes"},
     "rooftop/runs/checkpoints.py": {"_publish"},
     "rooftop/frameworks/tables.py": {"data_table"},
+    "rooftop/frameworks/recipes.py": {"recipes"},
     "rooftop/runs/restarts.py": {"run"},
     "rooftop/runs/supervise.py": {"is_stopped"},
     "rooftop/serve/api/compiling.py": {"main"},

@@ -96,7 +96,8 @@ def test_dense_layers_come_before_those_with_experts() -> None:
 
 
 def test_stages_of_a_pipeline_are_lanes() -> None:
-    planned = plan(on="v5p:4x4x4", axes={"stage": 4, "fsdp": 16}, microbatches=8, tokens=128 * 2048)
+    mesh = {"stage": 4, "fsdp": 16}
+    planned = plan(on="v5p:4x4x4", axes=mesh, microbatches=8, tokens=128 * 2048, schedule="1f1b")
     drawn = planned_lanes(planned)
     assert [lane.name for lane in drawn.lanes] == [f"stage {stage}" for stage in range(4)]
     names = [span.name for span in drawn.lanes[0].spans]
