@@ -18,7 +18,7 @@ from rooftop.frameworks.answers import FrameworkOffer, StatedConfiguration
 from rooftop.frameworks.framework import FRAMEWORKS
 from rooftop.hardware import MOST_CHIPS, Chip, Slice, slice_sizes
 from rooftop.library.results import Result, ledger_rows
-from rooftop.plan.frameworks.offers import offers_of
+from rooftop.plan.frameworks.offers import offers_of, runnable_offers
 from rooftop.plan.frameworks.unused import unused_settings
 from rooftop.plan.pricing import OnProgress
 from rooftop.plan.training import answer as training
@@ -249,8 +249,7 @@ def with_best_known(result: TrainingPlanResult, on_progress: OnProgress | None =
     pinned = problem.axes is not None or problem.mesh is not None or result.comparison is not None
     if pinned or request.framework != FRAMEWORKS[0] or request.compile is not None:
         return result
-    offers = [offer for offer, _ in offers_of(problem, FRAMEWORKS[1:], on_progress)]
-    known = [offer for offer in offers if offer.obstacle is None]
+    known = [offer for offer in runnable_offers(problem, on_progress) if offer.obstacle is None]
     return replace(result, frameworks=tuple(sorted(known, key=lambda offer: offer.likely_s)[:1]))
 
 

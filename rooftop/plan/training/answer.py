@@ -30,7 +30,16 @@ from rooftop.plan.training.nearest import NearestPlan, nearest_executable, neare
 from rooftop.plan.training.plan import PlanSummary, TrainingPlan, TrainingPlanDocument
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.reasons import shortfall
-from rooftop.plan.training.search import RANKED, Sweep, SweepOptions, best_of, plan_of, searched_switches, sweep
+from rooftop.plan.training.search import (
+    RANKED,
+    Sweep,
+    SweepOptions,
+    best_of,
+    plan_of,
+    runnable_layouts,
+    searched_switches,
+    sweep,
+)
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import MOST_TOKENS
 from rooftop.roofline.achievable import fractions
@@ -183,12 +192,21 @@ def search_of(problem: Problem, on_progress: OnProgress | None = None, *, ranked
 
     The ``ranked`` best mesh shapes are priced exactly.
     """
+    searched = search_of_executable(problem, on_progress, ranked=ranked)
+    return searched or sweep(problem, SweepOptions(ranked=ranked, on_progress=on_progress))
+
+
+def search_of_executable(
+    problem: Problem, on_progress: OnProgress | None = None, *, ranked: int = RANKED
+) -> Sweep | None:
+    """The search among plans that programs run; None if there is none, or if the mesh is not searched."""
     pinned = problem.axes is not None or problem.mesh is not None
-    if not pinned and refusal(problem) is None:
-        searched = sweep(problem, SweepOptions(executable=True, ranked=ranked, on_progress=on_progress))
-        if searched.fits.any():
-            return searched
-    return sweep(problem, SweepOptions(ranked=ranked, on_progress=on_progress))
+    # Very many meshes take long to bound, and little to refuse.
+    if pinned or refusal(problem) is not None or not len(layouts := runnable_layouts(problem)):
+        return None
+    options = SweepOptions(executable=True, ranked=ranked, within=layouts, on_progress=on_progress)
+    searched = sweep(problem, options)
+    return searched if searched.fits.any() else None
 
 
 def answer_of(
@@ -261,7 +279,11 @@ def _best_among(searched: Sweep, others: npt.NDArray[np.bool_], *, executable: b
     near = np.concatenate([np.argsort(score, kind="stable")[:LOOK_AGAIN], _nearest_first(searched)[:LOOK_AGAIN]])
     choices = tuple(choice for choice, is_other in zip(strategies.choices, others, strict=True) if is_other)
     within = Strategies(strategies.layouts[np.unique(near)], choices)
-    seconds, candidate = best_of(searched.problem, within, executable=executable)
+    try:
+        seconds, candidate = best_of(searched.problem, within, executable=executable)
+    except RooftopError:
+        # No stages of these layouts have a layer for each chunk.
+        return np.inf, choices[0]
     return seconds, choices[candidate[1]]
 
 

@@ -297,15 +297,10 @@ class _ShapeSearch:
 
     def _run(self, near: _LayoutGroups) -> _LayoutGroups:
         """The groups whose shapes a program runs; one shape is priced in any case, so that there is an answer."""
-        plain = replace(self.whole.choices[0], remat=PROBED)
-        runs = np.array([self._runs_some(self.shapes[shape], plain) for shape in near.shape], np.bool_)
+        plain = self.whole.choices[0]
+        runs = np.array([runs_some(self.problem, self.shapes[shape], plain) for shape in near.shape], np.bool_)
         self.allowed[near.shape[~runs]] = self.feasible[near.shape[~runs]] = False
         return near[runs] if runs.any() or self.priced else near[:1]
-
-    def _runs_some(self, devices: Ints, plain: Choice) -> bool:
-        """True if a program runs a mesh of ``devices``, [A], with one microbatch, or one for each stage."""
-        counts = {1, int(devices[AXES.index(STAGE_AXES[0])])}
-        return any(_runs(self.problem, devices, replace(plain, microbatches=count)) for count in sorted(counts))
 
     def _price(self, near: _LayoutGroups, slowest: float) -> None:
         """Price all layouts of the groups; of ``executable`` ones, leave out the choices that no program runs."""
@@ -423,6 +418,13 @@ def limit_bytes(problem: Problem, allowed: Mask, memory: Floats) -> float:
     They leave the compiler room if an allowed candidate does; otherwise they are all that is usable.
     """
     return problem.roomy_bytes if np.any(allowed & (memory <= problem.roomy_bytes)) else problem.capacity
+
+
+def runs_some(problem: Problem, devices: Ints, plain: Choice) -> bool:
+    """True if a program runs a mesh of ``devices``, [A], with one microbatch, or one for each stage."""
+    counts = {1, int(devices[AXES.index(STAGE_AXES[0])])}
+    probed = (replace(plain, remat=PROBED, microbatches=count) for count in sorted(counts))
+    return any(_runs(problem, devices, choice) for choice in probed)
 
 
 def _runs(problem: Problem, devices: Ints, choice: Choice) -> bool:
@@ -566,6 +568,18 @@ def searched_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
     return _free_layouts(problem, among, partial(_wanted, problem))
 
 
+def runnable_layouts(problem: Problem) -> Layouts:
+    """The layouts to be priced of meshes that a program runs; none if it runs no mesh."""
+    plain = _probed(problem)
+
+    def accepts(shapes: Layouts) -> Mask:
+        good = _wanted(problem, shapes)
+        good[good] = [runs_some(problem, devices, plain) for devices in shapes.devices[good]]
+        return good
+
+    return _free_layouts(problem, AXES, accepts)
+
+
 def free_layouts(problem: Problem, among: Sequence[str] = AXES) -> Layouts:
     """All layouts on the slice that the model's sizes allow, of the axes ``among``, whatever the batch."""
     return _free_layouts(problem, among, partial(_possible, problem))
@@ -674,13 +688,18 @@ def _such_as(problem: Problem, sizes: Mapping[str, int]) -> str:
     asked = np.array([sizes.get(name, 1) for name in AXES])
     off = np.abs(np.log(devices / asked)).sum(axis=1)
     near = devices[np.argsort(off, kind="stable")]
-    schedule, chunks = problem.pipelines[0]
-    plain = Choice(remat=PROBED, schedule=schedule, chunks=chunks)
+    plain = _probed(problem)
     accepted = next((mesh for mesh in near[:_EXAMPLES] if _runs(problem, mesh, plain)), near[0] if len(near) else None)
     if accepted is None:
         return ""
     shown = ",".join(f"{name}={size}" for name, size in zip(AXES, accepted.tolist(), strict=True) if size > 1)
     return f", such as {shown or 'data=1'}"
+
+
+def _probed(problem: Problem) -> Choice:
+    """The choice with which meshes are tried."""
+    schedule, chunks = problem.pipelines[0]
+    return Choice(remat=PROBED, schedule=schedule, chunks=chunks)
 
 
 def searched_choices(problem: Problem, layouts: Layouts) -> tuple[Choice, ...]:
