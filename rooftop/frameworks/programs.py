@@ -159,10 +159,17 @@ def _staged_schedule(title: str, *accepted: str) -> Capability[TrainingSpec]:
     )  # fmt: skip
 
 
-def _whole_weights(spec: TrainingSpec) -> str | None:
-    ways = spec.ways(*GATHER_AXES)
-    both = ways > 1 and spec.ways(*STAGE_AXES) > 1
-    return f"Megatron splits weights over fsdp without stages alone: fsdp {ways}" if both else None
+def _split_weights(spec: TrainingSpec) -> str | None:
+    ways, copies = spec.ways(*GATHER_AXES), spec.ways("data")
+    if ways == 1:
+        return None
+    if spec.ways(*STAGE_AXES) > 1:
+        return f"Megatron splits weights over fsdp without stages alone: fsdp {ways}"
+    if copies > 1:
+        return f"Megatron splits weights over all copies of a batch or none: data {copies} x fsdp {ways}"
+    optimizer = spec.numerics.optimizer
+    # megatron/training/arguments.py: emerging optimizers.
+    return f"Megatron splits weights over fsdp with adam alone: {optimizer}" if optimizer == "muon" else None
 
 
 def _stage_layers(spec: TrainingSpec) -> str | None:
@@ -275,8 +282,8 @@ def _megatron_model(spec: TrainingSpec) -> str | None:
 _MEGATRON: tuple[Capability[TrainingSpec], ...] = (
     Capability(
         name="fsdp axis",
-        accepted="without stages, in a given mesh (--use-megatron-fsdp); a search splits optimizer state over data",
-        obstacle=_whole_weights,
+        accepted="in place of data, without stages and muon (--use-megatron-fsdp)",
+        obstacle=_split_weights,
     ),
     Capability(
         name="model",

@@ -190,10 +190,11 @@ def test_a_plan_of_a_framework_is_one_that_it_runs(megatron: rooftop.TrainingPla
     plan = megatron.plan
     assert plan.fits
     assert not plan.obstacles
-    assert plan.mesh.size("fsdp") == 1
     assert not plan.choice.collective_matmuls
     pinned = rooftop.plan_training(**JOB, framework="megatron", mesh="fsdp=16,stage=4").plan
     assert pinned.obstacles[0].startswith("Megatron splits weights over fsdp without stages alone")
+    pinned = rooftop.plan_training(**JOB, framework="megatron", mesh="fsdp=16,data=4").plan
+    assert pinned.obstacles[0].startswith("Megatron splits weights over all copies of a batch or none")
 
 
 def test_sizes_that_do_not_divide_are_obstacles_of_frameworks_and_padding_of_ours() -> None:

@@ -30,6 +30,7 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("megatron", "llama3.1-405b", "b200:8x64", {"batch_seqs": 1024, "seq": 8192, "matmul_dtype": "f8_e4m3"}),
     ("megatron", "llama3.1-405b", "h100:8x64", {
         "batch_seqs": 512, "seq": 8192, "mesh": "data=4,stage=16,tensor=8", "chunks": 4, "microbatches": 64}),
+    ("megatron", "llama3.1-405b", "gb300:64x2", {"batch_seqs": 512, "seq": 8192, "mesh": "fsdp=64,tensor=2"}),
     ("megatron", "deepseek-v3", "h100:8x128", {
         "batch_seqs": 8192, "seq": 4096, "remat": "none,qkv=recompute,mlp_up=recompute,mlp_act=recompute"}),
     ("megatron", "qwen3-30b-a3b", "gb200:64x1", {"batch_seqs": 1024, "seq": 4096}),
@@ -248,3 +249,12 @@ def test_sizes_are_said_in_the_words_of_users() -> None:
     assert short_words("megatron", {"data": 16, "stage": 4, "tensor": 4, "context": 1}, 5) == "TP 4, PP 4, VPP 5, DP 16"
     assert short_words("maxtext", {"fsdp": 64, "tensor": 4}) == "fsdp 64, tensor 4"
     assert short_words("rooftop", {"data": 1}) == "one device"
+
+
+def test_split_weights_have_the_checkpoints_that_megatron_asks_for() -> None:
+    job: dict[str, Any] = {"batch_seqs": 256, "seq": 4096, "mesh": "fsdp=64"}
+    plan = plan_training("llama3-70b", on="h100:8x8", framework="megatron", **job).plan
+    (script,) = dict(configuration_of(plan.configured).files).values()
+    assert "--use-megatron-fsdp" in script
+    assert "--ckpt-format fsdp_dtensor" in script
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in script, "Megatron refuses it"

@@ -171,6 +171,7 @@ def _parallel_values(step: ConfiguredStep) -> dict[str, WordValue]:
         "batch": step.batch_seqs,
         "weights_sharded": sharded,
         "sharding": "optim_grads_params" if sharded else None,
+        "checkpoint_format": "fsdp_dtensor" if sharded else None,
     }
 
 
@@ -276,7 +277,10 @@ def megatron_configuration(step: ConfiguredStep) -> FrameworkConfiguration:
     values = {**megatron_values(step), **_PLACEHOLDERS}
     nodes, devices = step.nodes
     family = family_of(step.slice.chip.name)
-    environment = table.data["environment"].get(family, table.data["environment"]["others"])
+    environments = table.data["environment"]
+    environment = dict(environments.get(family, environments["others"]))
+    if values["weights_sharded"]:
+        environment = {name: value for name, value in environment.items() if name not in environments["without_fsdp"]}
     exports = "\n".join(f"export {name}={value}" for name, value in environment.items())
     arguments = " \\\n  ".join(_arguments(table.written(values)))
     run = (

@@ -62,6 +62,8 @@ def stated_values(
     if numbers.values["weights_sharded"]:
         if (kind := numbers.values["sharding"]) != "optim_grads_params":
             raise RooftopError(_key("sharding"), kind, "optim_grads_params: others have no price")
+        if (stored := numbers.values["checkpoint_format"]) != "fsdp_dtensor":
+            raise RooftopError(_key("checkpoint_format"), stored, f"fsdp_dtensor with {_key('weights_sharded')}")
         mesh = fields["mesh"]
         assert isinstance(mesh, dict)
         mesh["fsdp"] = mesh.pop("data")

@@ -40,7 +40,8 @@ def recipe_values(row: Mapping[str, str]) -> dict[str, Any]:
     values |= {word: row[column] == "yes" for column, word in _FLAGS.items()}
     values |= {word: tuple(row[column].split("+")) if row[column] else None for column, word in _LISTS.items()}
     values |= {"bf16": True, "distributed": True, "moments_dtype": _DTYPES.get(row["moments"], row["moments"])}
-    values |= {"weights_sharded": bool(row["fsdp"]), "sharding": row["fsdp"] or values["sharding"]}
+    if row["fsdp"]:
+        values |= {"weights_sharded": True, "sharding": row["fsdp"], "checkpoint_format": "fsdp_dtensor"}
     if values["recompute"] == "none":
         values["recompute"] = None
     values["bf16_gradients"] = row["grads_f32"] != "yes"
