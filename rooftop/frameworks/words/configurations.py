@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from rooftop.core.errors import RooftopError
 from rooftop.frameworks.framework import FRAMEWORKS
 from rooftop.frameworks.words.step import ConfiguredStep, StatedStep
-from rooftop.frameworks.words.table import FrameworkConfiguration, word_table
+from rooftop.frameworks.words.table import FrameworkConfiguration, option_values, word_table
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
 
@@ -63,6 +64,17 @@ def usual_text(framework: str, key: str) -> str | None:
 
 def _text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def frameworks_of(text: str) -> tuple[str, ...]:
+    """Frameworks whose words stand in a configuration's text."""
+    options = set(re.findall(r"(?<![\w-])--[\w-]+(?![\w.-])", text)) & option_values("megatron").keys()
+    sections = {key.partition(".")[0] for key in word_table("torchtitan").by_key}
+    titles = sections.intersection(re.findall(r"^\s*\[?\s*(\w+)\s*[].]", text, re.MULTILINE))
+    keys = set(re.findall(r"(?:^|(?<=\s))([a-z]\w*)(?::(?=\s|$)|=)", text, re.MULTILINE))
+    keys &= word_table("maxtext").by_key.keys()
+    said = {"megatron": options, "maxtext": keys, "torchtitan": titles}
+    return tuple(name for name in FRAMEWORKS if said.get(name))
 
 
 def stated_recipe(framework: str, name: str, slice_: Slice, model: ModelConfig | None = None) -> StatedStep:

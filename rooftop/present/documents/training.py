@@ -11,6 +11,7 @@ from rooftop.core.quantities import counted, format_bytes, format_count, format_
 from rooftop.core.timelines import Lanes
 from rooftop.frameworks.answers import FrameworkOffer, StatedConfiguration
 from rooftop.frameworks.framework import FRAMEWORKS, PlannedFramework
+from rooftop.frameworks.remat import policy_text
 from rooftop.frameworks.words.configurations import short_words
 from rooftop.frameworks.xla import pinned_release
 from rooftop.plan.training.answer import OtherBatch, TrainingAnswerDocument
@@ -70,6 +71,7 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
     where, memory, dtypes = plan.slice.name, plan.memory, plan.dtypes
     lines = ledger_lines({"planned": plan.ledger})
     layout, classes = layout_text(where, plan.mesh), _classes(memory)
+    remat = policy_text(plan.framework.name, plan.remat.name)
     return Document(
         title=f"{plan.model.name} on {where}: a training plan",
         verdict=ShownVerdict(
@@ -81,7 +83,7 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
                 *_framework(plan.framework),
                 *_best_known(plan),
                 *_stated(plan.stated),
-                f"laid out as {layout}; remat {plan.remat.name}; {microbatches_text(plan.microbatches)}"
+                f"laid out as {layout}; remat {remat}; {microbatches_text(plan.microbatches)}"
                 + pipeline_text(plan.summary.schedule, plan.schedule.chunks)
                 + (
                     "; collective matmuls over tensor"
@@ -178,7 +180,7 @@ def _span(interval_s: tuple[float, float]) -> str:
 
 
 def _strategy(offer: FrameworkOffer) -> str:
-    return f"{short_words(offer.name, offer.mesh, offer.chunks)}; remat {offer.remat}"
+    return f"{short_words(offer.name, offer.mesh, offer.chunks)}; remat {policy_text(offer.name, offer.remat)}"
 
 
 def _stated(stated: StatedConfiguration | None) -> Iterator[str]:
@@ -556,7 +558,7 @@ def _alternatives(plan: TrainingAnswerDocument) -> tuple[Chart, ...]:
     rows = [
         (
             " x ".join(f"{name} {size}" for name, size in other.mesh.items()),
-            other.remat,
+            policy_text(plan.framework.name, other.remat),
             f"{other.microbatches}{pipeline_text(other.schedule, other.chunks)}",
             format_seconds(other.expected_s),
             f"{other.mfu:.1%}",
@@ -566,7 +568,7 @@ def _alternatives(plan: TrainingAnswerDocument) -> tuple[Chart, ...]:
         for other in others
     ]
     columns = tuple(
-        TableColumn(name, "text" if name in ("mesh", "remat", "") else "number", wrap=name == "mesh")
+        TableColumn(name, "text" if name in ("mesh", "remat", "") else "number", wrap=name in ("mesh", "remat"))
         for name in ("mesh", "remat", "microbatches", "step", "MFU", "memory", "")
     )
     return (

@@ -1,0 +1,88 @@
+"""Configurations that are asked for wrongly, and policies by the names of frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rooftop.frameworks.framework import FRAMEWORKS
+from rooftop.frameworks.remat import policy_of, policy_text
+from rooftop.frameworks.words.configurations import configuration_of, frameworks_of
+from rooftop.library.planning import plan_training
+from rooftop.models.activations import parse_policy
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    """A configuration of each framework."""
+    texts = {}
+    for name in FRAMEWORKS[1:]:
+        plan = plan_training("llama3-8b", on="h100:8x2", batch_seqs=64, framework=name).plan
+        configuration = configuration_of(plan.configured)
+        assert configuration is not None
+        (texts[name],) = configuration.files.values()
+    return texts
+
+
+def test_a_configuration_has_the_words_of_its_framework_alone(texts: dict[str, str]) -> None:
+    assert {name: frameworks_of(text) for name, text in texts.items()} == {name: (name,) for name in texts}
+    assert frameworks_of("# nothing\n") == ()
+    assert frameworks_of("python3 -m MaxText.train base.yml per_device_batch_size=4") == ("maxtext",)
+
+
+@pytest.mark.parametrize("asked", FRAMEWORKS[1:])
+@pytest.mark.parametrize("written", [*FRAMEWORKS[1:], None])
+def test_a_file_of_another_framework_is_refused_by_its_name(
+    asked: str, written: str | None, texts: dict[str, str], tmp_path: Path, rooftop: Run
+) -> None:
+    if asked == written:
+        return
+    path = tmp_path / "job"
+    path.with_suffix(".txt").write_text("" if written is None else texts[written], encoding="utf-8")
+    answer = rooftop("plan", "train", "--from", f"{path}.txt", "--framework", asked, "--on", "h100:8x2")
+    assert answer.status == 2 and answer.err.count("\n") == 1
+    assert f"from: got '{path}.txt'; accepted: a configuration of {asked}" in answer.err
+    assert written is None or f"--framework {written}" in answer.err
+
+
+def test_a_configuration_without_its_framework_is_refused(texts: dict[str, str], tmp_path: Path, rooftop: Run) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(texts["megatron"], encoding="utf-8")
+    answer = rooftop("plan", "train", "--from", str(path), "--on", "h100:8x2")
+    assert answer.status == 2 and answer.err.count("\n") == 1
+    assert "train.sh'; accepted: this with the framework that it configures" in answer.err
+
+
+def test_policies_go_by_the_names_of_their_framework() -> None:
+    named = "block,qkv=save,attn_core=save,attn_out=save,mlp_up=save,mlp_down=save"
+    assert policy_text("maxtext", named) == "minimal_with_context"
+    assert parse_policy(policy_of("maxtext", "minimal_with_context")) == parse_policy(named)
+    # Names that are ours, and policies without a name, stay as they are.
+    for framework, text in (("maxtext", "block"), ("megatron", "none,mlp_act=recompute"), ("rooftop", named)):
+        assert policy_text(framework, text) == text
+        assert policy_of(framework, text) == text
+
+
+def test_long_policies_leave_room_for_the_figures_of_alternatives(
+    rooftop: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    words = ("plan", "train", "qwen3-30b-a3b", "--on", "h100:8x16", "--batch-seqs", "512")
+    remat = "block,layer_input=offload,qkv=save,attn_core=save,attn_out=save"
+    answer = rooftop(*words, "--framework", "maxtext", "--remat", remat)
+    table = answer.out[answer.out.index("Alternatives (") :].split("\n\n")[0]
+    assert "no room for" not in table
+    assert all(heading in table for heading in ("microbatches", "step", "MFU", "memory"))
+    assert "layer_input=offload," in table
+
+
+@pytest.mark.parametrize("framework", ["maxtext", "torchtitan"])
+def test_a_plan_takes_a_policy_by_the_name_of_its_framework(framework: str) -> None:
+    name = {"maxtext": "save_qkv_proj", "torchtitan": "selective"}[framework]
+    plan = plan_training("llama3-8b", on="h100:8x2", batch_seqs=64, framework=framework, remat=name).plan
+    assert plan.choice.remat == policy_of(framework, name)
