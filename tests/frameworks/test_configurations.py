@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rooftop.frameworks.framework import FRAMEWORKS
+from rooftop.frameworks.recipes import recipes
 from rooftop.frameworks.remat import policy_of, policy_text
-from rooftop.frameworks.words.configurations import configuration_of, frameworks_of
+from rooftop.frameworks.words.configurations import configuration_of, frameworks_of, stated_step
+from rooftop.hardware import Slice
 from rooftop.library.planning import plan_training
+from rooftop.models import load_model
 from rooftop.models.activations import parse_policy
 
 Run = Callable[..., Any]
@@ -86,3 +91,54 @@ def test_a_plan_takes_a_policy_by_the_name_of_its_framework(framework: str) -> N
     name = {"maxtext": "save_qkv_proj", "torchtitan": "selective"}[framework]
     plan = plan_training("llama3-8b", on="h100:8x2", batch_seqs=64, framework=framework, remat=name).plan
     assert plan.choice.remat == policy_of(framework, name)
+
+
+@pytest.fixture(scope="module")
+def priced() -> list[dict[str, str]]:
+    """Rows of recipes that have a price, on the slices that it was made for."""
+    path = Path(__file__).parents[2] / "bench" / "results" / "shipped.csv"
+    rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    return [row for row in rows if row["step_s"] and not recipes("megatron")[row["name"]]["fsdp"]]
+
+
+def test_a_plan_that_is_a_recipe_says_so(priced: list[dict[str, str]]) -> None:
+    for row in priced[::24]:
+        result = plan_training(on=row["slice"], framework="megatron", configuration=row["name"])
+        recipe = result.record.recipe
+        assert recipe is not None and recipe.name is not None, row["name"]
+        assert recipe.kind == "benchmark" and "no NaN checks" in recipe.habits
+        assert ("balanced routing forced" in recipe.habits) == (result.plan.problem.model.moe is not None)
+        values = [recipes("megatron")[name] for name in (row["name"], recipe.name)]
+        same = ("model", "chip", "gpus", "dtype", "scaling", "seq", "batch", "microbatch", "tp", "pp", "cp", "ep")
+        assert [values[0][column] for column in same] == [values[1][column] for column in same]
+
+
+def test_a_recipe_is_named_next_to_the_plan_and_not_twice(tmp_path: Path, rooftop: Run) -> None:
+    name, words = "llama3_70b_pretrain_64gpu_h100_bf16_config", ("plan", "train", "--on", "h100:8x8")
+    by_name = rooftop(*words, "--framework", "megatron", "--from", name, "--config", str(tmp_path))
+    assert f"as {name} configures it priced as a benchmark recipe: gradients reduced in bf16, no NaN" in " ".join(
+        by_name.out.split()
+    )
+    written = rooftop(*words, "--framework", "megatron", "--from", str(tmp_path / "train.sh"))
+    assert written.out.startswith("llama3-70b on h100:8x8")
+    assert f"as recipe {name} of Megatron-Bridge, a benchmark: gradients reduced in bf16" in " ".join(
+        written.out.split()
+    )
+    # Any other batch, mesh or dtype of gradients is another plan.
+    for change in (("--batch-seqs", "256"), ("--chunks", "1"), ("--matmul-dtype", "f8_e4m3")):
+        other = rooftop(*words, "--framework", "megatron", "--from", name, *change, "--json")
+        assert other.json["recipe"]["name"] != name
+    training = rooftop(*words, "--framework", "megatron", "--from", name, "--set", "gradients=f32")
+    assert "priced as a training recipe: gradients reduced in f32; without a price: NaN checks" in " ".join(
+        training.out.split()
+    )
+
+
+def test_a_script_with_the_sizes_of_a_preset_is_of_that_model(texts: dict[str, str]) -> None:
+    where = Slice.parse("h100:8x2")
+    assert stated_step("megatron", texts["megatron"], where).model == replace(
+        load_model("llama3-8b"), family="megatron"
+    )
+    other = texts["megatron"].replace("--num-layers 32", "--num-layers 16")
+    changed = stated_step("megatron", other, where).model
+    assert changed is not None and changed.name == "the model of the arguments"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from rooftop.core.errors import RooftopError
+from rooftop.frameworks.answers import PricedRecipe
 from rooftop.frameworks.framework import FRAMEWORKS
 from rooftop.frameworks.words.step import ConfiguredStep, StatedStep
 from rooftop.frameworks.words.table import FrameworkConfiguration, option_values, word_table
@@ -64,6 +65,15 @@ def usual_text(framework: str, key: str) -> str | None:
 
 def _text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def priced_recipe(step: ConfiguredStep) -> PricedRecipe | None:
+    """The kind of recipe that the price of a step is of; None of programs whose published recipes are of one kind."""
+    if step.framework.name != "megatron":
+        return None
+    from rooftop.frameworks.words import megatron_recipes
+
+    return megatron_recipes.priced_recipe(step)
 
 
 def frameworks_of(text: str) -> tuple[str, ...]:

@@ -83,6 +83,7 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
                 *_framework(plan.framework),
                 *_best_known(plan),
                 *_stated(plan.stated),
+                *_recipe(plan),
                 f"laid out as {layout}; remat {remat}; {microbatches_text(plan.microbatches)}"
                 + pipeline_text(plan.summary.schedule, plan.schedule.chunks)
                 + (
@@ -190,6 +191,18 @@ def _stated(stated: StatedConfiguration | None) -> Iterator[str]:
     yield f"as {stated.file} configures it" + "".join(f"; {note}" for note in stated.notes)
     if stated.unpriced:
         yield f"without a price: {', '.join(stated.unpriced)}"
+
+
+def _recipe(plan: TrainingAnswerDocument) -> Iterator[str]:
+    """The kind of recipe that the plan is priced as, and the published one that it equals."""
+    recipe = plan.recipe
+    if recipe is None:
+        return
+    named = recipe.name is not None and (plan.stated is None or recipe.name != plan.stated.file)
+    kind = f"as recipe {recipe.name} of {recipe.publisher}" if named else f"priced as a {recipe.kind} recipe"
+    kind += f", a {recipe.kind}" if named else ""
+    unpriced = f"; without a price: {', '.join(recipe.unpriced)}" if recipe.unpriced else ""
+    yield f"{kind}: {', '.join(recipe.habits)}{unpriced}"
 
 
 def _unused(stated: StatedConfiguration | None) -> Iterator[Chart]:
