@@ -125,7 +125,7 @@ def test_a_recipe_is_named_next_to_the_plan_and_not_twice(tmp_path: Path, roofto
         written.out.split()
     )
     # Any other batch, mesh or dtype of gradients is another plan.
-    for change in (("--batch-seqs", "256"), ("--chunks", "1"), ("--matmul-dtype", "f8_e4m3")):
+    for change in (("--batch-seqs", "512"), ("--chunks", "1"), ("--matmul-dtype", "f8_e4m3")):
         other = rooftop(*words, "--framework", "megatron", "--from", name, *change, "--json")
         assert other.json["recipe"]["name"] != name
     training = rooftop(*words, "--framework", "megatron", "--from", name, "--set", "gradients=f32")
