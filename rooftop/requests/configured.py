@@ -8,6 +8,7 @@ from pathlib import Path
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import read_text
 from rooftop.frameworks.framework import FRAMEWORKS, parse_settings
+from rooftop.frameworks.recipes import recipes
 from rooftop.frameworks.words.configurations import frameworks_of, stated_recipe, stated_step
 from rooftop.frameworks.words.step import StatedStep
 from rooftop.hardware import Slice
@@ -34,7 +35,8 @@ def configured_request(request: PlanTraining, slice_: Slice) -> tuple[PlanTraini
         others = " or ".join(FRAMEWORKS[1:])
         raise RooftopError("from", str(path), f"this with the framework that it configures: --framework {others}")
     model = None if request.model is None else model_of(request.model)
-    if not path.exists() and not path.suffix and len(path.parts) == 1:
+    is_recipe = path.name in recipes(request.framework) or not path.suffix
+    if not path.exists() and is_recipe and len(path.parts) == 1:
         return _changed(request, stated_recipe(request.framework, path.name, slice_, model))
     try:
         text = read_text(path, most=_MOST_BYTES)

@@ -142,3 +142,44 @@ def test_a_script_with_the_sizes_of_a_preset_is_of_that_model(texts: dict[str, s
     other = texts["megatron"].replace("--num-layers 32", "--num-layers 16")
     changed = stated_step("megatron", other, where).model
     assert changed is not None and changed.name == "the model of the arguments"
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "on", "mesh", "remat"),
+    [
+        ("torchtitan", "llama3_405b", "h100:8x64", {"fsdp": 64, "tensor": 8}, "block"),
+        ("torchtitan", "qwen3_0.6b", "h100:8", {"fsdp": 8}, "matmuls"),
+        ("maxtext", "llama2_7b_v5p_128", "v5p:4x4x4", {"fsdp": 64}, "minimal"),
+        ("maxtext", "llama3_1_70b_8192_synthetic_ckpt", "v6e:16x16", {"fsdp": 256},
+         "block,layer_input=offload,qkv=offload"),
+    ],
+)  # fmt: skip
+def test_a_shipped_configuration_is_priced_by_its_name(
+    framework: str, name: str, on: str, mesh: dict[str, int], remat: str
+) -> None:
+    plan = plan_training(on=on, framework=framework, configuration=name).plan
+    row = recipes(framework)[name]
+    assert plan.problem.model.name == row["model"]
+    assert {axis: size for axis, size in plan.mesh.shape.items() if size > 1} == mesh
+    assert parse_policy(plan.choice.remat) == parse_policy(remat)
+    batch, seq = ("local_batch", "seq") if framework == "torchtitan" else ("per_device_batch_size", "max_target_length")
+    ways = plan.problem.slice.devices // mesh.get("tensor", 1)
+    assert plan.problem.workload.batch_tokens == int(row[batch]) * ways * int(row[seq])
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "on", "says"),
+    [
+        ("torchtitan", "qwen3_1.7b", "h100:8", "a model with a preset"),
+        ("torchtitan", "llama3_7b", "h100:8", "one of the 10 recipes of torchtitan"),
+        ("maxtext", "llama3", "v5p:4x4x4", "one of the 91 recipes of maxtext"),
+        # An axis and a scale of sizes that plans do not have are not taken for others.
+        ("maxtext", "gemma2-9b-8192", "v6e:16x16", "ici_fsdp_transpose_parallelism: got 256"),
+        ("maxtext", "v5p-128b", "v5p:4x4x4", "global_parameter_scale: got 128"),
+    ],
+)
+def test_a_shipped_configuration_without_a_price_is_one_line(
+    framework: str, name: str, on: str, says: str, rooftop: Run
+) -> None:
+    answer = rooftop("plan", "train", "--from", name, "--framework", framework, "--on", on)
+    assert answer.status == 2 and answer.err.count("\n") == 1 and says in answer.err

@@ -88,12 +88,27 @@ def frameworks_of(text: str) -> tuple[str, ...]:
 
 
 def stated_recipe(framework: str, name: str, slice_: Slice, model: ModelConfig | None = None) -> StatedStep:
-    """The train step of a recipe that a framework publishes. Raises RooftopError."""
-    if framework != "megatron":
-        raise RooftopError("from", name, "a file with a configuration: recipes are those of --framework megatron")
-    from rooftop.frameworks.words.megatron_recipes import recipe_step
+    """The train step of a recipe or a configuration that a framework ships. Raises RooftopError."""
+    if framework == "megatron":
+        from rooftop.frameworks.words.megatron_recipes import recipe_step
 
-    return recipe_step(name, devices=slice_.devices, model=model)
+        return recipe_step(name, devices=slice_.devices, model=model)
+    from rooftop.frameworks.words.published import maxtext_recipe, torchtitan_recipe
+
+    if framework == "torchtitan":
+        from rooftop.frameworks.words.torchtitan import torchtitan_options_step
+
+        return torchtitan_options_step(torchtitan_recipe(name), devices=slice_.devices, model=model)
+    from rooftop.frameworks.words.maxtext import maxtext_options_step
+
+    return maxtext_options_step(
+        maxtext_recipe(name), devices=slice_.devices, slices=dcn_groups(slice_), model=model
+    )  # fmt: skip
+
+
+def dcn_groups(slice_: Slice) -> int:
+    """Groups of devices that MaxText's DCN axes join: slices of TPUs, nodes of GPUs."""
+    return slice_.hosts if slice_.chip.kind == "gpu" else slice_.num_slices
 
 
 def stated_step(framework: str, text: str, slice_: Slice, model: ModelConfig | None = None) -> StatedStep:
@@ -113,8 +128,6 @@ def stated_step(framework: str, text: str, slice_: Slice, model: ModelConfig | N
     if framework == "maxtext":
         from rooftop.frameworks.words.maxtext import maxtext_step
 
-        # Its DCN axes are those between slices, and of GPUs between nodes.
-        groups = slice_.hosts if slice_.chip.kind == "gpu" else slice_.num_slices
-        return maxtext_step(text, devices=slice_.devices, slices=groups, model=model)
+        return maxtext_step(text, devices=slice_.devices, slices=dcn_groups(slice_), model=model)
     others = ", ".join(name for name in FRAMEWORKS[1:])
     raise RooftopError("from", framework, f"a configuration of another framework: --framework {others}")

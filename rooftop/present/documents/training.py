@@ -9,10 +9,11 @@ from rooftop.arrays.rules import COLUMN_AXES, STAGE_AXES, ways
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
 from rooftop.core.timelines import Lanes
-from rooftop.frameworks.answers import FrameworkOffer, StatedConfiguration
+from rooftop.frameworks.answers import FrameworkOffer, PricedRecipe, StatedConfiguration
 from rooftop.frameworks.framework import FRAMEWORKS, PlannedFramework
 from rooftop.frameworks.remat import policy_text
 from rooftop.frameworks.words.configurations import short_words
+from rooftop.frameworks.words.table import FrameworkConfiguration
 from rooftop.frameworks.xla import pinned_release
 from rooftop.plan.training.answer import OtherBatch, TrainingAnswerDocument
 from rooftop.plan.training.comparison import ComparisonDocument, OfferDocument
@@ -80,10 +81,10 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
             + _too_long(plan),
             no=_refusal(plan),
             details=(
-                *_framework(plan.framework),
+                *framework_texts(plan.framework),
                 *_best_known(plan),
                 *_stated(plan.stated),
-                *_recipe(plan),
+                *recipe_texts(plan.recipe, plan.stated),
                 f"laid out as {layout}; remat {remat}; {microbatches_text(plan.microbatches)}"
                 + pipeline_text(plan.summary.schedule, plan.schedule.chunks)
                 + (
@@ -114,13 +115,13 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
             *_alternatives(plan),
             *_unused(plan.stated),
             *_changes(plan),
-            *_configuration(plan),
+            *configuration_listings(plan.configuration),
         ),
         sources=version_note(plan.rooftop_version),
     )
 
 
-def _framework(framework: PlannedFramework) -> Iterator[str]:
+def framework_texts(framework: PlannedFramework) -> Iterator[str]:
     """The framework that the plan is of, and the settings that are priced; of rooftop a release that is not pinned."""
     if framework.name == FRAMEWORKS[0] and framework.release not in (None, pinned_release()):
         yield f"planned for libtpu {framework.release}"
@@ -193,12 +194,11 @@ def _stated(stated: StatedConfiguration | None) -> Iterator[str]:
         yield f"without a price: {', '.join(stated.unpriced)}"
 
 
-def _recipe(plan: TrainingAnswerDocument) -> Iterator[str]:
-    """The kind of recipe that the plan is priced as, and the published one that it equals."""
-    recipe = plan.recipe
+def recipe_texts(recipe: PricedRecipe | None, stated: StatedConfiguration | None = None) -> Iterator[str]:
+    """The kind of recipe that a plan is priced as, and the published one that it equals, unless it is ``stated``."""
     if recipe is None:
         return
-    named = recipe.name is not None and (plan.stated is None or recipe.name != plan.stated.file)
+    named = recipe.name is not None and (stated is None or recipe.name != stated.file)
     kind = f"as recipe {recipe.name} of {recipe.publisher}" if named else f"priced as a {recipe.kind} recipe"
     kind += f", a {recipe.kind}" if named else ""
     unpriced = f"; without a price: {', '.join(recipe.unpriced)}" if recipe.unpriced else ""
@@ -225,9 +225,8 @@ def _setting(key: str, values: tuple[str | None, str | None]) -> str:
     return f"{text} (was {before})" if before else text
 
 
-def _configuration(plan: TrainingAnswerDocument) -> Iterator[Chart]:
-    """The files of the framework's configuration, and the command that reads them."""
-    configuration = plan.configuration
+def configuration_listings(configuration: FrameworkConfiguration | None) -> Iterator[Chart]:
+    """The files of a framework's configuration, and the command that reads them."""
     if configuration is None:
         return
     section = "Configuration"
@@ -629,8 +628,14 @@ def _changes(plan: TrainingAnswerDocument) -> tuple[Chart, ...]:
         items = tuple(Item(f" {change.change}", mark=f"{change.gain:+.1%}") for change in possible)
         charts.append(Items(title="What would change it (tokens/s)", section=section, items=items))
     if plan.levers:
+        name = plan.framework.name
         items = tuple(
-            Item(f" {lever.lever}: {lever.chosen}, not {lever.other}", mark=f"{lever.gain:+.1%}")
+            Item(
+                f" {lever.lever}: {policy_text(name, lever.chosen)}, not {policy_text(name, lever.other)}"
+                if lever.lever == "remat"
+                else f" {lever.lever}: {lever.chosen}, not {lever.other}",
+                mark=f"{lever.gain:+.1%}",
+            )
             for lever in sorted(plan.levers, key=lambda lever: -lever.gain)
         )
         charts.append(
