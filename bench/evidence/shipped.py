@@ -3,7 +3,7 @@
 ``python bench/evidence/shipped.py`` writes bench/results/shipped.csv: for each recipe its step by the same price as the
 best plan of the search for its job, and if its configuration is read again as it was written. Recipes of
 Megatron-Bridge name their GPUs. A configuration of MaxText that names no slice, and those of torchtitan, stand on the
-smallest slice on which they fit: of the chip, or of nodes of 8 H100.
+smallest slice on which they fit, of a power of two of the chip, or of nodes of 8 H100.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import csv
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
 from rooftop.core.errors import RooftopError
 from rooftop.frameworks.framework import FRAMEWORKS
 from rooftop.frameworks.recipes import recipes
 from rooftop.frameworks.words.configurations import configuration_of, stated_step, written_words
-from rooftop.hardware import Slice, chip
+from rooftop.hardware import Slice, chip, slice_sizes
 from rooftop.plan.training.answer import search_of
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.requests.configured import configured_request
@@ -49,9 +48,9 @@ def slices_of(framework: str, row: Mapping[str, str]) -> Iterator[Slice]:
         axes = dict(entry.split("=") for entry in row["dcn"].split())
         slices = math.prod(int(size) for size in axes.values() if size != "-1")
         named = int(row["slice"].rpartition("-")[2] or 0) // CORES.get(row["chip"], 1)
-        for size, shapes in groupby(sorted(known.slice_shapes, key=math.prod), key=math.prod):
-            if size <= MOST_CHIPS and named in (0, size):
-                yield Slice(known, next(shapes), slices)
+        for where in slice_sizes(known, MOST_CHIPS):
+            if where.num_slices == 1 and (where.chips == named or (not named and where.chips.bit_count() == 1)):
+                yield replace(where, num_slices=slices)
 
 
 def planned(framework: str, name: str, where: Slice) -> TrainingPlan:

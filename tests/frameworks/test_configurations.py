@@ -98,7 +98,8 @@ def priced() -> list[dict[str, str]]:
     """Rows of recipes that have a price, on the slices that it was made for."""
     path = Path(__file__).parents[2] / "bench" / "results" / "shipped.csv"
     rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
-    return [row for row in rows if row["step_s"] and not recipes("megatron")[row["name"]]["fsdp"]]
+    rows = [row for row in rows if row["framework"] == "megatron" and row["step_s"]]
+    return [row for row in rows if not recipes("megatron")[row["name"]]["fsdp"]]
 
 
 def test_a_plan_that_is_a_recipe_says_so(priced: list[dict[str, str]]) -> None:
@@ -183,3 +184,25 @@ def test_a_shipped_configuration_without_a_price_is_one_line(
 ) -> None:
     answer = rooftop("plan", "train", "--from", name, "--framework", framework, "--on", on)
     assert answer.status == 2 and answer.err.count("\n") == 1 and says in answer.err
+
+
+def test_every_shipped_configuration_has_its_row_and_is_read_as_it_was_written() -> None:
+    path = Path(__file__).parents[2] / "bench" / "results" / "shipped.csv"
+    rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    assert [(row["framework"], row["name"]) for row in rows] == [
+        (framework, name) for framework in FRAMEWORKS[1:] for name in recipes(framework)
+    ]
+    for row in rows:
+        assert row["outcome"], row["name"]
+        assert row["read_again"] == ("yes" if row["step_s"] else ""), row["name"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS[1:])
+def test_the_table_of_shipped_configurations_has_the_price_of_plans(framework: str) -> None:
+    path = Path(__file__).parents[2] / "bench" / "results" / "shipped.csv"
+    rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    priced = [row for row in rows if row["framework"] == framework and row["step_s"]]
+    for row in priced[:: max(1, len(priced) // 4)]:
+        plan = plan_training(on=row["slice"], framework=framework, configuration=row["name"]).plan
+        assert f"{plan.expected_s:.4g}" == row["step_s"], row["name"]
+        assert plan.fits == (row["outcome"] == "priced"), row["name"]
