@@ -206,3 +206,15 @@ def test_the_table_of_shipped_configurations_has_the_price_of_plans(framework: s
         plan = plan_training(on=row["slice"], framework=framework, configuration=row["name"]).plan
         assert f"{plan.expected_s:.4g}" == row["step_s"], row["name"]
         assert plan.fits == (row["outcome"] == "priced"), row["name"]
+
+
+@pytest.mark.parametrize("kernels", ["default", "jax-2048"])
+def test_gradients_of_attention_are_priced_apart_where_only_one_kernel_was_counted(kernels: str) -> None:
+    steps = [
+        plan_training(
+            "llama3-8b", on="v6e:4x4", batch_seqs=64, seq=8192, framework="maxtext", mesh="fsdp=16", remat="block",
+            framework_settings=f"fused_backward={fused},attention_kernels={kernels}",
+        ).plan.expected_s
+        for fused in ("no", "yes")
+    ]  # fmt: skip
+    assert steps[0] > steps[1]

@@ -306,7 +306,7 @@ def test_a_configuration_stands_as_it_is_written_and_is_copied(page: Page, site:
     text = page.locator(".listing pre").text_content()
     assert text is not None and text.startswith("#!/bin/bash\n") and "\n  --num-layers 80 \\\n" in text
     page.click(".listing button")
-    page.wait_for_function("document.querySelector('.listing button').textContent === 'Copied'")
-    assert page.evaluate("navigator.clipboard.readText()") == text
+    page.wait_for_selector(".listing button:text('Copied')")
+    assert page.evaluate("() => navigator.clipboard.readText()") == text
     page.select_option("#c-framework", "rooftop")
     page.wait_for_selector(".listing", state="detached")
