@@ -12,6 +12,7 @@ import inspect
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -323,7 +324,7 @@ def frameworks_page() -> str:
     """The page of the frameworks: what each can run, and its settings with their defaults."""
     text = """# Frameworks
 
-A plan of training is of a program: rooftop's own by default, or that of a framework that people train with.
+A plan of training is of rooftop's own program, or that of a framework that people train with.
 
 ```
 rooftop plan train llama3-70b --on h100:8x8 --batch-seqs 256 --seq 8192 --framework megatron
@@ -333,14 +334,12 @@ rooftop plan train llama3-8b --on v6e:4x4 --batch-seqs 64 --seq 8192 --framework
 - The search tries only what the framework can run. rooftop's own program pads sizes that a mesh does not divide; the
   others refuse them, as the tables below say.
 - `--release` is a release of the framework, by default the newest below. `--set NAME=VALUE,...` changes a setting; the
-  defaults are those of the framework's recipes for the chip's family, release and kind of model. A setting that the
-  release, chip, model or matmul dtype does not have is refused.
+  defaults are those of the framework's recipes for the chip's family, release and kind of model.
 - Published runs of a framework are planned by the same call as yours ([validate](validate.md)); their errors give the
   interval.
 - `--framework all` compares the best plan of each, by the middle of its interval.
-- `rooftop compile`, `train` and `tune` take plans of rooftop's own program only.
-- Published runs are benchmarks: they force balanced routing, reduce gradients in 16 bits and do not check for NaN. A
-  training run that does otherwise is slower than its plan.
+- Megatron-Bridge ships benchmarks: balanced routing forced, gradients in bf16, no NaN checks. A plan says if it is
+  priced as one or, with `--set gradients=f32`, as a training recipe, and the name of the recipe that it equals.
 
 ## Configurations
 
@@ -354,10 +353,13 @@ A plan of another framework ends with its configuration: a script with Megatron-
 torchtitan's TOML, for the version that its first line names. `--config DIR` writes it.
 
 `--from` prices a configuration as it stands, on the slice: a script with Megatron-LM's arguments (its variables and
-arrays are put in, nothing is run), a recipe of Megatron-Bridge by name, a MaxText YAML or its `key=value` command, a
-torchtitan TOML. Other options change it: `--from job/train.sh --chunks 4`. The answer names settings whose price is
-not known, and those that the job leaves unused, with their gains. What the framework refuses is refused in one line.
+arrays are put in, nothing is run), a MaxText YAML or its `key=value` command, a torchtitan TOML; or, by its name, what
+Megatron-Bridge, MaxText or torchtitan ship. Other options change it: `--from job/train.sh --chunks 4`. The answer names
+settings without a price, and those left unused, with their gains.
 
+"""
+    text += _shipped()
+    text += """
 The files are in `rooftop/frameworks/data`; each rule names its source. This page is written by `docs/reference.py`.
 
 """
@@ -378,6 +380,35 @@ The files are in `rooftop/frameworks/data`; each rule names its source. This pag
             text += f"| `{key}` | {about} | {framework.accepted_values(facts)} | {defaults} |\n"
         text += "\n"
     return text + _engines()
+
+
+def _shipped() -> str:
+    """Counts of the configurations that frameworks ship: read, priced, written back, and refused by reason."""
+    with (ROOT / "bench" / "results" / "shipped.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    text = """What they ship (`bench/evidence/shipped.py`); written back: read again as the same plan.
+
+| of | shipped | priced | fit | written back | refused | for |
+|---|---|---|---|---|---|---|
+"""
+    for name, title in (("megatron", "Megatron-Bridge"), ("maxtext", "MaxText"), ("torchtitan", "torchtitan")):
+        shipped = [row for row in rows if row["framework"] == name]
+        priced = [row for row in shipped if row["step_s"]]
+        fit = sum(row["outcome"] == "priced" for row in priced)
+        again = sum(row["read_again"] == "yes" for row in priced)
+        reasons = Counter(_refusal(row["outcome"]) for row in shipped if not row["step_s"])
+        most = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(3))
+        cells = (title, len(shipped), len(priced), fit, again, len(shipped) - len(priced), most)
+        text += f"| {' | '.join(map(str, cells))} |\n"
+    return text
+
+
+def _refusal(outcome: str) -> str:
+    """The kind of a refusal: a setting that has no price, by its key, or the words of it."""
+    if "preset" in outcome:
+        return "the model"
+    field, _, accepted = outcome.partition(": ")
+    return (accepted.partition(",")[0] if field == "from" else f"`{field}`") if accepted else outcome.partition(",")[0]
 
 
 def _engines() -> str:

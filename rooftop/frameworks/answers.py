@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
+from typing import Literal
 
 from rooftop.core.records import Record
 
@@ -30,6 +31,20 @@ class StatedConfiguration(Record):
     unpriced: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     unused: tuple[UnusedSettings, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedRecipe(Record):
+    """The kind of recipe that a framework's price is of: ``kind``, its ``habits``, and what it leaves ``unpriced``.
+
+    ``name`` is that of a recipe of ``publisher`` that has the plan's model, chips, strategy, batch and number format.
+    """
+
+    kind: Literal["benchmark", "training"]
+    habits: tuple[str, ...]
+    unpriced: tuple[str, ...] = ()
+    publisher: str
+    name: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

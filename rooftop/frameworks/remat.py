@@ -57,6 +57,18 @@ def named_policy(framework: str, remat: str) -> str | None:
     return next((name for name, text in _words(framework)["remat"].items() if parse_policy(text) == policy), None)
 
 
+def policy_text(framework: str, remat: str) -> str:
+    """A policy as answers show it: one with changes by the framework's name for it, if it has one."""
+    named = named_policy(framework, remat) if "=" in remat and "remat" in _words(framework) else None
+    return named or remat
+
+
+def policy_of(framework: str, text: str) -> str:
+    """The policy of a framework's name for one; any other text as it is."""
+    policy: str = _words(framework).get("remat", {}).get(text, text)
+    return policy
+
+
 def recompute_modules(framework: str, remat: str, model: ModelConfig) -> tuple[str, ...] | None:
     """Modules that a framework recomputes under a policy that keeps all the rest; None if they do not add up to it."""
     data, policy = _words(framework), parse_policy(remat)

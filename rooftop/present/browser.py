@@ -57,10 +57,12 @@ def to_data(document: Document, widths: Widths | None = None) -> dict[str, Any]:
 
 
 def _chart(chart: Chart, place: Place, sizes: Widths, identifier: str) -> dict[str, Any]:
+    if isinstance(chart, Listing):
+        return chart.to_json() | {"place": place}
     names, rows = chart_table(chart)
     drawn = picture(chart, getattr(sizes, place), identifier)
     data = chart.to_json() | {"place": place, "svg": drawn, "columns": names, "rows": rows}
-    if isinstance(chart, (Items, Listing)):
+    if isinstance(chart, Items):
         return data | {"kind": "table"}
     if isinstance(chart, Table):
         return data | {"numeric": [column.kind == "number" for column in chart.columns], "below": chart.below}

@@ -23,7 +23,6 @@ from rooftop.present.document import (
     Frames,
     Items,
     Lines,
-    Listing,
     Spans,
     Table,
     Timeline,
@@ -618,8 +617,6 @@ def chart_table(chart: Chart) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         # Its title stands above it.
         headings = ("", "", "source")
         return tuple(headings[at] for at in used), [tuple(item[at] for at in used) for item in items]
-    if isinstance(chart, Listing):
-        return ("",), [(line,) for line in chart.text.splitlines()]
     return (), []
 
 

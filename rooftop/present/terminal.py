@@ -17,6 +17,8 @@ from rooftop.present.document import HYPHEN, Document, Items, Listing, ShownFigu
 
 #: A text column wraps to no fewer characters than this.
 _NARROW = 16
+#: Stands where a word may break, and is not shown.
+_BREAK = "\N{ZERO WIDTH SPACE}"
 
 
 def printed(document: Document, width: int) -> Text:
@@ -60,7 +62,10 @@ def _wrapped(text: str, width: int, *, style: str = "", indent: int = 0) -> Iter
 def _fold(text: str, width: int, *, whole: bool = False) -> list[str]:
     if len(text) <= width:
         return [text]
-    return textwrap.wrap(text, max(width, 1), break_long_words=not whole, break_on_hyphens=False) or [""]
+    # A list without blanks breaks after its commas; those of digits are no list.
+    spaced = text if whole else re.sub(r",(?=[A-Za-z_])", f",{_BREAK} ", text)
+    lines = textwrap.wrap(spaced, max(width, 1), break_long_words=not whole, break_on_hyphens=False) or [""]
+    return [line.replace(f"{_BREAK} ", "").replace(_BREAK, "") for line in lines]
 
 
 def _figures(figures: Sequence[ShownFigure], width: int) -> Iterator[Text]:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from rooftop.core.errors import RooftopError
 from rooftop.core.files import read_text
-from rooftop.frameworks.framework import parse_settings
-from rooftop.frameworks.words.configurations import stated_recipe, stated_step
+from rooftop.frameworks.framework import FRAMEWORKS, parse_settings
+from rooftop.frameworks.recipes import recipes
+from rooftop.frameworks.words.configurations import frameworks_of, stated_recipe, stated_step
 from rooftop.frameworks.words.step import StatedStep
 from rooftop.hardware import Slice
 from rooftop.requests.inputs import model_of
@@ -16,6 +17,11 @@ from rooftop.requests.planning import PlanTraining
 
 #: The largest configuration in bytes.
 _MOST_BYTES = 1 << 20
+_FORMS = {
+    "megatron": "a script or its --options",
+    "maxtext": "YAML, or a command with key=value",
+    "torchtitan": "the TOML of release 0.2.2",
+}
 
 
 def configured_request(request: PlanTraining, slice_: Slice) -> tuple[PlanTraining, StatedStep]:
@@ -25,15 +31,29 @@ def configured_request(request: PlanTraining, slice_: Slice) -> tuple[PlanTraini
     be read, and for what the framework refuses.
     """
     path = Path(str(request.configuration))
+    if request.framework == FRAMEWORKS[0]:
+        others = " or ".join(FRAMEWORKS[1:])
+        raise RooftopError("from", str(path), f"this with the framework that it configures: --framework {others}")
     model = None if request.model is None else model_of(request.model)
-    if not path.exists() and not path.suffix and len(path.parts) == 1:
+    is_recipe = path.name in recipes(request.framework) or not path.suffix
+    if not path.exists() and is_recipe and len(path.parts) == 1:
         return _changed(request, stated_recipe(request.framework, path.name, slice_, model))
     try:
         text = read_text(path, most=_MOST_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise RooftopError("from", str(path), f"a configuration that can be read ({reason})") from None
+    _require_words(request.framework, text, path)
     return _changed(request, stated_step(request.framework, text, slice_, model))
+
+
+def _require_words(framework: str, text: str, path: Path) -> None:
+    """Raise RooftopError if a file has no words of a framework, with the frameworks whose words it has."""
+    known = frameworks_of(text)
+    if framework in known:
+        return
+    others = f"; these are words of --framework {' or '.join(known)}" if known else ""
+    raise RooftopError("from", str(path), f"a configuration of {framework}: {_FORMS[framework]}{others}")
 
 
 def _changed(request: PlanTraining, stated: StatedStep) -> tuple[PlanTraining, StatedStep]:

@@ -70,8 +70,8 @@ class PlanTraining(Request):
     framework_settings: SettingsLike | None = setting(None, option="set")
     """Settings of the framework: cuda_graphs=layer,dispatcher=deepep. By default those of its recipes for the chip."""
     configuration: Path | str | None = setting(None, option="from")
-    """A configuration of the framework to price: a script with Megatron's arguments or a recipe of Megatron-Bridge, a
-    MaxText YAML, a torchtitan TOML. Other options change it."""
+    """A configuration of the framework to price: a script with Megatron's arguments, a MaxText YAML, a torchtitan TOML,
+    or the name of one that they ship. Other options change it."""
     mesh: AxesLike | Mesh | None = None
     """Sizes of axes: fsdp=1024,tensor=4. Searched by default."""
     layout: str | None = None

@@ -12,6 +12,7 @@ from rooftop.core.quantities import parse_count, parse_dtype
 from rooftop.core.records import field_values
 from rooftop.frameworks.framework import FRAMEWORKS, FrameworkName, parse_settings
 from rooftop.frameworks.programs import matmul_dtypes
+from rooftop.frameworks.remat import policy_of
 from rooftop.hardware import Slice
 from rooftop.models.numerics import Numerics
 from rooftop.plan.pricing import BOUNDS
@@ -63,7 +64,7 @@ def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = 
         assumptions=Assumptions() if request.assume is None else Assumptions().with_hidden(request.assume),
         axes=None if mesh is None or isinstance(mesh, Mesh) else axes_of(mesh, AXES),
         mesh=mesh if isinstance(mesh, Mesh) else None,
-        remat=request.remat,
+        remat=None if request.remat is None else policy_of(name, request.remat),
         microbatches=None if microbatches is None else parse_count(microbatches, "microbatches"),
         **field_values(request, AskedSwitches),
         framework=FrameworkName(

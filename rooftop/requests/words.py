@@ -180,6 +180,7 @@ _LABELS: Mapping[str, tuple[str, str]] = {
     "level": ("Price", ""),
     "dims": ("Sizes of dims", ""),
     "chunks": ("Chunks of a stage", ""),
+    "framework_settings": ("Settings", ""),
 }
 #: Group and kind of fields by name. A field with another kind in one verb says so where it is declared.
 WORDS: Mapping[str, Word] = {

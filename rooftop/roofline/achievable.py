@@ -290,10 +290,13 @@ def attention_seconds(
     Their sum is how long the kernel takes. ``scores`` is the (query, key, head) triples that it executes: whole blocks
     of its side, masked ones skipped; ``queries`` the (query, head) pairs. Heads fill a TPU's matrix unit in whole
     multiples of its side. ``backward`` prices the kernels of the backward pass, which compute the scores again, or the
-    one kernel in which they are ``fused``. ``kernels`` names those of another program (``Fractions.kernels``). Raises
-    RooftopError if the chip has none of that name.
+    one kernel in which they are ``fused``. ``kernels`` names those of another program (``Fractions.kernels``); gradient
+    kernels that it has no count of are the chip's own. Raises RooftopError if the chip has none of that name.
     """
     fit = fractions(chip).attention if kernels is None else attention_kernels(chip, kernels)
+    if backward and not fused and not isinstance(fit, AttentionCurve) and fit and "bwd" in fit.vector_cycles:
+        # Only its one kernel for all gradients was counted: those apart are the chip's own.
+        fit = fractions(chip).attention
     slower = 1.0 if chip.calibrated is None else chip.calibrated.compute
     if isinstance(fit, AttentionCurve):
         matrix_s = scores * kernel_flops(chip, d_qk, d_v, backward=backward) * chip.devices / chip.flops_per_s["bf16"]

@@ -298,3 +298,15 @@ def test_an_error_of_a_file_has_the_colour_of_errors(page: Page, site: str) -> N
         for selector in ("main .wrong", "body")
     )
     assert colour != ink
+
+
+def test_a_configuration_stands_as_it_is_written_and_is_copied(page: Page, site: str) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    _open(page, f"{site}training?framework=megatron&on=h100:8x8&tensor=8&batch_seqs=64")
+    text = page.locator(".listing pre").text_content()
+    assert text is not None and text.startswith("#!/bin/bash\n") and "\n  --num-layers 80 \\\n" in text
+    page.click(".listing button")
+    page.wait_for_selector(".listing button:text('Copied')")
+    assert page.evaluate("() => navigator.clipboard.readText()") == text
+    page.select_option("#c-framework", "rooftop")
+    page.wait_for_selector(".listing", state="detached")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -85,6 +86,22 @@ STATES: list[tuple[str, dict[str, str]]] = [
     ("serving", {"on": "v5e:1x1", "model": "mixtral:5M", "bounds": "usable", "context": "1024"}),
     ("pipeline", {"model": "llama:100M", "stages": "2"}),
     ("training", {"on": "v5e:16x16@2", "model": "llama3-8b", "batch_seqs": "512"}),
+    ("training", {"framework": "maxtext"}),
+    ("training", {"framework": "maxtext", "on": "v5e:16x16@2", "model": "llama3-8b", "batch_seqs": "512"}),
+    ("training", {"framework": "megatron", "on": "h100:8x8", "tensor": "8"}),
+    (
+        "training",
+        {
+            "framework": "megatron",
+            "on": "h100:8x8",
+            "tensor": "4",
+            "model": "llama3-8b",
+            "framework_settings": "gradients=f32",
+        },
+    ),
+    ("training", {"framework": "torchtitan", "on": "h100:8x8", "model": "llama3-8b", "remat": "none"}),
+    # It does not run: 32 sequences are fewer than its copies.
+    ("training", {"framework": "torchtitan", "on": "h100:8x8", "model": "llama3-8b", "batch_seqs": "32"}),
     ("pipeline", {"schedule": "zero_bubble", "stages": "8", "model": "llama3-8b"}),
     ("pipeline", {"schedule": "interleaved", "stages": "4", "chunks": "4", "microbatches": "12"}),
     ("serving", {"bounds": "usable", "batch_seqs": "64", "context": "2048"}),
@@ -619,6 +636,28 @@ def test_what_does_not_fit_has_no_times_and_names_a_slice_that_does(
     assert set(_figures(answer)) == figures
     slice_ = Slice.parse(str(_figures(answer)["nearest"]).split()[0])
     assert slice_.chip.name == "v5e" and slice_.chips > 1
+
+
+@pytest.mark.parametrize(
+    ("framework", "on", "file"),
+    [("maxtext", "v5p:4x4x4", "plan.yml"), ("megatron", "h100:8x8", "train.sh"),
+     ("torchtitan", "h100:8x8", "plan.toml")],
+)  # fmt: skip
+def test_training_shows_the_configuration_that_its_command_ends_with(
+    framework: str, on: str, file: str, client: TestClient, rooftop: Call
+) -> None:
+    asked = {"framework": framework, "on": on, "model": "llama3-8b", "tensor": "2"}
+    data = client.get("/api/training", params=asked).json()
+    printed = rooftop(*shlex.split(data["command"])[1:], "--json").json
+    listings = {chart["title"]: chart["text"] for chart in data["charts"] if chart["kind"] == "listing"}
+    assert listings[f"Configuration: {file}"] == printed["configuration"]["files"][file].rstrip()
+    assert any(f"for {printed['framework']['title']}" in text for text in data["details"])
+    # A plan that does not run has none, nor has rooftop's own.
+    for change in ({"batch_seqs": "32"}, {"framework": "rooftop"}):
+        other = client.get("/api/training", params={**asked, "tensor": "1", **change}).json()
+        assert not [chart for chart in other["charts"] if chart["kind"] == "listing"]
+    wrong = client.get("/api/training", params={**asked, "framework_settings": "speed=1"})
+    assert wrong.status_code == 400 and "speed" in wrong.json()["error"]["message"]
 
 
 def test_the_first_answer_of_training_is_a_plan_that_runs() -> None:

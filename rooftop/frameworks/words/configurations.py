@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from rooftop.core.errors import RooftopError
+from rooftop.frameworks.answers import PricedRecipe
 from rooftop.frameworks.framework import FRAMEWORKS
 from rooftop.frameworks.words.step import ConfiguredStep, StatedStep
-from rooftop.frameworks.words.table import FrameworkConfiguration, word_table
+from rooftop.frameworks.words.table import FrameworkConfiguration, option_values, word_table
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig
 
@@ -65,13 +67,48 @@ def _text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def stated_recipe(framework: str, name: str, slice_: Slice, model: ModelConfig | None = None) -> StatedStep:
-    """The train step of a recipe that a framework publishes. Raises RooftopError."""
-    if framework != "megatron":
-        raise RooftopError("from", name, "a file with a configuration: recipes are those of --framework megatron")
-    from rooftop.frameworks.words.megatron_recipes import recipe_step
+def priced_recipe(step: ConfiguredStep) -> PricedRecipe | None:
+    """The kind of recipe that the price of a step is of; None of programs whose published recipes are of one kind."""
+    if step.framework.name != "megatron":
+        return None
+    from rooftop.frameworks.words import megatron_recipes
 
-    return recipe_step(name, devices=slice_.devices, model=model)
+    return megatron_recipes.priced_recipe(step)
+
+
+def frameworks_of(text: str) -> tuple[str, ...]:
+    """Frameworks whose words stand in a configuration's text."""
+    options = set(re.findall(r"(?<![\w-])--[\w-]+(?![\w.-])", text)) & option_values("megatron").keys()
+    sections = {key.partition(".")[0] for key in word_table("torchtitan").by_key}
+    titles = sections.intersection(re.findall(r"^\s*\[?\s*(\w+)\s*[].]", text, re.MULTILINE))
+    keys = set(re.findall(r"(?:^|(?<=\s))([a-z]\w*)(?::(?=\s|$)|=)", text, re.MULTILINE))
+    keys &= word_table("maxtext").by_key.keys()
+    said = {"megatron": options, "maxtext": keys, "torchtitan": titles}
+    return tuple(name for name in FRAMEWORKS if said.get(name))
+
+
+def stated_recipe(framework: str, name: str, slice_: Slice, model: ModelConfig | None = None) -> StatedStep:
+    """The train step of a recipe or a configuration that a framework ships. Raises RooftopError."""
+    if framework == "megatron":
+        from rooftop.frameworks.words.megatron_recipes import recipe_step
+
+        return recipe_step(name, devices=slice_.devices, model=model)
+    from rooftop.frameworks.words.published import maxtext_recipe, torchtitan_recipe
+
+    if framework == "torchtitan":
+        from rooftop.frameworks.words.torchtitan import torchtitan_options_step
+
+        return torchtitan_options_step(torchtitan_recipe(name), devices=slice_.devices, model=model)
+    from rooftop.frameworks.words.maxtext import maxtext_options_step
+
+    return maxtext_options_step(
+        maxtext_recipe(name), devices=slice_.devices, slices=dcn_groups(slice_), model=model
+    )  # fmt: skip
+
+
+def dcn_groups(slice_: Slice) -> int:
+    """Groups of devices that MaxText's DCN axes join: slices of TPUs, nodes of GPUs."""
+    return slice_.hosts if slice_.chip.kind == "gpu" else slice_.num_slices
 
 
 def stated_step(framework: str, text: str, slice_: Slice, model: ModelConfig | None = None) -> StatedStep:
@@ -91,8 +128,6 @@ def stated_step(framework: str, text: str, slice_: Slice, model: ModelConfig | N
     if framework == "maxtext":
         from rooftop.frameworks.words.maxtext import maxtext_step
 
-        # Its DCN axes are those between slices, and of GPUs between nodes.
-        groups = slice_.hosts if slice_.chip.kind == "gpu" else slice_.num_slices
-        return maxtext_step(text, devices=slice_.devices, slices=groups, model=model)
+        return maxtext_step(text, devices=slice_.devices, slices=dcn_groups(slice_), model=model)
     others = ", ".join(name for name in FRAMEWORKS[1:])
     raise RooftopError("from", framework, f"a configuration of another framework: --framework {others}")

@@ -137,9 +137,16 @@ def maxtext_step(text: str, *, devices: int, slices: int = 1, model: ModelConfig
 
     Raises RooftopError for what MaxText refuses, and for a value without a price.
     """
+    return maxtext_options_step(_options(text), devices=devices, slices=slices, model=model)
+
+
+def maxtext_options_step(
+    options: Mapping[str, Any], *, devices: int, slices: int = 1, model: ModelConfig | None = None
+) -> StatedStep:
+    """The train step of settings by key, on ``devices`` in ``slices``. Raises RooftopError as ``maxtext_step``."""
     table = maxtext_words()
-    options = _options(text)
     values, others = table.read(options)
+    _require_priced_sizes({key: options[key] for key in others}, named=model is not None)
     if model is None:
         model = _model(table, values)
     mesh = _mesh(table, values, devices, slices)
@@ -163,6 +170,15 @@ def maxtext_step(text: str, *, devices: int, slices: int = 1, model: ModelConfig
         fields |= _pipeline(table, values, model, stages)
     notes = ("context_parallel_strategy all_gather is priced as a ring",) if mesh.get("context", 1) > 1 else ()
     return StatedStep(fields=fields, model=model, unpriced=table.without_words(others), notes=notes)
+
+
+def _require_priced_sizes(others: Mapping[str, Any], *, named: bool) -> None:
+    """Raise RooftopError for an axis without a price, and for a scale of the model's sizes, unless it is ``named``."""
+    for key, value in others.items():
+        if re.fullmatch(r"(ici|dcn)_\w+_parallelism", key) and value != 1:
+            raise RooftopError(key, value, f"1: axes with a price are {', '.join(_AXES[:-1])}, pipeline")
+        if key == "global_parameter_scale" and value != 1 and not named:
+            raise RooftopError(key, value, "1, with base_* in place of a scale: or say the MODEL")
 
 
 def _options(text: str) -> dict[str, Any]:

@@ -295,12 +295,8 @@ def megatron_configuration(step: ConfiguredStep) -> FrameworkConfiguration:
     )
     notes = (
         "mock data, 50 steps and a learning rate stand for yours",
-        *(
-            ("gradients are reduced in bf16, as in Megatron-Bridge's benchmarks",)
-            if step.numerics.gradients == "bf16"
-            else ()
-        ),
-        *(("tokens are priced as dealt evenly to experts",) if step.model.moe is not None else ()),
+        *(() if values["no_nan_check"] else ("NaN checks stay on",)),
+        *(("routing is not forced to be balanced",) if step.model.moe is not None else ()),
     )
     return FrameworkConfiguration(
         program=table.program, files={"train.sh": script}, command="bash train.sh", notes=notes

@@ -6,15 +6,17 @@ import ast
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rooftop.core.errors import RooftopError
 from rooftop.frameworks.remat import recomputed
-from rooftop.frameworks.words.megatron import megatron_words, read_layout
+from rooftop.frameworks.words.megatron import megatron_words, model_values, read_layout
 from rooftop.frameworks.words.shell import script_arguments
 from rooftop.frameworks.words.step import StatedStep
 from rooftop.frameworks.words.table import option_values
-from rooftop.models import MLA, ModelConfig, MoE, RopeScaling
+from rooftop.models import MLA, ModelConfig, MoE, RopeScaling, load_model, presets
+from rooftop.models.counting import count_params
 
 #: Optimizers with a price, by their names.
 _OPTIMIZERS = {"adam": "adamw", "muon": "muon", "dist_muon": "muon"}
@@ -311,7 +313,23 @@ def _model(numbers: _Numbers) -> ModelConfig:
         facts["rope_interleaved"] = bool(values["rotary_interleaved"])
         share = numbers.number("rotary_share")
         facts["rotary_dims"] = None if share == 1 or latent else round(share * channels)
-    return ModelConfig(**facts, layer_windows=_windows(numbers, layers))
+    return _named(ModelConfig(**facts, layer_windows=_windows(numbers, layers)))
+
+
+def _named(model: ModelConfig) -> ModelConfig:
+    """The model with the name of the preset that has its arguments and its parameters, if there is one."""
+    said = _said(model)
+    same = [preset for preset in map(load_model, presets()) if said is not None and _said(preset) == said]
+    same.sort(key=lambda preset: preset.max_seq_len != model.max_seq_len)
+    return replace(model, name=same[0].name) if same else model
+
+
+def _said(model: ModelConfig) -> tuple[object, ...] | None:
+    """Megatron's words of a model, and its parameters; None of one that they cannot say."""
+    try:
+        return model_values(model), count_params(model)
+    except RooftopError:
+        return None
 
 
 def _windows(numbers: _Numbers, layers: int) -> tuple[int | None, ...]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rooftop.core.errors import RooftopError
+from rooftop.frameworks.answers import PricedRecipe
 from rooftop.frameworks.recipes import recipe, recipes
-from rooftop.frameworks.words.megatron import megatron_values, megatron_words
+from rooftop.frameworks.words.megatron import megatron_values, megatron_words, read_layout
 from rooftop.frameworks.words.megatron_read import stated_values
 from rooftop.frameworks.words.step import ConfiguredStep, StatedStep
 from rooftop.models import ModelConfig, load_model
@@ -29,8 +30,12 @@ _FLAGS = {
 }  # fmt: skip
 _LISTS = {"recompute_modules": "recompute_modules", "graph_modules": "graph_modules"}
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "uint8": "fp8"}
-#: Sizes that make two steps the same strategy.
-_STRATEGY = ("tensor", "stage", "context", "expert", "micro_batch", "batch", "seq", "recompute_modules")
+#: Words that make two steps the same strategy, besides the parts of a pipeline.
+_STRATEGY = (
+    "tensor", "stage", "context", "expert", "micro_batch", "batch", "seq", "recompute", "recompute_modules",
+)  # fmt: skip
+_PUBLISHER = "Megatron-Bridge"
+_CHECKS, _UNEVEN = "NaN checks", "uneven loads of experts"
 
 
 def recipe_values(row: Mapping[str, str]) -> dict[str, Any]:
@@ -82,18 +87,44 @@ def recipe_step(name: str, *, devices: int, model: ModelConfig | None = None) ->
 
 
 def recipe_of(step: ConfiguredStep) -> str | None:
-    """The recipe that has the strategy of a step for its model, chip and dtype; None without one."""
-    dtype = {"f4_e2m1": "f4"}.get(step.numerics.matmul, step.numerics.matmul)
+    """The recipe that has the strategy of a step for its model, chips, batch and number format; None without one."""
+    matmul = {"f4_e2m1": "f4"}.get(step.numerics.matmul, step.numerics.matmul)
+    scaling = step.framework.settings.get("fp8_recipe", "") if matmul == "f8_e4m3" else ""
+    ours = (step.model.name, step.slice.chip.name, str(step.slice.devices), matmul)
     said = megatron_values(step)
     for name, row in recipes("megatron").items():
-        ours = (step.model.name, step.slice.chip.name, str(step.slice.devices), dtype)
-        if (row["model"], row["chip"], row["gpus"], row["dtype"]) != ours or row["fsdp"]:
+        theirs = (row["model"], row["chip"], row["gpus"], row["dtype"])
+        if theirs != ours or row["fsdp"] or (scaling and row["scaling"] != scaling):
             continue
         values = recipe_values(row)
-        if all(_same(said.get(word), values[word]) for word in _STRATEGY):
+        if all(_same(said.get(word), values[word]) for word in _STRATEGY) and _parts(said) == _parts(values):
             return name
     return None
 
 
+def priced_recipe(step: ConfiguredStep) -> PricedRecipe | None:
+    """The kind of recipe that the price of a step is of; None of releases before Megatron-Bridge's."""
+    gradients = step.framework.settings.get("gradients")
+    if gradients is None:
+        return None
+    experts = step.model.moe is not None
+    if gradients == "bf16":
+        habits = ("gradients reduced in bf16", f"no {_CHECKS}", *(("balanced routing forced",) if experts else ()))
+        return PricedRecipe(kind="benchmark", habits=habits, publisher=_PUBLISHER, name=recipe_of(step))
+    unpriced = (_CHECKS, *((_UNEVEN,) if experts else ()))
+    return PricedRecipe(
+        kind="training", habits=("gradients reduced in f32",), unpriced=unpriced, publisher=_PUBLISHER
+    )  # fmt: skip
+
+
+def _parts(values: Mapping[str, Any]) -> int:
+    """Parts of a pipeline: stages x chunks, or those of a layout."""
+    if values.get("layout"):
+        return read_layout(values["layout"])[0]
+    return int(values["stage"]) * int(values.get("chunks") or 1)
+
+
 def _same(ours: object, theirs: object) -> bool:
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        return set(ours) == set(theirs)
     return str(ours or None) == str(theirs or None)

@@ -104,8 +104,16 @@ def torchtitan_step(text: str, *, devices: int, model: ModelConfig | None = None
         options = dict(_flat(tomllib.loads(text)))
     except tomllib.TOMLDecodeError as error:
         raise RooftopError("from", "a file that is no TOML", f"torchtitan's TOML ({error})") from None
+    listed = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    return torchtitan_options_step(listed, devices=devices, model=model)
+
+
+def torchtitan_options_step(
+    options: Mapping[str, Any], *, devices: int, model: ModelConfig | None = None
+) -> StatedStep:
+    """The train step of settings by key on ``devices``. Raises RooftopError as ``torchtitan_step``."""
     table = torchtitan_words()
-    values, others = table.read({key: tuple(v) if isinstance(v, list) else v for key, v in options.items()})
+    values, others = table.read(options)
     numbers = {name: _whole(table, values, name) for name in ("tensor", "stage", "context", "expert", "data", "seq")}
     grid = numbers["tensor"] * numbers["stage"] * numbers["context"] * numbers["data"]
     shards = values["fsdp"] if values["fsdp"] != -1 else devices // grid
@@ -124,10 +132,9 @@ def torchtitan_step(text: str, *, devices: int, model: ModelConfig | None = None
             table["batch"].key, batch, f"a multiple of {table['local_batch'].key} {local} x {copies} copies"
         )
     micro = _whole(table, values, "micro_batch") if numbers["stage"] > 1 else local
-    named = _model_name(table, values)
+    known = load_model(_model_name(table, values)) if model is None else model
     mesh = {"data": numbers["data"], "fsdp": shards // expert, "expert": expert}
     mesh |= {name: numbers[name] for name in ("context", "tensor", "stage")}
-    known = load_model(named) if model is None else model
     fields: dict[str, object] = {
         "mesh": mesh if known.moe is not None else {name: size for name, size in mesh.items() if name != "expert"},
         "batch_seqs": batch,

@@ -16,9 +16,9 @@ from rooftop.arrays.rules import STAGE_AXES
 from rooftop.capabilities import MATMUL_DTYPES, SWITCHES, Choice, TrainingSpec
 from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.core.records import Record, field_values
-from rooftop.frameworks.answers import FrameworkOffer, StatedConfiguration
+from rooftop.frameworks.answers import FrameworkOffer, PricedRecipe, StatedConfiguration
 from rooftop.frameworks.programs import matmul_dtypes, training_obstacles
-from rooftop.frameworks.words.configurations import configuration_of
+from rooftop.frameworks.words.configurations import configuration_of, priced_recipe
 from rooftop.frameworks.words.table import FrameworkConfiguration
 from rooftop.hardware import Slice
 from rooftop.plan.documents import PipelineFigures
@@ -96,12 +96,12 @@ class TrainingAnswerDocument(TrainingPlanDocument):
     """plan.json of a training run.
 
     ``comparison`` is there if slices were compared, ``compiled`` if the best plans were compiled, and ``pipeline`` if
-    the mesh has stages, ``configuration`` if another framework than rooftop runs the plan, and ``stated`` if the plan
-    is of a configuration. ``frameworks`` are the best plans of frameworks for the same job. A plan alone has none of
-    these fields.
+    the mesh has stages. ``configuration`` is there if another framework than rooftop runs the plan, ``recipe`` if its
+    published recipes are of several kinds, and ``stated`` if the plan is of a configuration. ``frameworks`` are the
+    best plans of frameworks for the same job. A plan alone has none of these fields.
     """
 
-    sparse = frozenset({"comparison", "compiled", "pipeline", "request", "configuration", "stated"})
+    sparse = frozenset({"comparison", "compiled", "pipeline", "request", "configuration", "stated", "recipe"})
 
     alternatives: tuple[PlanSummary, ...] = ()
     what_if: tuple[WhatIf, ...] = ()
@@ -116,6 +116,7 @@ class TrainingAnswerDocument(TrainingPlanDocument):
     request: Mapping[str, Any] | None = None
     configuration: FrameworkConfiguration | None = None
     stated: StatedConfiguration | None = None
+    recipe: PricedRecipe | None = None
     frameworks: tuple[FrameworkOffer, ...] = ()
 
 
@@ -141,6 +142,11 @@ class TrainingAnswer:
         return None if self.plan.obstacles else configuration_of(self.plan.configured)
 
     @property
+    def recipe(self) -> PricedRecipe | None:
+        """The kind of recipe that the framework's price is of; None of a plan that no program runs."""
+        return None if self.plan.obstacles else priced_recipe(self.plan.configured)
+
+    @property
     def document(self) -> TrainingAnswerDocument:
         """plan.json."""
         plan = self.plan.document
@@ -154,6 +160,7 @@ class TrainingAnswer:
             other_batches=tuple(self.other_batches),
             searched=self.searched,
             configuration=self.configuration,
+            recipe=self.recipe,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -9,9 +9,11 @@ from rooftop.arrays.rules import COLUMN_AXES, STAGE_AXES, ways
 from rooftop.core.ledger import Ledger, Row
 from rooftop.core.quantities import counted, format_bytes, format_count, format_seconds
 from rooftop.core.timelines import Lanes
-from rooftop.frameworks.answers import FrameworkOffer, StatedConfiguration
+from rooftop.frameworks.answers import FrameworkOffer, PricedRecipe, StatedConfiguration
 from rooftop.frameworks.framework import FRAMEWORKS, PlannedFramework
+from rooftop.frameworks.remat import policy_text
 from rooftop.frameworks.words.configurations import short_words
+from rooftop.frameworks.words.table import FrameworkConfiguration
 from rooftop.frameworks.xla import pinned_release
 from rooftop.plan.training.answer import OtherBatch, TrainingAnswerDocument
 from rooftop.plan.training.comparison import ComparisonDocument, OfferDocument
@@ -70,6 +72,7 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
     where, memory, dtypes = plan.slice.name, plan.memory, plan.dtypes
     lines = ledger_lines({"planned": plan.ledger})
     layout, classes = layout_text(where, plan.mesh), _classes(memory)
+    remat = policy_text(plan.framework.name, plan.remat.name)
     return Document(
         title=f"{plan.model.name} on {where}: a training plan",
         verdict=ShownVerdict(
@@ -78,10 +81,11 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
             + _too_long(plan),
             no=_refusal(plan),
             details=(
-                *_framework(plan.framework),
+                *framework_texts(plan.framework),
                 *_best_known(plan),
                 *_stated(plan.stated),
-                f"laid out as {layout}; remat {plan.remat.name}; {microbatches_text(plan.microbatches)}"
+                *recipe_texts(plan.recipe, plan.stated),
+                f"laid out as {layout}; remat {remat}; {microbatches_text(plan.microbatches)}"
                 + pipeline_text(plan.summary.schedule, plan.schedule.chunks)
                 + (
                     "; collective matmuls over tensor"
@@ -111,13 +115,13 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
             *_alternatives(plan),
             *_unused(plan.stated),
             *_changes(plan),
-            *_configuration(plan),
+            *configuration_listings(plan.configuration),
         ),
         sources=version_note(plan.rooftop_version),
     )
 
 
-def _framework(framework: PlannedFramework) -> Iterator[str]:
+def framework_texts(framework: PlannedFramework) -> Iterator[str]:
     """The framework that the plan is of, and the settings that are priced; of rooftop a release that is not pinned."""
     if framework.name == FRAMEWORKS[0] and framework.release not in (None, pinned_release()):
         yield f"planned for libtpu {framework.release}"
@@ -178,7 +182,7 @@ def _span(interval_s: tuple[float, float]) -> str:
 
 
 def _strategy(offer: FrameworkOffer) -> str:
-    return f"{short_words(offer.name, offer.mesh, offer.chunks)}; remat {offer.remat}"
+    return f"{short_words(offer.name, offer.mesh, offer.chunks)}; remat {policy_text(offer.name, offer.remat)}"
 
 
 def _stated(stated: StatedConfiguration | None) -> Iterator[str]:
@@ -188,6 +192,17 @@ def _stated(stated: StatedConfiguration | None) -> Iterator[str]:
     yield f"as {stated.file} configures it" + "".join(f"; {note}" for note in stated.notes)
     if stated.unpriced:
         yield f"without a price: {', '.join(stated.unpriced)}"
+
+
+def recipe_texts(recipe: PricedRecipe | None, stated: StatedConfiguration | None = None) -> Iterator[str]:
+    """The kind of recipe that a plan is priced as, and the published one that it equals, unless it is ``stated``."""
+    if recipe is None:
+        return
+    named = recipe.name is not None and (stated is None or recipe.name != stated.file)
+    kind = f"as recipe {recipe.name} of {recipe.publisher}" if named else f"priced as a {recipe.kind} recipe"
+    kind += f", a {recipe.kind}" if named else ""
+    unpriced = f"; without a price: {', '.join(recipe.unpriced)}" if recipe.unpriced else ""
+    yield f"{kind}: {', '.join(recipe.habits)}{unpriced}"
 
 
 def _unused(stated: StatedConfiguration | None) -> Iterator[Chart]:
@@ -210,9 +225,8 @@ def _setting(key: str, values: tuple[str | None, str | None]) -> str:
     return f"{text} (was {before})" if before else text
 
 
-def _configuration(plan: TrainingAnswerDocument) -> Iterator[Chart]:
-    """The files of the framework's configuration, and the command that reads them."""
-    configuration = plan.configuration
+def configuration_listings(configuration: FrameworkConfiguration | None) -> Iterator[Chart]:
+    """The files of a framework's configuration, and the command that reads them."""
     if configuration is None:
         return
     section = "Configuration"
@@ -556,7 +570,7 @@ def _alternatives(plan: TrainingAnswerDocument) -> tuple[Chart, ...]:
     rows = [
         (
             " x ".join(f"{name} {size}" for name, size in other.mesh.items()),
-            other.remat,
+            policy_text(plan.framework.name, other.remat),
             f"{other.microbatches}{pipeline_text(other.schedule, other.chunks)}",
             format_seconds(other.expected_s),
             f"{other.mfu:.1%}",
@@ -566,7 +580,7 @@ def _alternatives(plan: TrainingAnswerDocument) -> tuple[Chart, ...]:
         for other in others
     ]
     columns = tuple(
-        TableColumn(name, "text" if name in ("mesh", "remat", "") else "number", wrap=name == "mesh")
+        TableColumn(name, "text" if name in ("mesh", "remat", "") else "number", wrap=name in ("mesh", "remat"))
         for name in ("mesh", "remat", "microbatches", "step", "MFU", "memory", "")
     )
     return (
@@ -614,8 +628,14 @@ def _changes(plan: TrainingAnswerDocument) -> tuple[Chart, ...]:
         items = tuple(Item(f" {change.change}", mark=f"{change.gain:+.1%}") for change in possible)
         charts.append(Items(title="What would change it (tokens/s)", section=section, items=items))
     if plan.levers:
+        name = plan.framework.name
         items = tuple(
-            Item(f" {lever.lever}: {lever.chosen}, not {lever.other}", mark=f"{lever.gain:+.1%}")
+            Item(
+                f" {lever.lever}: {policy_text(name, lever.chosen)}, not {policy_text(name, lever.other)}"
+                if lever.lever == "remat"
+                else f" {lever.lever}: {lever.chosen}, not {lever.other}",
+                mark=f"{lever.gain:+.1%}",
+            )
             for lever in sorted(plan.levers, key=lambda lever: -lever.gain)
         )
         charts.append(

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import format_bytes, format_count, format_seconds
+from rooftop.frameworks.framework import FRAMEWORKS
+from rooftop.frameworks.words.configurations import configuration_of, priced_recipe
 from rooftop.hardware import Slice
-from rooftop.models import load_model, presets
+from rooftop.models import presets
 from rooftop.models.activations import SEARCHED
 from rooftop.plan.training.batches import BatchCurve, batch_curves, book_meshes
 from rooftop.plan.training.nearest import nearest_executable
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.plan.training.problem import Problem
 from rooftop.plan.training.search import sweep
-from rooftop.plan.training.workload import Workload
-from rooftop.present.document import Bar, Bars, ChartAxis, ChartSeries, Document, Lines, ShownFigure, ShownVerdict
-from rooftop.present.documents.parts import level_of, mesh_text
-from rooftop.present.documents.training import padding_figure
+from rooftop.present.document import (
+    Bar,
+    Bars,
+    ChartAxis,
+    ChartSeries,
+    Document,
+    Lines,
+    ShownFigure,
+    ShownVerdict,
+)
+from rooftop.present.documents.parts import level_of, mesh_text, sentence
+from rooftop.present.documents.training import configuration_listings, framework_texts, padding_figure, recipe_texts
 from rooftop.requests.planning import PlanTraining
+from rooftop.requests.problems import training_problem
 from rooftop.ui.controls import Control, Explorer, ExplorerForm, FieldControls, State, slider
 
 #: Curves that are drawn, and sequences a step of their points.
@@ -28,26 +41,23 @@ _SEQS = tuple(2**power for power in range(0, 15, 1))
 
 def answer(state: State) -> Document:
     """The chosen mesh at the chosen batch, and every strategy of chapter 5 over batches."""
-    slice_, model = Slice.parse(state["on"]), load_model(state["model"])
-    seqs, seq, tensor = state.count("batch_seqs"), state.count("seq"), state.count("tensor")
-    slices = {"data": slice_.num_slices} if slice_.num_slices > 1 else {}
-    inner = slice_.devices // slice_.num_slices
-    if inner % tensor:
-        raise RooftopError("tensor", tensor, f"a number that divides the {inner} devices of a slice")
-    axes = (
-        slices | ({"fsdp": inner // tensor} if inner // tensor > 1 else {}) | ({"tensor": tensor} if tensor > 1 else {})
-    )
-    problem = Problem(
-        model=model,
-        slice=slice_,
-        workload=Workload(batch_tokens=seqs * seq, seq_len=seq),
-        axes=axes or {"fsdp": 1},
+    slice_, seqs, seq = Slice.parse(state["on"]), state.count("batch_seqs"), state.count("seq")
+    request = PlanTraining(
+        state["model"],
+        on=slice_.name,
+        framework=state["framework"],
+        framework_settings=state["framework_settings"] or None,
+        batch_seqs=seqs,
+        seq=seq,
         remat=state["remat"],
         microbatches=1,
     )
-    meshes = book_meshes(problem)
+    problem = training_problem(request, slice_)
+    axes = _axes(problem, state.count("tensor"))
+    problem = replace(problem, axes=axes or {_shards(problem): 1})
+    meshes = _meshes(problem)
     batches = sorted({*_SEQS, seqs})
-    priced = batch_curves(problem, [item * seq for item in batches], meshes if axes in meshes else [*meshes, axes])
+    priced = batch_curves(problem, [item * seq for item in batches], meshes)
     plan = _plan(problem, priced)
     seconds = {name: float(plan.ledger.total(name)) for name in ("mxu", "hbm", "ici", "dcn")}
     network = seconds["ici"] + seconds["dcn"]
@@ -73,6 +83,8 @@ def answer(state: State) -> Document:
     if not plan.fits:
         # Times of what no device can hold would read like an answer.
         figures = (memory, *_smallest(plan))
+    runs = plan.fits and not plan.obstacles
+    listings = configuration_listings(configuration_of(plan.configured)) if runs else ()
     steps = (_steps(curves, batches.index(seqs), plan),) if plan.fits else ()
     return Document(
         verdict=ShownVerdict(
@@ -82,22 +94,49 @@ def answer(state: State) -> Document:
             else f"Not executable: {plan.obstacles[0]}."
             if plan.obstacles
             else "",
-            details=tuple(f"Not executable as it stands: {obstacle}." for obstacle in plan.obstacles[plan.fits :]),
+            details=(
+                *(sentence(text) for text in framework_texts(problem.program.planned)),
+                *(sentence(text) for text in (recipe_texts(priced_recipe(plan.configured)) if runs else ())),
+                *(f"Not executable as it stands: {obstacle}." for obstacle in plan.obstacles[plan.fits :]),
+            ),
         ),
         figures=figures,
-        charts=(_times(curves, seqs * seq, axes), _ratios(curves, seqs * seq, axes), *steps),
+        charts=(_times(curves, seqs * seq, axes), _ratios(curves, seqs * seq, axes), *steps, *listings),
         notes=tuple(reason.text for reason in plan.reasons if reason.source in ("chapter 1", "chapter 5")),
-        command=PlanTraining(
-            state["model"],
-            on=slice_.name,
-            mesh=problem.axes,
-            batch_seqs=seqs,
-            seq=seq,
-            remat=state["remat"],
-            microbatches=1,
-        ).command(),
+        command=replace(request, mesh=problem.axes).command(),
         sources=("Chapter 5. Curves: bounds at peak rates on the fastest layout of each mesh; steps: docs/plan.md.",),
     )
+
+
+def _shards(problem: Problem) -> str:
+    """The axis of devices that share out state: FSDP, or data with a program whose searches have no FSDP."""
+    return "fsdp" if "fsdp" in problem.program.axes else "data"
+
+
+def _axes(problem: Problem, tensor: int) -> dict[str, int]:
+    """The mesh of a number of tensor ways. Raises RooftopError if they do not divide a slice."""
+    slices, shards = problem.slice.num_slices, _shards(problem)
+    inner = problem.slice.devices // slices
+    if inner % tensor:
+        raise RooftopError("tensor", tensor, f"a number that divides the {inner} devices of a slice")
+    sizes = {"data": slices}
+    sizes[shards] = sizes.get(shards, 1) * (inner // tensor)
+    return {name: size for name, size in {**sizes, "tensor": tensor}.items() if size > 1}
+
+
+def _meshes(problem: Problem) -> list[dict[str, int]]:
+    """The shapes that chapter 5 compares, by the axes of the program, and the problem's."""
+    shapes, shards = list[dict[str, int]](), _shards(problem)
+    for shape in book_meshes(problem):
+        ways = shape.pop("fsdp", 1)
+        if ways > 1:
+            shape[shards] = shape.get(shards, 1) * ways
+        # Tensor parallelism stands inside.
+        shape = {name: shape[name] for name in ("data", "fsdp", "tensor") if name in shape}
+        if shape not in shapes:
+            shapes.append(shape)
+    chosen = {name: size for name, size in (problem.axes or {}).items() if size > 1}
+    return shapes if chosen in shapes else [*shapes, chosen]
 
 
 def _smallest(plan: TrainingPlan) -> tuple[ShownFigure, ...]:
@@ -217,9 +256,12 @@ _CONTROLS: tuple[Control, ...] = (
     _FIELDS.model("llama3-70b", presets()),
     _FIELDS.text("on", "v5p:4x4x4", suggestions=("v5p:4x4x4", "v5p:8x8x8", "v5p:16x16x16", "v5e:16x16", "v6e:16x16",
                                                   "tpu7x:4x4x4", "h100:8x8", "v5e:16x16@2"), fields=("slice", "chip")),
-    _FIELDS.slider("batch_seqs", 1, 16384, "32", fields=("batch_tokens", "batch")),
+    _FIELDS.select("framework", options=FRAMEWORKS, fields=("release",)),
+    _FIELDS.text("framework_settings", "", suggestions=("gradients=f32", "fused_backward=no", "async_tp=yes"),
+                 help="Of the framework: gradients=f32."),
+    _FIELDS.slider("batch_seqs", 1, 16384, "64", fields=("batch_tokens", "batch")),
     slider("tensor", "Tensor, ways", "1", 1, 64, fields=("mesh", "mesh axis"),
-           help="The other devices of a slice are FSDP."),
+           help="The other devices of a slice are FSDP; data with Megatron."),
     _FIELDS.slider("seq", 512, 131072, "4096", fields=("seq_len",)),
     _FIELDS.select("remat", "block", options=SEARCHED, fields=("microbatches",)),
 )  # fmt: skip

@@ -1,12 +1,38 @@
 // A chart: its title, its picture, and its data as a table. Pictures come from the server as SVG.
 
-import { append, h, replace } from "./dom.js";
+import { append, copied, h, replace } from "./dom.js";
 import { framesPlayer } from "./frames.js";
 
 let counted = 0;
 
 /** An empty chart of a kind; `show(data)` fills it. */
 export function drawChart(kind) {
+  return kind === "listing" ? drawListing() : drawPicture(kind);
+}
+
+/** A text to copy, such as a file. */
+function drawListing() {
+  const id = `title-${counted += 1}`;
+  const title = h("h2", { id });
+  const about = h("p", { class: "about" });
+  const text = h("pre", { class: "scroll", tabindex: 0, role: "region" });
+  const copy = h("button", { type: "button", onclick: () => copied(copy, text.textContent) }, "Copy");
+  const element = h("figure", { class: "chart panel listing", "aria-labelledby": id }, h("div", { class: "head" }, title, copy), about, text);
+  return {
+    element,
+    show(found) {
+      title.textContent = found.title;
+      about.textContent = found.about;
+      about.hidden = !found.about;
+      text.textContent = found.text;
+      text.setAttribute("aria-label", found.title);
+      copy.setAttribute("aria-label", `Copy: ${found.title}`);
+      rooftopCharts(element);
+    },
+  };
+}
+
+function drawPicture(kind) {
   const id = `title-${counted += 1}`;
   const title = h("h2", { id });
   const about = h("p", { class: "about" });

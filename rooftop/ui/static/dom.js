@@ -28,6 +28,12 @@ export function replace(element, ...children) {
 export const h = (name, attributes, ...children) => fill(document.createElement(name), attributes, children);
 export const s = (name, attributes, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 
+/** Copies a text, and says so on the button. */
+export async function copied(button, text) {
+  try { await navigator.clipboard.writeText(text); button.textContent = "Copied"; } catch { button.textContent = "Select it"; }
+  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+}
+
 const PREFIXES = ["", "k", "M", "G", "T", "P", "E"];
 
 /** A number as an axis or a table shows it: three digits, an SI prefix, its unit. */

@@ -1,7 +1,7 @@
 // What page this is, its explorer, and the loop: a change, a question, an answer.
 
 import { drawChart } from "./charts.js";
-import { append, h, replace } from "./dom.js";
+import { append, copied, h, replace } from "./dom.js";
 import { buildForm } from "./form.js";
 import { openedPage } from "./opened.js";
 
@@ -202,11 +202,6 @@ function announce(words) {
   if (!words) return;
   clearTimeout(saying);
   saying = setTimeout(() => { live.textContent = words; }, 500);
-}
-
-async function copied(button, text) {
-  try { await navigator.clipboard.writeText(text); button.textContent = "Copied"; } catch { button.textContent = "Select it"; }
-  setTimeout(() => { button.textContent = "Copy"; }, 1500);
 }
 
 const drawn = new Map();
