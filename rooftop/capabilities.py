@@ -32,6 +32,7 @@ from rooftop.core.records import Record, field_values
 from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
+from rooftop.models.adapters import Adapters
 from rooftop.models.numerics import Dtypes, Numerics
 from rooftop.models.optimizers import OPTIMIZERS
 from rooftop.models.program_sizes import CONTEXT_CHUNKS, LANES, PAGE_TOKENS, padded_positions
@@ -136,7 +137,7 @@ class TrainingSpec:
     """The train step that is asked for: the model, sizes of mesh ``axes``, the batch, and how the step is computed.
 
     A batch has ``sequences`` of ``seq_len`` tokens. ``kernel`` computes attention, in blocks of ``attention_block``
-    positions.
+    positions. With ``adapters`` these alone are trained.
     """
 
     model: ModelConfig
@@ -148,6 +149,7 @@ class TrainingSpec:
     choice: Choice = Choice()
     numerics: Numerics = Numerics()
     rules: Rules = field(default_factory=Rules)
+    adapters: Adapters | None = None
 
     def ways(self, *axes: str) -> int:
         """Devices along mesh axes together; 1 for an axis that the mesh does not have."""
@@ -353,6 +355,10 @@ def _collective_matmuls(spec: TrainingSpec) -> str | None:
     return "no program has collective matmuls in a pipeline stage" if staged else None
 
 
+def _adapters(spec: TrainingSpec) -> str | None:
+    return None if spec.adapters is None else "no program of rooftop trains adapters of frozen weights (--lora)"
+
+
 def _runs(spec: TrainingSpec | ServingSpec) -> None:
     """No obstacle: programs run every value of the property."""
 
@@ -364,6 +370,7 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
         accepted="any that a ModelConfig has; not " + "; ".join(UNRUNNABLE),
         obstacle=_parts,
     ),
+    Capability(name="adapters (LoRA)", accepted="none: they are only planned", obstacle=_adapters),
     Capability(name="offload", accepted="any checkpoint of a layer", obstacle=_runs),
     Capability(
         name="schedule",

@@ -96,6 +96,12 @@ class PlanTraining(Request):
     """Dtype of the optimizer's moments."""
     optimizer: str = "adamw"
     """The optimizer."""
+    lora: CountLike | None = None
+    """Freeze the weights, and train low-rank adapters of this rank. rooftop plans this, and has no program for it."""
+    lora_targets: Sequence[str] | str = "qkv,attn_out,mlp"
+    """Weights with adapters: qkv, attn_out, mlp (of every expert too)."""
+    base_format: str | None = None
+    """Format of the frozen matrices of layers: bf16, int8, f8_e4m3, int4, f4_e2m1, nf4. By default bf16."""
     assume: str | None = None
     """Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md)."""
     calibration: CalibrationLike | None = None

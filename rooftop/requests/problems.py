@@ -13,6 +13,7 @@ from rooftop.core.records import field_values
 from rooftop.frameworks.framework import FRAMEWORKS, FrameworkName, parse_settings
 from rooftop.frameworks.programs import matmul_dtypes
 from rooftop.hardware import Slice
+from rooftop.models.adapters import BASE_BYTES, Adapters
 from rooftop.models.numerics import Numerics
 from rooftop.plan.pricing import BOUNDS
 from rooftop.plan.training.assumptions import Assumptions
@@ -23,6 +24,7 @@ from rooftop.requests.planning import PlanTraining
 from rooftop.scheduling.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
+    from rooftop.models import ModelConfig
     from rooftop.requests.likes import CountLike
 
 #: Tokens of a sequence by default.
@@ -72,6 +74,7 @@ def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = 
         schedule=None if request.schedule is None else one_of("schedule", request.schedule, SCHEDULES),
         chunks=None if request.chunks is None else parse_count(request.chunks, "chunks"),
         bounds=one_of("bounds", request.bounds, BOUNDS),
+        adapters=_adapters(request, config, comparing=comparing),
     )
     # A framework, release or setting that does not exist is refused here.
     program, known = problem.program, slice_.chip.flops_per_s
@@ -79,6 +82,23 @@ def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = 
         accepted = ", ".join(matmul_dtypes(program.name, known))
         raise RooftopError(f"matmul dtype on {slice_.chip.name}", problem.numerics.matmul, accepted)
     return problem
+
+
+def _adapters(request: PlanTraining, model: ModelConfig, *, comparing: bool) -> Adapters | None:
+    """The adapters that are trained; None where all weights are."""
+    if request.lora is None:
+        if request.base_format is not None:
+            raise RooftopError("base-format", request.base_format, "this with --lora, which freezes the weights")
+        return None
+    rank = parse_count(request.lora, "lora", largest=model.d_model)
+    if request.framework != FRAMEWORKS[0]:
+        raise RooftopError("lora", rank, f"this without --framework {request.framework}: adapters are planned for none")
+    if comparing:
+        raise RooftopError("lora", rank, "this with one slice, such as --on h100:8, and no limits")
+    asked = request.lora_targets
+    targets = [target.strip() for target in (asked.split(",") if isinstance(asked, str) else asked) if target.strip()]
+    base = "bf16" if request.base_format is None else one_of("base-format", request.base_format, tuple(BASE_BYTES))
+    return Adapters(rank=rank, targets=tuple(dict.fromkeys(targets)), base=base)
 
 
 def _usual_batch(tokens: CountLike | None) -> int:

@@ -92,7 +92,9 @@ class TrainingAnswerDocument(TrainingPlanDocument):
     these fields.
     """
 
-    sparse = frozenset({"comparison", "compiled", "pipeline", "request", "configuration", "stated"})
+    sparse = TrainingPlanDocument.sparse | {
+        "comparison", "compiled", "pipeline", "request", "configuration", "stated",
+    }  # fmt: skip
 
     alternatives: tuple[PlanSummary, ...] = ()
     what_if: tuple[WhatIf, ...] = ()
