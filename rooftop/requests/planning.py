@@ -97,11 +97,11 @@ class PlanTraining(Request):
     optimizer: str = "adamw"
     """The optimizer."""
     lora: CountLike | None = None
-    """Freeze the weights, and train low-rank adapters of this rank. rooftop plans this, and has no program for it."""
+    """Train adapters of this rank; all weights are frozen. No program of rooftop does."""
     lora_targets: Sequence[str] | str = "qkv,attn_out,mlp"
-    """Weights with adapters: qkv, attn_out, mlp (of every expert too)."""
+    """Weights with adapters."""
     base_format: str | None = None
-    """Format of the frozen matrices of layers: bf16, int8, f8_e4m3, int4, f4_e2m1, nf4. By default bf16."""
+    """Format of frozen matrices: bf16 (default), int8, f8_e4m3, int4, f4_e2m1, nf4."""
     assume: str | None = None
     """Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md)."""
     calibration: CalibrationLike | None = None

@@ -444,9 +444,9 @@ class TrainingStep:
         """Bytes of a device's frozen weights, [C, 1]: matrices of layers in their format, tables as activations."""
         if self.adapters is None:
             return 0.0
-        held = self.held_parameters
-        matrices = held["dense"] + held["experts"] * self.lane_padding
-        return self.adapters.base_bytes * matrices + self.element_bytes * held["vocab"]
+        parts = self.held_parameters
+        matrices = parts["dense"] + parts["experts"] * self.lane_padding
+        return self.adapters.base_bytes * matrices + self.element_bytes * parts["vocab"]
 
     def adapter_matmuls(
         self, scope: str, shapes: Sequence[MatmulShape], arrays: int = 1
