@@ -92,7 +92,8 @@ def _adapters(request: PlanTraining, model: ModelConfig, *, comparing: bool) -> 
         return None
     rank = parse_count(request.lora, "lora", largest=model.d_model)
     if request.framework != FRAMEWORKS[0]:
-        raise RooftopError("lora", rank, f"this without --framework {request.framework}: adapters are planned for none")
+        accepted = f"this without --framework {request.framework}: plans of frameworks train all weights"
+        raise RooftopError("lora", rank, accepted)
     if comparing:
         raise RooftopError("lora", rank, "this with one slice, such as --on h100:8, and no limits")
     asked = request.lora_targets
