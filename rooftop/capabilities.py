@@ -53,6 +53,8 @@ AttentionKernel = Literal["reference", "chunked", "splash", "cudnn"]
 KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
 #: The kernel that a plan for a kind of chip prices and runs.
 KERNEL_OF_CHIP: Mapping[str, AttentionKernel] = MappingProxyType({"tpu": "splash", "gpu": "cudnn"})
+#: Dtypes of activations that cuDNN's attention has (jax/_src/cudnn/fused_attention_stablehlo.py of jax 0.10.2).
+KERNEL_DTYPES: tuple[str, ...] = ("bf16", "f16")
 #: Kernels that can merge results over parts of the keys, and so run over a context axis.
 RING_KERNELS: tuple[AttentionKernel, ...] = ("reference", "chunked", "splash")
 #: Axes of an engine's mesh, those of neighbouring devices last; ``data`` are copies of the others.
@@ -175,6 +177,8 @@ class TrainingSpec:
         asked = self.numerics
         known = {name: dtype if dtype in STATE_DTYPES else "f32" for name, dtype in field_values(asked, Dtypes).items()}
         is_narrow = asked.matmul in MATMUL_DTYPES and not self.choice.collective_matmuls
+        if self.kernel == "cudnn" and known["compute"] not in KERNEL_DTYPES:
+            known["compute"] = KERNEL_DTYPES[0]
         return replace(asked, **known | {"matmul": asked.matmul if is_narrow else known["compute"]})
 
 
@@ -333,6 +337,8 @@ def _context(spec: TrainingSpec) -> str | None:
 def _kernel(spec: TrainingSpec) -> str | None:
     model = spec.model
     if spec.kernel == "cudnn":
+        if spec.numerics.compute not in KERNEL_DTYPES:
+            return f"the cudnn kernel attends in {' or '.join(KERNEL_DTYPES)}, not in {spec.numerics.compute}"
         for feature, present in (
             ("a softcap of attention logits", model.attn_softcap is not None),
             ("attention sinks", model.attention_sinks),
@@ -435,7 +441,8 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
     Capability(
         name="attention kernel",
         accepted=f"splash (TPU): any length, padded to a multiple of {LANES} positions, {CONTEXT_CHUNKS} x context "
-        "times as many over a context axis; cudnn (GPU): no softcap, no sinks, values as large as keys",
+        f"times as many over a context axis; cudnn (GPU): activations in {' or '.join(KERNEL_DTYPES)}, no softcap, "
+        "no sinks, values as large as keys",
         obstacle=_kernel,
     ),
     Capability(

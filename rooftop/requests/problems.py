@@ -8,7 +8,7 @@ from rooftop.arrays import Mesh
 from rooftop.arrays.rules import AXES
 from rooftop.capabilities import AskedSwitches
 from rooftop.core.errors import RooftopError, one_of
-from rooftop.core.quantities import parse_count, parse_dtype
+from rooftop.core.quantities import dtype_bytes, parse_count, parse_dtype
 from rooftop.core.records import field_values
 from rooftop.frameworks.framework import FRAMEWORKS, FrameworkName, parse_settings
 from rooftop.frameworks.programs import matmul_dtypes
@@ -52,12 +52,14 @@ def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = 
     if layout is not None:
         mesh = Mesh.from_layout(slice_, layout)
     name = one_of("framework", request.framework, FRAMEWORKS)
+    matmul = parse_dtype(request.matmul_dtype, "matmul-dtype")
     problem = Problem(
         model=config,
         slice=slice_,
         workload=_workload(request.batch_tokens, batch_seqs, seq, request.tokens),
         numerics=Numerics(
-            matmul=parse_dtype(request.matmul_dtype, "matmul-dtype"),
+            **_activations(matmul),
+            matmul=matmul,
             weights=parse_dtype(request.weights_dtype, "weights-dtype"),
             moments=parse_dtype(request.moments_dtype, "moments-dtype"),
             optimizer=request.optimizer,
@@ -100,6 +102,14 @@ def _adapters(request: PlanTraining, model: ModelConfig, *, comparing: bool) -> 
     targets = [target.strip() for target in (asked.split(",") if isinstance(asked, str) else asked) if target.strip()]
     base = "bf16" if request.base_format is None else one_of("base-format", request.base_format, tuple(BASE_BYTES))
     return Adapters(rank=rank, targets=tuple(dict.fromkeys(targets)), base=base)
+
+
+def _activations(matmul: str) -> dict[str, str]:
+    """Dtypes of activations and gradients if matmuls are wider than the usual ones: theirs."""
+    usual = Numerics()
+    return {
+        name: matmul for name in ("compute", "gradients") if dtype_bytes(matmul) > dtype_bytes(getattr(usual, name))
+    }
 
 
 def _usual_batch(tokens: CountLike | None) -> int:
