@@ -32,6 +32,7 @@ from rooftop.core.records import Record, field_values
 from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.models import ModelConfig
 from rooftop.models.activations import parse_policy
+from rooftop.models.adapters import Adapters
 from rooftop.models.numerics import Dtypes, Numerics
 from rooftop.models.optimizers import OPTIMIZERS
 from rooftop.models.program_sizes import CONTEXT_CHUNKS, LANES, PAGE_TOKENS, padded_positions
@@ -52,6 +53,8 @@ AttentionKernel = Literal["reference", "chunked", "splash", "cudnn"]
 KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
 #: The kernel that a plan for a kind of chip prices and runs.
 KERNEL_OF_CHIP: Mapping[str, AttentionKernel] = MappingProxyType({"tpu": "splash", "gpu": "cudnn"})
+#: Dtypes of activations that cuDNN's attention has (jax/_src/cudnn/fused_attention_stablehlo.py of jax 0.10.2).
+KERNEL_DTYPES: tuple[str, ...] = ("bf16", "f16")
 #: Kernels that can merge results over parts of the keys, and so run over a context axis.
 RING_KERNELS: tuple[AttentionKernel, ...] = ("reference", "chunked", "splash")
 #: Axes of an engine's mesh, those of neighbouring devices last; ``data`` are copies of the others.
@@ -136,7 +139,7 @@ class TrainingSpec:
     """The train step that is asked for: the model, sizes of mesh ``axes``, the batch, and how the step is computed.
 
     A batch has ``sequences`` of ``seq_len`` tokens. ``kernel`` computes attention, in blocks of ``attention_block``
-    positions.
+    positions. With ``adapters`` these alone are trained.
     """
 
     model: ModelConfig
@@ -148,6 +151,7 @@ class TrainingSpec:
     choice: Choice = Choice()
     numerics: Numerics = Numerics()
     rules: Rules = field(default_factory=Rules)
+    adapters: Adapters | None = None
 
     def ways(self, *axes: str) -> int:
         """Devices along mesh axes together; 1 for an axis that the mesh does not have."""
@@ -173,6 +177,8 @@ class TrainingSpec:
         asked = self.numerics
         known = {name: dtype if dtype in STATE_DTYPES else "f32" for name, dtype in field_values(asked, Dtypes).items()}
         is_narrow = asked.matmul in MATMUL_DTYPES and not self.choice.collective_matmuls
+        if self.kernel == "cudnn" and known["compute"] not in KERNEL_DTYPES:
+            known["compute"] = KERNEL_DTYPES[0]
         return replace(asked, **known | {"matmul": asked.matmul if is_narrow else known["compute"]})
 
 
@@ -331,6 +337,8 @@ def _context(spec: TrainingSpec) -> str | None:
 def _kernel(spec: TrainingSpec) -> str | None:
     model = spec.model
     if spec.kernel == "cudnn":
+        if spec.numerics.compute not in KERNEL_DTYPES:
+            return f"the cudnn kernel attends in {' or '.join(KERNEL_DTYPES)}, not in {spec.numerics.compute}"
         for feature, present in (
             ("a softcap of attention logits", model.attn_softcap is not None),
             ("attention sinks", model.attention_sinks),
@@ -353,6 +361,10 @@ def _collective_matmuls(spec: TrainingSpec) -> str | None:
     return "no program has collective matmuls in a pipeline stage" if staged else None
 
 
+def _adapters(spec: TrainingSpec) -> str | None:
+    return None if spec.adapters is None else "no program of rooftop trains adapters of frozen weights (--lora)"
+
+
 def _runs(spec: TrainingSpec | ServingSpec) -> None:
     """No obstacle: programs run every value of the property."""
 
@@ -364,6 +376,7 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
         accepted="any that a ModelConfig has; not " + "; ".join(UNRUNNABLE),
         obstacle=_parts,
     ),
+    Capability(name="adapters (LoRA)", accepted="none: they are only planned", obstacle=_adapters),
     Capability(name="offload", accepted="any checkpoint of a layer", obstacle=_runs),
     Capability(
         name="schedule",
@@ -428,7 +441,8 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
     Capability(
         name="attention kernel",
         accepted=f"splash (TPU): any length, padded to a multiple of {LANES} positions, {CONTEXT_CHUNKS} x context "
-        "times as many over a context axis; cudnn (GPU): no softcap, no sinks, values as large as keys",
+        f"times as many over a context axis; cudnn (GPU): activations in {' or '.join(KERNEL_DTYPES)}, no softcap, "
+        "no sinks, values as large as keys",
         obstacle=_kernel,
     ),
     Capability(

@@ -44,6 +44,7 @@ def command() -> None:
         "rooftop plan train llama3-8b --on v5p:4x4x4 --batch-tokens 1Mi --compile 5 -o plan.json",
         "rooftop plan train llama3-70b --on h100:8x32 --batch-seqs 1024 --framework megatron --config job",
         "rooftop plan train --from job/train.sh --framework megatron --on h100:8x32",
+        "rooftop plan train llama3-70b --on a100:1 --batch-seqs 1 --seq 512 --lora 16 --base-format nf4",
     ),
 )
 @request_options(PlanTraining)

@@ -225,7 +225,7 @@ def _of_all_frameworks(
     """The plan of the framework whose interval has the least middle, next to the best of each."""
     for name, value in (
         ("release", request.release), ("set", request.framework_settings), ("from", request.configuration),
-        ("compile", request.compile), ("on", request.on if comparing else None),
+        ("lora", request.lora), ("compile", request.compile), ("on", request.on if comparing else None),
     ):  # fmt: skip
         if value is not None:
             raise RooftopError(name, str(value), "this with one framework, not --framework all")
@@ -247,7 +247,7 @@ def with_best_known(result: TrainingPlanResult, on_progress: OnProgress | None =
     """
     problem, request = result.plan.problem, result.request
     pinned = problem.axes is not None or problem.mesh is not None or result.comparison is not None
-    if pinned or request.framework != FRAMEWORKS[0] or request.compile is not None:
+    if pinned or request.framework != FRAMEWORKS[0] or request.compile is not None or problem.adapters is not None:
         return result
     known = [offer for offer in runnable_offers(problem, on_progress) if offer.obstacle is None]
     return replace(result, frameworks=tuple(sorted(known, key=lambda offer: offer.likely_s)[:1]))

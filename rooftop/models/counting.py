@@ -56,6 +56,16 @@ class Weight:
         """Elements that one token uses, over all layers."""
         return self.params * self.active[0] // self.active[1]
 
+    @property
+    def as_matrices(self) -> tuple[int, ...]:
+        """The shape as [..., in, out]: heads and their elements are one dim."""
+        shape = self.shape
+        if self.component != "attn":
+            return shape
+        if self.name == "out":
+            return math.prod(shape[:-1]), shape[-1]
+        return shape[0], math.prod(shape[1:])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:

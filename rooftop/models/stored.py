@@ -121,7 +121,7 @@ def _weight_bytes(config: ModelConfig, stored: StoredFormat, weight: Weight) -> 
     names = list(_modules(config, weight))
     if not names or not _in_method(stored, weight):
         return weight.params * PLAIN_BYTES
-    *many, inputs, outputs = _as_matrices(weight)
+    *many, inputs, outputs = weight.as_matrices
     size = math.prod(many) * stored.matrix_bytes(outputs, inputs)
     plain = math.prod(weight.shape) * PLAIN_BYTES
     return sum(plain if stored.skips(name) else size for name in names)
@@ -138,16 +138,6 @@ def _modules(config: ModelConfig, weight: Weight) -> Iterator[str]:
         of_experts = weight.component in ("experts", "shared_experts")
         if weight.component == "attn" or config.has_experts(layer) == of_experts:
             yield f"model.layers.{layer}.{name}"
-
-
-def _as_matrices(weight: Weight) -> tuple[int, ...]:
-    """The shape as [..., in, out]: heads and their elements are one dim."""
-    shape = weight.shape
-    if weight.component != "attn":
-        return shape
-    if weight.name == "out":
-        return math.prod(shape[:-1]), shape[-1]
-    return shape[0], math.prod(shape[1:])
 
 
 # -- quantization_config -----------------------------------------------------------------------------------------------

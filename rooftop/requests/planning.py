@@ -96,6 +96,12 @@ class PlanTraining(Request):
     """Dtype of the optimizer's moments."""
     optimizer: str = "adamw"
     """The optimizer."""
+    lora: CountLike | None = None
+    """Train adapters of this rank; all weights are frozen. No program of rooftop does."""
+    lora_targets: Sequence[str] | str = "qkv,attn_out,mlp"
+    """Weights with adapters."""
+    base_format: str | None = None
+    """Format of frozen matrices: bf16 (default), int8, f8_e4m3, int4, f4_e2m1, nf4."""
     assume: str | None = None
     """Shares of transfers that hide: weight_gather=1,tensor=0.5 (docs/plan.md)."""
     calibration: CalibrationLike | None = None

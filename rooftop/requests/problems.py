@@ -8,12 +8,13 @@ from rooftop.arrays import Mesh
 from rooftop.arrays.rules import AXES
 from rooftop.capabilities import AskedSwitches
 from rooftop.core.errors import RooftopError, one_of
-from rooftop.core.quantities import parse_count, parse_dtype
+from rooftop.core.quantities import dtype_bytes, parse_count, parse_dtype
 from rooftop.core.records import field_values
 from rooftop.frameworks.framework import FRAMEWORKS, FrameworkName, parse_settings
 from rooftop.frameworks.programs import matmul_dtypes
 from rooftop.frameworks.remat import policy_of
 from rooftop.hardware import Slice
+from rooftop.models.adapters import BASE_BYTES, Adapters
 from rooftop.models.numerics import Numerics
 from rooftop.plan.pricing import BOUNDS
 from rooftop.plan.training.assumptions import Assumptions
@@ -24,6 +25,7 @@ from rooftop.requests.planning import PlanTraining
 from rooftop.scheduling.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
+    from rooftop.models import ModelConfig
     from rooftop.requests.likes import CountLike
 
 #: Tokens of a sequence by default.
@@ -51,12 +53,14 @@ def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = 
     if layout is not None:
         mesh = Mesh.from_layout(slice_, layout)
     name = one_of("framework", request.framework, FRAMEWORKS)
+    matmul = parse_dtype(request.matmul_dtype, "matmul-dtype")
     problem = Problem(
         model=config,
         slice=slice_,
         workload=_workload(request.batch_tokens, batch_seqs, seq, request.tokens),
         numerics=Numerics(
-            matmul=parse_dtype(request.matmul_dtype, "matmul-dtype"),
+            **_activations(matmul),
+            matmul=matmul,
             weights=parse_dtype(request.weights_dtype, "weights-dtype"),
             moments=parse_dtype(request.moments_dtype, "moments-dtype"),
             optimizer=request.optimizer,
@@ -73,6 +77,7 @@ def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = 
         schedule=None if request.schedule is None else one_of("schedule", request.schedule, SCHEDULES),
         chunks=None if request.chunks is None else parse_count(request.chunks, "chunks"),
         bounds=one_of("bounds", request.bounds, BOUNDS),
+        adapters=_adapters(request, config, comparing=comparing),
     )
     # A framework, release or setting that does not exist is refused here.
     program, known = problem.program, slice_.chip.flops_per_s
@@ -80,6 +85,32 @@ def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = 
         accepted = ", ".join(matmul_dtypes(program.name, known))
         raise RooftopError(f"matmul dtype on {slice_.chip.name}", problem.numerics.matmul, accepted)
     return problem
+
+
+def _adapters(request: PlanTraining, model: ModelConfig, *, comparing: bool) -> Adapters | None:
+    """The adapters that are trained; None where all weights are."""
+    if request.lora is None:
+        if request.base_format is not None:
+            raise RooftopError("base-format", request.base_format, "this with --lora, which freezes the weights")
+        return None
+    rank = parse_count(request.lora, "lora", largest=model.d_model)
+    if request.framework != FRAMEWORKS[0]:
+        accepted = f"this without --framework {request.framework}: plans of frameworks train all weights"
+        raise RooftopError("lora", rank, accepted)
+    if comparing:
+        raise RooftopError("lora", rank, "this with one slice, such as --on h100:8, and no limits")
+    asked = request.lora_targets
+    targets = [target.strip() for target in (asked.split(",") if isinstance(asked, str) else asked) if target.strip()]
+    base = "bf16" if request.base_format is None else one_of("base-format", request.base_format, tuple(BASE_BYTES))
+    return Adapters(rank=rank, targets=tuple(dict.fromkeys(targets)), base=base)
+
+
+def _activations(matmul: str) -> dict[str, str]:
+    """Dtypes of activations and gradients if matmuls are wider than the usual ones: theirs."""
+    usual = Numerics()
+    return {
+        name: matmul for name in ("compute", "gradients") if dtype_bytes(matmul) > dtype_bytes(getattr(usual, name))
+    }
 
 
 def _usual_batch(tokens: CountLike | None) -> int:

@@ -128,7 +128,7 @@ _UNLABELLED: Mapping[str, Word] = {
         NUMERICS, matmul_dtype=DTYPE, weights_dtype=DTYPE, moments_dtype=DTYPE, kv_dtype=DTYPE, compute_dtype=DTYPE,
         embeddings_dtype=DTYPE, dtype=DTYPE, optimizer=Name(*OPTIMIZERS), weight_group=COUNT, kv_sharing=COUNT,
         warmup=COUNT_OR_ZERO, decay=Name("cosine", "linear", "constant"), decay_steps=COUNT, weight_decay=NUMBER,
-        z_loss=NUMBER, balance_loss=NUMBER,
+        z_loss=NUMBER, balance_loss=NUMBER, lora_targets=Listed("LIST"), base_format=Kind("FORMAT"),
     ),
     **_words(
         ASSUMPTIONS, assume=Kind("NAME=SHARE,..."), calibration=DOCUMENT, bounds=Name("usable", "book"), mfu=SHARE,
@@ -142,6 +142,7 @@ _UNLABELLED: Mapping[str, Word] = {
     ),
     "figures": Word(group=HARDWARE, kind=Figures(), option="figure", several=True),
     "profile": Word(group=OUTPUT, kind=PROFILE, metavar="steps=A..B"),
+    "lora": Word(group=NUMERICS, kind=COUNT, metavar="RANK"),
     "learning_rate": Word(group=NUMERICS, kind=NUMBER, option="lr"),
     "final_learning_rate": Word(group=NUMERICS, kind=NUMBER, option="final-lr"),
     "clip_norm": Word(group=NUMERICS, kind=NUMBER, option="clip"),

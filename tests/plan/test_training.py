@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import rooftop
 from rooftop.arrays import AXES, Mesh, parse_axes
 from rooftop.capabilities import KERNELS, AttentionKernel, Choice
 from rooftop.core.errors import Infeasible, RooftopError
@@ -985,3 +986,19 @@ def test_whole_experts_over_tensor_need_experts_and_little_padding() -> None:
     assert not plan_training(asked, alternatives=0).plan.choice.experts_over_tensor
     pinned = plan_training(replace(asked, experts_over_tensor=True), alternatives=0).plan
     assert pinned.step.widths.padding.item() == 3.0 and not pinned.obstacles
+
+
+@pytest.mark.parametrize(("on", "executable"), [("a100:8", False), ("v5p:2x2x2", True)])
+def test_activations_in_float32_take_twice_the_bytes(on: str, executable: bool) -> None:
+    """Matmuls in float32 have inputs in float32: cuDNN's attention has none, splash attention has."""
+    plans = {
+        dtype: rooftop.plan_training(
+            "llama2-7b", on=on, batch_seqs=8, seq=2048, mesh="fsdp=8", remat="none", matmul_dtype=dtype
+        ).plan
+        for dtype in ("f32", "bf16", "int8")
+    }
+    activations = {dtype: plan.memory["activations"] for dtype, plan in plans.items()}
+    assert activations["f32"] == pytest.approx(2 * activations["bf16"])
+    assert activations["int8"] == activations["bf16"]
+    assert plans["f32"].problem.formats.gradients == "f32"
+    assert (not plans["f32"].obstacles) is executable

@@ -101,7 +101,9 @@ class TrainingAnswerDocument(TrainingPlanDocument):
     best plans of frameworks for the same job. A plan alone has none of these fields.
     """
 
-    sparse = frozenset({"comparison", "compiled", "pipeline", "request", "configuration", "stated", "recipe"})
+    sparse = TrainingPlanDocument.sparse | {
+        "comparison", "compiled", "pipeline", "request", "configuration", "stated", "recipe",
+    }  # fmt: skip
 
     alternatives: tuple[PlanSummary, ...] = ()
     what_if: tuple[WhatIf, ...] = ()

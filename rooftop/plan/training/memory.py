@@ -71,7 +71,7 @@ def training_memory(step: TrainingStep) -> Memory:
     takes one microbatch's activations out of the buffer of all, and makes a chunk's gradients before they are added.
     Of offloaded activations it has those of two microbatches: one on its way to the host, one on its way back.
     """
-    strategies, numerics, parts = step.strategies, step.numerics, step.held_parameters
+    strategies, numerics, parts = step.strategies, step.numerics, step.trained_parameters
     vocab = parts["vocab"]
     elements = parts["dense"] + parts["experts"] * step.lane_padding + vocab
     tables = 1 if step.model.tied_embeddings else 2
@@ -98,7 +98,7 @@ def training_memory(step: TrainingStep) -> Memory:
     )
     outside = _outside_vmem(step, classes, at_loss)
     return Memory(
-        weights=stored + outside[3],
+        weights=stored + step.frozen_bytes + outside[3],
         optimizer=optimizer,
         gradients=outside[2],
         activations=outside[1],
@@ -136,11 +136,15 @@ def _outside_vmem(step: TrainingStep, classes: Sequence[Number], at_loss: npt.ND
 
 def book_memory(step: TrainingStep) -> Memory:
     """The book's arithmetic (chapters 5 and 6): bf16 weights, two float32 moments, saved activations, nothing else."""
-    elements = sum(step.held_parameters.values(), np.float64(0.0))
+    elements = sum(step.trained_parameters.values(), np.float64(0.0))
     zero = np.zeros_like(elements)
     activations = saved_per_layer(step, "save") * step.layers * step.strategies.microbatches * step.tokens / step.tensor
     return Memory(
-        weights=2 * elements, optimizer=8 * elements, gradients=zero, activations=2 * activations, workspace=zero
+        weights=2 * elements + step.frozen_bytes,
+        optimizer=8 * elements,
+        gradients=zero,
+        activations=2 * activations,
+        workspace=zero,
     )
 
 
@@ -283,6 +287,12 @@ def _layer_backward(step: TrainingStep) -> Number:
         matrix = np.maximum(matrix, sizes["experts"] / model.mlp_matrices)
     heads, kv_heads = step.widths.heads * step.tensor, step.kv_heads * step.tensor
     gathered = np.where(step.strategies.devices(*GATHER_AXES) > 1, weights + matrix, step.staged * 2.0 * weights)
+    if step.adapters is not None:
+        # Frozen weights arrive as they are stored, the largest one is unpacked, and none has a gradient.
+        packed = min(step.adapters.base_bytes / step.element_bytes, 1.0)
+        own = sum(step.adapter_parameters().values(), np.float64(0.0))
+        split = step.strategies.devices(*GATHER_AXES) > 1
+        gathered = np.where(split, packed * weights + own, step.staged * packed * weights) + (packed < 1) * matrix
     d_qk, d_v = attention_kind(model).head_sizes
     queries_and_keys = d_qk * (heads + kv_heads) + d_v * (heads + kv_heads)
     # A ring also has its running sums, and the keys and values in transit.
@@ -327,14 +337,16 @@ def _table_copies(step: TrainingStep) -> Number:
     rows = step.widths.vocab * step.tensor
     padded = next_multiple(columns, LANES)
     turned = (padded / columns > next_multiple(rows, LANES) / rows) & (padded <= _MOST_PADDED_COPY * columns)
-    copies: Number = turned * rows * padded * (dtype_bytes(numerics.weights) + numerics.table_optimizer_bytes)
+    state = dtype_bytes(numerics.weights) + numerics.table_optimizer_bytes
+    copies: Number = turned * rows * padded * (state if step.adapters is None else step.element_bytes)
     return copies
 
 
 def _loss(step: TrainingStep) -> Number:
     """The unembedding as gathered and its gradient, a chunk's float32 logits, the stream before and its gradient.
 
-    Before the first logits the table may be there a second time, as it arrives (``_table_pieces``).
+    A frozen unembedding has no gradient. Before the first logits the table may be there a second time, as it arrives
+    (``_table_pieces``).
     """
     table = step.model.d_model * step.widths.vocab
     chunk = step.tokens / step.loss_chunks * step.widths.vocab
@@ -342,7 +354,8 @@ def _loss(step: TrainingStep) -> Number:
     logits = 4.0 * chunk
     if step.habits.table_in_pieces:
         logits = np.maximum(logits, step.element_bytes * _table_pieces(step))
-    return (2.0 * table + streams) * step.element_bytes + logits
+    gradients = 1.0 if step.adapters is None else 0.0
+    return ((1.0 + gradients) * table + streams) * step.element_bytes + logits
 
 
 def _table_pieces(step: TrainingStep) -> Number:
@@ -376,15 +389,15 @@ def step_memory(step: TrainingStep) -> Memory:
 
 def stored_weights(step: TrainingStep) -> Number:
     """Bytes of a device's parameters from step to step, [C, 1]."""
-    state, elements = step.habits.state, sum(step.held_parameters.values(), np.float64(0.0))
+    state, elements = step.habits.state, sum(step.trained_parameters.values(), np.float64(0.0))
     if state == "distributed_optimizer":
         return dtype_bytes(step.numerics.compute) * sum(_distributed_parameters(step).values(), np.float64(0.0))
     if state == "reserved":
         # Experts are dealt out within the devices over which FSDP splits all the rest (torchtitan's parallel_dims.py).
         experts, devices = step.held_parameters["experts"], step.strategies.devices
         return 4.0 * ((elements - experts) / devices(*EXPERT_AXES) + experts) / devices(*SEQUENCE_AXES)
-    padded = elements + step.held_parameters["experts"] * (step.lane_padding - 1)
-    return dtype_bytes(step.numerics.weights) * padded
+    padded = elements + step.trained_parameters["experts"] * (step.lane_padding - 1)
+    return dtype_bytes(step.numerics.weights) * padded + step.frozen_bytes
 
 
 def _distributed_parameters(step: TrainingStep) -> dict[str, Number]:

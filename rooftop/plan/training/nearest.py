@@ -105,6 +105,8 @@ def nearest_with_room(plan: TrainingPlan, on_progress: OnProgress | None = None)
     What was asked of remat, microbatches and mesh is given up in turn, then the slice for a larger one.
     """
     problem = plan.problem
+    if refusal(problem) is not None:
+        return None
     free = replace(problem, axes=None, mesh=None, remat=None, microbatches=None)
     larger = [size for size in _slices(problem.slice) if size.chips > problem.slice.chips]
     own = list(_relaxed(problem))[1:]

@@ -11,12 +11,12 @@ from rooftop import __version__
 from rooftop.arrays.mesh import Mesh, MeshLayout
 from rooftop.arrays.rules import AXES, STAGE_AXES, Rules, ways
 from rooftop.capabilities import Choice, Switches, TrainingSpec
-from rooftop.core.ledger import Ledger, Row
+from rooftop.core.ledger import Ledger, Number, Row
 from rooftop.core.records import Record, field_values, read_record
 from rooftop.frameworks.framework import PlannedFramework
 from rooftop.frameworks.programs import training_obstacles
 from rooftop.frameworks.words.step import ConfiguredStep
-from rooftop.models import flops_per_token
+from rooftop.models.adapters import Adapters, training_flops_per_token
 from rooftop.models.numerics import Dtypes, Numerics
 from rooftop.plan.documents import PlannedModel, PlannedSlice, Reason
 from rooftop.plan.evidence import Evidence, Question, evidence_for
@@ -62,6 +62,13 @@ class PlannedAssumptions(Assumptions):
     def assumptions(self) -> Assumptions:
         """The assumptions alone."""
         return Assumptions(**field_values(self, Assumptions))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedAdapters(Adapters):
+    """The adapters of a plan, and their parameters: those that are trained."""
+
+    parameters: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +162,8 @@ class PlanSummary(Record):
 class TrainingPlanDocument(Record):
     """A training plan as JSON: all that its program needs, and its figures. ``TrainingAnswer`` adds advice."""
 
+    sparse = frozenset({"adapters"})
+
     kind: Literal["train"]
     schema: Literal[1]
     rooftop_version: str
@@ -185,6 +194,7 @@ class TrainingPlanDocument(Record):
     obstacles: tuple[str, ...]
     ledger: tuple[Row, ...]
     reasons: tuple[Reason, ...] = ()
+    adapters: PlannedAdapters | None = None
 
     @property
     def summary(self) -> PlanSummary:
@@ -225,6 +235,7 @@ class TrainingPlanDocument(Record):
             schedule=choice.schedule,
             chunks=choice.chunks,
             bounds=self.assumptions.bounds,
+            adapters=None if self.adapters is None else Adapters(**field_values(self.adapters, Adapters)),
         )
         return TrainingPlan(problem=problem, mesh=self.mesh.on(slice_), choice=choice)
 
@@ -287,6 +298,9 @@ class TrainingPlan:
         """Published runs of the chip and kind of model, and how far off they were planned."""
         problem = self.problem
         question = Question.of("train", problem.model, problem.slice, problem.workload.seq_len)
+        if problem.adapters is not None:
+            unknown = replace(evidence_for(question, ()), unlike=("no run that trains adapters was measured",))
+            return unknown.calibrated(problem.slice.chip.calibrated)
         return evidence_for(question.priced_as(problem.program.published)).calibrated(problem.slice.chip.calibrated)
 
     @property
@@ -330,7 +344,12 @@ class TrainingPlan:
     @property
     def flops_per_token(self) -> float:
         """Training FLOPs per token in the convention of MFU."""
-        return float(flops_per_token(self.problem.model, self.problem.workload.seq_len).total)
+        return float(self._flops[0])
+
+    @cached_property
+    def _flops(self) -> tuple[Number, str]:
+        problem = self.problem
+        return training_flops_per_token(problem.model, problem.workload.seq_len, problem.adapters)
 
     @property
     def mfu(self) -> float:
@@ -431,7 +450,7 @@ class TrainingPlan:
         """The plan as a record."""
         problem, numerics = self.problem, self.problem.formats
         assumptions = replace(problem.assumed, hidden=problem.assumed.shares(self.step.habits))
-        flops = flops_per_token(problem.model, problem.workload.seq_len)
+        adapters = problem.adapters
         return TrainingPlanDocument(
             kind="train",
             schema=1,
@@ -454,7 +473,7 @@ class TrainingPlan:
                 per_token=self.flops_per_token,
                 per_step=self.flops_per_token * problem.workload.batch_tokens,
                 executed_per_step=float(self.ledger.flops()) * problem.slice.devices,
-                convention=flops.convention,
+                convention=self._flops[1],
             ),
             memory=PlannedMemory(
                 **self.memory,
@@ -488,6 +507,9 @@ class TrainingPlan:
             obstacles=tuple(self.obstacles),
             ledger=self.ledger.rows,
             reasons=tuple(self.reasons),
+            adapters=None
+            if adapters is None
+            else PlannedAdapters(**field_values(adapters), parameters=adapters.count(problem.model)),
         )
 
     def to_json(self) -> dict[str, Any]:

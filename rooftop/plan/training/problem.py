@@ -12,8 +12,10 @@ from rooftop.capabilities import AskedSwitches, AttentionKernel, Choice, Pipelin
 from rooftop.core.errors import RooftopError
 from rooftop.frameworks.framework import Framework, FrameworkName, framework_of
 from rooftop.hardware import Slice
+from rooftop.models.adapters import Adapters, require_adaptable
 from rooftop.models.config import ModelConfig
 from rooftop.models.numerics import Numerics
+from rooftop.models.optimizers import OPTIMIZERS
 from rooftop.plan.pricing import Bounds
 from rooftop.plan.shapes import require_planned
 from rooftop.plan.training.assumptions import Assumptions
@@ -30,7 +32,8 @@ class Problem(AskedSwitches):
     """The input of a search: model, slice, workload. A part of the strategy that is None is searched.
 
     ``framework`` names the program that is planned, or is one; ``program`` is that for the model and chip, which
-    decides some of the number formats and assumptions: ``formats`` and ``assumed`` are those that are priced.
+    decides some of the number formats and assumptions: ``formats`` and ``assumed`` are those that are priced. With
+    ``adapters`` these are trained, and the model is frozen.
     """
 
     model: ModelConfig
@@ -46,9 +49,15 @@ class Problem(AskedSwitches):
     schedule: PipelineSchedule | None = None
     chunks: int | None = None
     bounds: Bounds = "usable"
+    adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
         require_planned(self.model)
+        if self.adapters is not None:
+            require_adaptable(self.model)
+            if self.numerics.update.orthogonalised:
+                others = ", ".join(name for name, kind in OPTIMIZERS.items() if not kind.orthogonalised)
+                raise RooftopError("optimizer", self.numerics.optimizer, f"{others}, where adapters are trained")
         if self.schedule is not None or self.chunks is not None:
             # One of the two may be searched: that which the other leaves open.
             interleaved = (self.chunks or 2) > 1 if self.schedule is None else self.schedule == "interleaved"
@@ -137,7 +146,7 @@ class Problem(AskedSwitches):
         """The training step under given strategies."""
         return TrainingStep(
             model=self.model, slice=self.slice, workload=self.workload, numerics=self.formats,
-            assumptions=self.assumed, habits=self.program.habits, strategies=strategies,
+            assumptions=self.assumed, habits=self.program.habits, strategies=strategies, adapters=self.adapters,
         )  # fmt: skip
 
     def spec(self, axes: Mapping[str, int], choice: Choice) -> TrainingSpec:
@@ -151,6 +160,7 @@ class Problem(AskedSwitches):
             attention_block=self.assumed.attention_block or Rates.of(self.slice.chip).attention_block,
             choice=choice,
             numerics=self.formats,
+            adapters=self.adapters,
             rules=_rules(tuple(axes), experts_over_tensor=choice.experts_over_tensor),
         )
 

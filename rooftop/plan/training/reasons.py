@@ -43,6 +43,8 @@ def _memory(problem: Problem, step: TrainingStep) -> Iterator[Reason]:
     numerics = problem.numerics
     parameters = count_params(problem.model).total
     per_parameter = numerics.weight_bytes + numerics.optimizer_bytes + numerics.gradient_bytes
+    if problem.adapters is not None:
+        per_parameter = problem.adapters.state_bytes(problem.model, per_parameter, step.element_bytes) / parameters
     state = parameters * per_parameter
     yield Reason.at_least(
         rule="data parallelism alone",

@@ -8,7 +8,7 @@ tensor axis (AllGather before a matmul, ReduceScatter after it), ring attention 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 
@@ -37,6 +37,7 @@ from rooftop.frameworks.launches import Launches, LayerKernels
 from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, Weight, weights
 from rooftop.models.activations import CHECKPOINTS, LOSS_CHUNK
+from rooftop.models.adapters import Adapters
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
 from rooftop.models.mixers import Recurrence, recurrences
 from rooftop.models.numerics import Numerics
@@ -73,7 +74,10 @@ class Alone:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """A training step under one or many strategies; the rows follow in ``rows``."""
+    """A training step under one or many strategies; the rows follow in ``rows``.
+
+    With ``adapters`` they alone are trained, and the model's weights are frozen.
+    """
 
     model: ModelConfig
     slice: Slice
@@ -82,6 +86,7 @@ class TrainingStep:
     assumptions: Assumptions
     strategies: Strategies
     habits: Habits = Habits()
+    adapters: Adapters | None = None
 
     @cached_property
     def rates(self) -> Rates:
@@ -411,18 +416,84 @@ class TrainingStep:
     @cached_property
     def held_parameters(self) -> dict[str, Floats]:
         """Parameters in one device's shards, [C, 1]: 'dense' (copied over expert), 'experts', and 'vocab'."""
-        sizes, share = self.layer_parameters, self.dense_share
         fsdp, one = self.strategies.devices(*GATHER_AXES), np.ones_like(self.tensor)
         rows = self.widths.vocab * self.tensor if self.model.tied_embeddings else self.model.vocab
         vocab = rows * self.widths.spread(self.model.d_model) / self.tensor
         if not self.model.tied_embeddings:
             vocab = vocab + self.stored([MatmulShape(self.model.d_model * one, np.asarray(self.widths.vocab))])
+        return {**self._in_layers(self.layer_parameters), "vocab": vocab / fsdp}
+
+    def _in_layers(self, sizes: Mapping[str, Floats]) -> dict[str, Floats]:
+        """Parameters in one device's shards of all layers, [C, 1], by the ``sizes`` of a layer's parts."""
+        fsdp, share = self.strategies.devices(*GATHER_AXES), self.dense_share
         dense = sizes["attn"] + share * sizes["mlp"] + (1 - share) * sizes.get("shared", 0.0)
         return {
             "dense": self.layers * dense / fsdp,
             "experts": self.layers * (1 - share) * sizes["experts"] / fsdp,
-            "vocab": vocab / fsdp,
         }
+
+    @cached_property
+    def trained_parameters(self) -> dict[str, Floats]:
+        """Those of ``held_parameters`` that have gradients and optimizer state; with adapters these alone."""
+        if self.adapters is None:
+            return self.held_parameters
+        return {**self._in_layers(self.adapter_parameters()), "vocab": np.zeros_like(self.tensor)}
+
+    @cached_property
+    def frozen_bytes(self) -> Number:
+        """Bytes of a device's frozen weights, [C, 1]: matrices of layers in their format, tables as activations."""
+        if self.adapters is None:
+            return 0.0
+        parts = self.held_parameters
+        matrices = parts["dense"] + parts["experts"] * self.lane_padding
+        return self.adapters.base_bytes * matrices + self.element_bytes * parts["vocab"]
+
+    def adapter_matmuls(
+        self, scope: str, shapes: Sequence[MatmulShape], arrays: int = 1
+    ) -> tuple[list[MatmulShape], list[MatmulShape]]:
+        """The matrices A and B of the adapters of a block of matmuls; none if it has no adapters.
+
+        ``arrays`` weights are in the block; several ``shapes`` are one each.
+        """
+        if self.adapters is None or not self.adapters.adapts(scope):
+            return [], []
+        pairs = [self.adapters.matmuls(shape, 1 if len(shapes) > 1 else arrays) for shape in shapes]
+        return [into for into, _ in pairs], [out for _, out in pairs]
+
+    def adapter_parameters(self, *, whole: bool = False) -> dict[str, Floats]:
+        """Gathered parameters of a layer's adapters on a device, as ``layer_parameters`` has them, [C, 1].
+
+        ``whole``: only of matrices that tensor does not split, so that their gradients are summed over it: A of
+        weights whose columns are split, B of those whose rows are.
+        """
+        model, moe, attention = self.model, self.model.moe, self.attention
+        into, out = "layers/attn/qkv", "layers/attn/out"
+
+        def block(scope: str, shapes: Sequence[MatmulShape], *, rows: bool, arrays: int = 1) -> Floats:
+            down, up = self.adapter_matmuls(scope, shapes, arrays)
+            parts = (self.stored(down) * (not whole or not rows), self.stored(turned(up)) * (not whole or rows))
+            return parts[0] + parts[1] + np.zeros_like(self.tensor)
+
+        def mlp(scopes: tuple[str, str], columns: Floats) -> Floats:
+            up, down = mlp_matmuls(model, columns)
+            return block(scopes[0], up, rows=False, arrays=model.mlp_matrices - 1) + block(scopes[1], down, rows=True)
+
+        latent = block(into, attention.latent, rows=False) + whole * block(into, attention.latent, rows=True)
+        sizes = {
+            "attn": latent
+            + block(into, attention.into, rows=False, arrays=attention_arrays(model))
+            + block(out, attention.out, rows=True),
+            "mlp": np.zeros_like(self.tensor),
+            "experts": np.zeros_like(self.tensor),
+        }
+        if model.dense_layers:
+            sizes["mlp"] = mlp(("layers/mlp/up", "layers/mlp/down"), self.columns(model.d_ff))
+        if moe is not None:
+            experts = self.widths.experts * mlp(("layers/moe/experts",) * 2, self.columns_of_expert)
+            sizes["experts"] = experts * (1 - self.whole_experts) if whole else experts
+            if moe.shared_d_ff:
+                sizes["shared"] = mlp(("layers/moe/shared",) * 2, self.columns(moe.shared_d_ff))
+        return sizes
 
     @cached_property
     def launch_s(self) -> Mapping[Phase, Number]:
@@ -473,7 +544,8 @@ class TrainingStep:
     @cached_property
     def parameters_alone(self) -> Floats:
         """Parameters of a device in layers that no stage shares, [C, 1]: stages sum their gradients."""
-        sizes, alone = self.layer_parameters, self.layers_alone
+        sizes = self.layer_parameters if self.adapters is None else self.adapter_parameters()
+        alone = self.layers_alone
         experts = (alone.every - alone.every_dense) * (sizes["experts"] + sizes.get("shared", 0.0))
         elements: Floats = alone.every * sizes["attn"] + alone.every_dense * sizes["mlp"] + experts
         return elements / self.strategies.devices(*GATHER_AXES)
@@ -491,8 +563,10 @@ class TrainingStep:
 
     @cached_property
     def vector_weights(self) -> list[tuple[Weight, Floats, tuple[str, ...]]]:
-        """Each of them with a layer's elements on a device, [C, 1], and the axes that hold copies."""
+        """Each of them with a layer's elements on a device, [C, 1], and the axes that hold copies; frozen, none."""
         rules, vectors = Rules().parameters, []
+        if self.adapters is not None:
+            return []
         for weight in weights(self.model):
             if not weight.matmul and weight.name not in ("tokens", "correction_bias"):
                 split = [axis for dim in weight.dims for axis in rules[dim]]
@@ -511,9 +585,27 @@ class TrainingStep:
     def sequence_parameters(self) -> Floats:
         """Parameters in one device's shards that meet only its own part of the sequence, [C, 1].
 
-        Routers and the down-projections of MLA: their gradients are summed over tensor too.
+        Routers and the down-projections of MLA: their gradients are summed over tensor too. So are those of adapters'
+        matrices that tensor does not split.
         """
+        if self.adapters is not None:
+            return self.whole_adapters["dense"]
         latent = self.stored(self.attention.latent)
         router = 0.0 if self.model.moe is None else (1 - self.dense_share) * self.stored([self.router])
         elements: Floats = self.layers * (latent + router) / self.strategies.devices(*GATHER_AXES)
         return elements
+
+    @cached_property
+    def whole_adapters(self) -> dict[str, Floats]:
+        """Adapters' parameters in one device's shards that tensor does not split, [C, 1]: 'dense' and 'experts'."""
+        return self._in_layers(self.adapter_parameters(whole=True))
+
+
+def attention_arrays(model: ModelConfig) -> int:
+    """Weights that make queries, keys and values, of those that share an input."""
+    return 3 if model.mla is None else len(attention_kind(model).matmuls(np.ones(1), np.ones(1)).into)
+
+
+def turned(shapes: Iterable[MatmulShape]) -> list[MatmulShape]:
+    """The shapes [n, k] of weights [k, n] of which fsdp splits the columns."""
+    return [MatmulShape(shape.n, shape.k) for shape in shapes]

@@ -18,7 +18,7 @@ from rooftop.frameworks.xla import pinned_release
 from rooftop.plan.training.answer import OtherBatch, TrainingAnswerDocument
 from rooftop.plan.training.comparison import ComparisonDocument, OfferDocument
 from rooftop.plan.training.compiled import CompiledPlans
-from rooftop.plan.training.plan import Padding, PlannedMemory, PlanSummary
+from rooftop.plan.training.plan import Padding, PlannedAdapters, PlannedMemory, PlanSummary
 from rooftop.plan.training.workload import Workload
 from rooftop.present.document import (
     Chart,
@@ -82,6 +82,7 @@ def training_plan(plan: TrainingAnswerDocument) -> Document:
             no=_refusal(plan),
             details=(
                 *framework_texts(plan.framework),
+                *_adapters(plan.adapters),
                 *_best_known(plan),
                 *_stated(plan.stated),
                 *recipe_texts(plan.recipe, plan.stated),
@@ -129,6 +130,15 @@ def framework_texts(framework: PlannedFramework) -> Iterator[str]:
         release = "" if framework.release is None else f" {framework.release}"
         settings = ", ".join(f"{name} {value}" for name, value in framework.applied.items())
         yield f"planned for {framework.title}{release}" + (f": {settings}" if settings else "")
+
+
+def _adapters(adapters: PlannedAdapters | None) -> Iterator[str]:
+    """The adapters that are trained, and the format of what is frozen."""
+    if adapters is not None:
+        yield (
+            f"LoRA of rank {adapters.rank} on {', '.join(adapters.targets)}: {format_count(adapters.parameters)} "
+            f"parameters trained; all others frozen, matrices of layers in {adapters.base}"
+        )
 
 
 def _best_known(plan: TrainingAnswerDocument) -> Iterator[str]:
@@ -493,7 +503,8 @@ def _figures(plan: TrainingAnswerDocument, classes: Mapping[str, float]) -> Iter
     of_host = f"; and {format_bytes(memory.host)} of its host" if memory.host else ""
     yield ShownFigure("memory_bytes", "memory", memory.total, "B", "expected",
         note=f"of {format_bytes(memory.capacity)} a device: {classes_text}{of_host}")  # fmt: skip
-    yield from stored_figures(plan.model.stored, f"trained as {plan.dtypes.weights}")
+    use = f"trained as {plan.dtypes.weights}" if plan.adapters is None else f"frozen as {plan.adapters.base}"
+    yield from stored_figures(plan.model.stored, use)
     yield from padding_figure(plan.padding, plan.workload.seq_len)
     exposed = {name: seconds for name, seconds in step.exposed_s.items() if seconds > 0}
     yield ShownFigure("exposed_s", "not hidden", sum(exposed.values()), "s", "expected",

@@ -37,7 +37,7 @@ def embedding_work(step: TrainingStep, count: Number | None = None) -> list[Work
     )
     table = step.held_parameters["vocab"] / (1 if model.tied_embeddings else 2) * element
     count = step.strategies.microbatches if count is None else count
-    return [
+    work = [
         Work(
             scope="embed", phase="forward", count=count, hbm_bytes=2 * rows, collectives=(ids, *exchange),
             formula="T D bytes looked up, exchanged over fsdp and tensor",
@@ -48,6 +48,7 @@ def embedding_work(step: TrainingStep, count: Number | None = None) -> list[Work
             formula="the transpose: rows exchanged, then added into the table's shard",
         ),
     ]  # fmt: skip
+    return work if step.adapters is None else work[:1]
 
 
 def head_work(step: TrainingStep) -> list[Work]:
@@ -75,7 +76,7 @@ def head_work(step: TrainingStep) -> list[Work]:
             scope="unembed", phase="forward", count=count, collectives=(turned,),
             formula="the embedding table, split over D, split over V instead",
         )  # fmt: skip
-        work += [turn, backward(turn, 1.0)]
+        work += [turn, backward(turn, 1.0)] if step.adapters is None else [turn]
     return [*work, loss, backward(loss, 1.0, collectives=False)]
 
 

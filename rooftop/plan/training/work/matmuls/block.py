@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from rooftop.arrays.mesh import Floats
 from rooftop.arrays.rules import GATHER_AXES
 from rooftop.core.ledger import Number
 from rooftop.models.attention import MatmulShape, parameters
 from rooftop.plan.pricing import unless
-from rooftop.plan.training.step import TrainingStep
+from rooftop.plan.training.step import TrainingStep, turned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,8 @@ class MatmulBlock:
     stream. ``keys``: key and value heads are among the columns, which are gathered over tensor too where devices have
     heads in common. Weights are in ``arrays`` arrays, each with collectives of its own, of all ``experts`` at once;
     ``shapes`` are of one expert. ``unstacked`` are bytes of checkpoints that the backward pass moves before it. Where
-    ``rings`` is 1, shards of the input or the output travel next to the matmul, which is done in pieces.
+    ``rings`` is 1, shards of the input or the output travel next to the matmul, which is done in pieces. ``adapter``:
+    A or B of adapters; its result is added to that of the frozen weights, and so is the gradient of its input.
     """
 
     scope: str
@@ -53,6 +55,13 @@ class MatmulBlock:
     arrays: int = 1
     unstacked: Number = 0.0
     rings: Number = 0.0
+    adapter: Literal["a", "b"] | None = None
+    whole_over_tensor: bool = False
+
+    @property
+    def at_rest(self) -> Sequence[MatmulShape]:
+        """The shapes with the dim in front that fsdp splits: the longer one of an adapter."""
+        return turned(self.shapes) if self.adapter == "b" else self.shapes
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -90,10 +99,28 @@ class MatmulSizes:
         """Bytes of an element of activations and weights."""
         return self.step.element_bytes
 
+    @property
+    def frozen(self) -> bool:
+        """True for weights that have no gradients."""
+        return self.step.adapters is not None and self.block.adapter is None
+
+    @cached_property
+    def resting(self) -> float:
+        """Bytes of an element of a weight before it is gathered: those of frozen matrices of layers in their format."""
+        adapters, in_layers = self.step.adapters, self.block.scope.startswith("layers")
+        return self.element if adapters is None or not (self.frozen and in_layers) else adapters.base_bytes
+
+    @property
+    def sent(self) -> float:
+        """Bytes of an element of a gathered weight: quantised before that, or unpacked after it."""
+        return min(self.operand, self.resting)
+
     @cached_property
     def dtype(self) -> str:
-        """The dtype of the operands: routers and the unembedding multiply in that of activations."""
+        """The dtype of the operands: routers, adapters and the unembedding multiply in that of activations."""
         scope, numerics = self.block.scope, self.step.numerics
+        if self.block.adapter is not None:
+            return numerics.compute
         return numerics.matmul if scope.startswith("layers") and scope != "layers/moe/router" else numerics.compute
 
     @cached_property
@@ -105,6 +132,11 @@ class MatmulSizes:
     def narrow(self) -> bool:
         """True if operands have fewer bits than activations."""
         return self.operand < self.element
+
+    @property
+    def quantises_weights(self) -> bool:
+        """True if weights are quantised for the matmul; frozen ones may be narrow already."""
+        return self.narrow and self.resting > self.operand
 
     @cached_property
     def of_gradient(self) -> str:
@@ -124,7 +156,7 @@ class MatmulSizes:
     @cached_property
     def stored(self) -> Number:
         """Elements of the gathered weights with the rows that fsdp adds."""
-        return self.step.stored(self.block.shapes)
+        return self.step.stored(self.block.at_rest)
 
     @cached_property
     def stored_bytes(self) -> Number:

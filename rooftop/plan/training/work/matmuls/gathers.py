@@ -73,11 +73,11 @@ def _gathered_weights(sizes: MatmulSizes) -> tuple[Transfer, ...]:
     step, block = sizes.step, sizes.block
     gathered: tuple[Transfer, ...] = (
         Transfer(
-            "all_gather", GATHER_AXES, sizes.stored_bytes * sizes.operand / sizes.element, "weight_gather",
+            "all_gather", GATHER_AXES, sizes.stored_bytes * sizes.sent / sizes.element, "weight_gather",
             pieces=block.pieces,
         ),
     )  # fmt: skip
-    if sizes.narrow:
+    if sizes.quantises_weights:
         # Maxima of whole columns of weights, each a float32, where devices split the summed dim.
         columns = 4.0 * sum((m.n for m in block.shapes), 0.0)
         maxima = partial(Transfer, "all_reduce", payload=columns, hides="tensor", pieces=block.pieces)
@@ -89,7 +89,7 @@ def _gathered_weights(sizes: MatmulSizes) -> tuple[Transfer, ...]:
                 gathered += (maxima(axes=GATHER_AXES, when=block.whole),)
     if block.keys and np.any(step.copied_keys):
         copied, both, when = step.copied_keys * sizes.element, (*GATHER_AXES, *COLUMN_AXES), step.widths.copied_keys
-        payload = copied * sizes.operand / sizes.element
+        payload = copied * sizes.sent / sizes.element
         gathered += (Transfer("all_gather", both, payload, "weight_gather", when, pieces=2),)
     return gathered
 
@@ -110,6 +110,8 @@ def _maxima(sizes: MatmulSizes) -> tuple[tuple[Transfer, ...], tuple[Transfer, .
 def _scattered_gradients(sizes: MatmulSizes) -> tuple[Transfer, ...]:
     """Gradients of weights scattered over fsdp, and in pipeline stages summed over the axes that hold copies."""
     step, block = sizes.step, sizes.block
+    if sizes.frozen:
+        return ()
     many = len(block.shapes)
     scattered = tuple(
         Transfer(
@@ -118,13 +120,14 @@ def _scattered_gradients(sizes: MatmulSizes) -> tuple[Transfer, ...]:
             "gradient_scatter", pieces=block.pieces / many,
             summed=step.summed_whole(MatmulShape(shape.k, sizes.columns(shape))),
         )
-        for shape in block.shapes
+        for shape in block.at_rest
     )  # fmt: skip
     if block.keys and np.any(step.copied_keys):
         copied, both, when = step.copied_keys * sizes.element, (*GATHER_AXES, *COLUMN_AXES), step.widths.copied_keys
         scattered += (Transfer("reduce_scatter", both, copied, "gradient_scatter", when, pieces=2),)
     if np.any(step.staged):
         own = sizes.stored_bytes / sizes.gather
-        copies = tuple(axis for axis in copy_axes(*block.dims) if axis not in REPLICA_AXES)
+        sequence = "residual_seq" if block.whole_over_tensor else "seq"
+        copies = tuple(axis for axis in copy_axes(*block.dims, sequence=sequence) if axis not in REPLICA_AXES)
         scattered += (Transfer("all_reduce", copies, own, "gradient_scatter", step.staged),)
     return scattered

@@ -14,7 +14,7 @@ from rooftop.plan.training.work.optimizer.muon import newton_schulz_work
 
 def update_work(step: TrainingStep) -> list[Work]:
     """Work of the update, once a step."""
-    shards = step.held_parameters
+    shards = step.trained_parameters
     total = shards["dense"] + shards["experts"] + shards["vocab"]
     gradient = dtype_bytes(step.numerics.gradients)
     partial = step.sequence_parameters
@@ -23,6 +23,10 @@ def update_work(step: TrainingStep) -> list[Work]:
         copy_axes("embed"): shards["dense"] + shards["vocab"] - partial,
         copy_axes("embed", sequence="residual_seq"): partial,
     }
+    if step.adapters is not None:
+        whole = step.whole_adapters["experts"]
+        sums[copy_axes("embed", "expert")] = shards["experts"] - whole
+        sums[copy_axes("embed", "expert", sequence="residual_seq")] = whole
     # Over stages, gradients of copies on other axes are summed in the backward pass, where they are made.
     vectors = sum(step.vectors.values(), 0.0) * step.layers / step.model.layers
     of_stages = {REPLICA_AXES: total + vectors, STAGE_AXES: shards["vocab"] + step.parameters_alone}
