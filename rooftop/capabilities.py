@@ -51,8 +51,10 @@ MATMUL_DTYPES: tuple[str, ...] = ("int8", "f8_e4m3")
 #: Attention kernels of a train step.
 AttentionKernel = Literal["reference", "chunked", "splash", "cudnn"]
 KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
-#: The kernel that a plan for a kind of chip prices and runs.
-KERNEL_OF_CHIP: Mapping[str, AttentionKernel] = MappingProxyType({"tpu": "splash", "gpu": "cudnn"})
+#: The kernels that a plan for a kind of chip prices and runs: the first of them that has all that a model needs.
+KERNELS_OF_CHIP: Mapping[str, tuple[AttentionKernel, ...]] = MappingProxyType(
+    {"tpu": ("splash",), "gpu": ("cudnn", "chunked")}
+)
 #: Dtypes of activations that cuDNN's attention has (jax/_src/cudnn/fused_attention_stablehlo.py of jax 0.10.2).
 KERNEL_DTYPES: tuple[str, ...] = ("bf16", "f16")
 #: Kernels that can merge results over parts of the keys, and so run over a context axis.
@@ -72,6 +74,28 @@ ENGINE_CACHES: Mapping[str, str] = MappingProxyType({"bf16": "plain", "int8": "i
 KvSplit = Literal["batch", "seq"]
 KV_SPLITS: tuple[KvSplit, ...] = ("batch", "seq")
 Spec = TypeVar("Spec")
+
+#: What kernels lack, each with whether a model has it; kernels that are not here lack nothing.
+_LACKS: Mapping[str, Mapping[str, Callable[[ModelConfig], bool]]] = MappingProxyType(
+    {
+        "cudnn": {
+            "softcap of attention logits": lambda model: model.attn_softcap is not None,
+            "attention sinks": lambda model: model.attention_sinks,
+            "values of another size than keys": lambda model: model.d_value != model.d_head,
+        }
+    }
+)  # fmt: skip
+
+
+def kernel_lacks(kernel: str, model: ModelConfig) -> str | None:
+    """The first part of a model's attention that a kernel does not have; None if it has them all."""
+    return next((part for part, present in _LACKS.get(kernel, {}).items() if present(model)), None)
+
+
+def attention_kernel(kind: str, model: ModelConfig | None) -> AttentionKernel:
+    """The kernel of a model's attention on a kind of chip; without a ``model``, of those that lack nothing."""
+    kernels = KERNELS_OF_CHIP[kind]
+    return kernels[0] if model is None else next(name for name in kernels if kernel_lacks(name, model) is None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +163,7 @@ class TrainingSpec:
     """The train step that is asked for: the model, sizes of mesh ``axes``, the batch, and how the step is computed.
 
     A batch has ``sequences`` of ``seq_len`` tokens. ``kernel`` computes attention, in blocks of ``attention_block``
-    positions. With ``adapters`` these alone are trained.
+    positions. ``kind`` is that of the chips, where it is known.
     """
 
     model: ModelConfig
@@ -148,6 +172,7 @@ class TrainingSpec:
     seq_len: int
     kernel: AttentionKernel
     attention_block: int
+    kind: str | None = None
     choice: Choice = Choice()
     numerics: Numerics = Numerics()
     rules: Rules = field(default_factory=Rules)
@@ -169,7 +194,10 @@ class TrainingSpec:
     @classmethod
     def plain(cls, model: ModelConfig, kind: str) -> TrainingSpec:
         """The spec of one short sequence on one device of a ``kind``: what refuses it, refuses the model there."""
-        return cls(model=model, axes={}, sequences=1, seq_len=LANES, kernel=KERNEL_OF_CHIP[kind], attention_block=LANES)
+        return cls(
+            model=model, axes={}, sequences=1, seq_len=LANES, kernel=attention_kernel(kind, model),
+            attention_block=LANES, kind=kind,
+        )  # fmt: skip
 
     @property
     def runnable_numerics(self) -> Numerics:
@@ -312,7 +340,7 @@ def _experts(spec: TrainingSpec) -> str | None:
 def _matmul_dtype(spec: TrainingSpec) -> str | None:
     if spec.numerics.matmul in MATMUL_DTYPES and spec.choice.collective_matmuls:
         return f"collective matmuls are in the dtype of activations, not in {spec.numerics.matmul}"
-    if spec.numerics.matmul == "f8_e4m3" and spec.kernel == KERNEL_OF_CHIP["gpu"]:
+    if spec.numerics.matmul == "f8_e4m3" and (spec.kind == "gpu" or spec.kernel == KERNELS_OF_CHIP["gpu"][0]):
         # XLA:GPU (jax 0.10.2) has cuBLAS multiply int8 operands of our programs as they are, and converts these.
         return "on GPUs XLA multiplies f8_e4m3 operands as float16, which gains nothing: int8, or as activations"
     if spec.numerics.matmul in (spec.numerics.compute, *MATMUL_DTYPES):
@@ -335,18 +363,10 @@ def _context(spec: TrainingSpec) -> str | None:
 
 
 def _kernel(spec: TrainingSpec) -> str | None:
-    model = spec.model
-    if spec.kernel == "cudnn":
-        if spec.numerics.compute not in KERNEL_DTYPES:
-            return f"the cudnn kernel attends in {' or '.join(KERNEL_DTYPES)}, not in {spec.numerics.compute}"
-        for feature, present in (
-            ("a softcap of attention logits", model.attn_softcap is not None),
-            ("attention sinks", model.attention_sinks),
-            ("values of another size than keys", model.d_value != model.d_head),
-        ):
-            if present:
-                return f"the cudnn kernel has no {feature.removeprefix('a ')}, which {model.name} has"
-    return None
+    if spec.kernel == "cudnn" and spec.numerics.compute not in KERNEL_DTYPES:
+        return f"the cudnn kernel attends in {' or '.join(KERNEL_DTYPES)}, not in {spec.numerics.compute}"
+    lacks = kernel_lacks(spec.kernel, spec.model)
+    return None if lacks is None else f"the {spec.kernel} kernel has no {lacks}, which {spec.model.name} has"
 
 
 def _positions(spec: TrainingSpec) -> str | None:
@@ -442,7 +462,7 @@ TRAINING: tuple[Capability[TrainingSpec], ...] = (
         name="attention kernel",
         accepted=f"splash (TPU): any length, padded to a multiple of {LANES} positions, {CONTEXT_CHUNKS} x context "
         f"times as many over a context axis; cudnn (GPU): activations in {' or '.join(KERNEL_DTYPES)}, no softcap, "
-        "no sinks, values as large as keys",
+        "no sinks, values as large as keys; chunked (GPU): models with these, in blocks of keys",
         obstacle=_kernel,
     ),
     Capability(

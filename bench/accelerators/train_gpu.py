@@ -114,7 +114,9 @@ def fitting(case: Case, chip: str, here: Local) -> tuple[TrainingPlan, TrainProg
     while layers:
         plan = case.plan(chip, layers)
         program = TrainProgram.from_plan(plan)
-        computation = dataclasses.replace(program.computation, attention=here.attention(program.compute_dtype))
+        computation = dataclasses.replace(
+            program.computation, attention=here.attention(program.compute_dtype, program.model)
+        )
         program = dataclasses.replace(program, computation=computation)
         compiled, taken = compile_step(program, mesh)
         if taken <= room:

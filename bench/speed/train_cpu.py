@@ -67,7 +67,7 @@ def rooftop_step(asked: dict[str, Any], folder: Path) -> tuple[Step, dict[str, s
     model, here, tokens = ModelConfig.from_json(asked["model"]), local_devices(), np.load(folder / "tokens.npy")
     compute = asked["set"]["compute_dtype"]
     program = TrainProgram(
-        computation=Computation(model=model, attention=here.attention(compute), **COMPUTATION),
+        computation=Computation(model=model, attention=here.attention(compute, model), **COMPUTATION),
         batch=tokens.shape[0],
         seq_len=tokens.shape[1] - 1,
         loss_chunks=LOSS_CHUNKS,

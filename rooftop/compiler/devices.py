@@ -15,10 +15,11 @@ from jax.sharding import AxisType
 from jax.sharding import Mesh as DeviceMesh
 
 from rooftop.arrays import AXES, Mesh
-from rooftop.capabilities import AttentionKernel
+from rooftop.capabilities import KERNELS_OF_CHIP, AttentionKernel, attention_kernel
 from rooftop.compiler.targets import gpus_by_coordinates, target_text, topology_text
 from rooftop.core.errors import RooftopError
 from rooftop.hardware import Chip, Slice, chip_of_kind
+from rooftop.models import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +38,13 @@ class Local:
         """True if these devices are ``slice_``."""
         return self.chip is not None and (self.chip.name, len(self.devices)) == (slice_.chip.name, slice_.devices)
 
-    def attention(self, compute_dtype: str) -> AttentionKernel:
-        """The attention kernel for these devices (see ``rooftop.programs.attention.attend``)."""
+    def attention(self, compute_dtype: str, model: ModelConfig) -> AttentionKernel:
+        """The attention kernel of a model for these devices (see ``rooftop.programs.attention.attend``)."""
         platform = self.devices[0].platform
-        if platform == "tpu":
-            return "splash"
-        return "cudnn" if platform == "gpu" and compute_dtype == "bf16" else "chunked"
+        # cuDNN has none in float32.
+        if platform not in KERNELS_OF_CHIP or (platform == "gpu" and compute_dtype != "bf16"):
+            return "chunked"
+        return attention_kernel(platform, model)
 
     def flops_per_s(self, dtype: str) -> float | None:
         """Peak matmul FLOP/s of one device, None if the catalogue has no figure."""

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rooftop.arrays.rules import AXES
+from rooftop.capabilities import attention_kernel
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.quantities import parse_quantity, parse_share
 from rooftop.core.records import Record
@@ -136,6 +137,8 @@ def framework_of(
     if (why := job.missing(data.get("dtype", {}).get(matmul, {}))) is not None:
         raise RooftopError("matmul-dtype", matmul, f"another {why}")
     applied, parts = job.applied(settings, _PARTS)
+    if name == FRAMEWORKS[0]:
+        parts["habits"]["attention_kernel"] = attention_kernel(chip.kind, model)
     return Framework(
         name=name,
         title=data.get("titles", {}).get(job.release, data["title"]),

@@ -14,11 +14,11 @@ import numpy as np
 
 from rooftop.arrays.mesh import Floats
 from rooftop.core.errors import RooftopError
-from rooftop.core.rounding import ceil_div
+from rooftop.core.rounding import ceil_div, next_multiple
 from rooftop.models.attention import MatmulShape
 from rooftop.models.config import ModelConfig
 from rooftop.models.mixers import Recurrence, projections
-from rooftop.models.program_sizes import block_size
+from rooftop.models.program_sizes import CONTEXT_CHUNKS, block_size, runs
 
 
 def require_planned(config: ModelConfig) -> None:
@@ -84,21 +84,54 @@ def attended_pairs(seq_len: int, window: int | None, block: int, *, chunks: int 
     return blocks * block * block
 
 
-def _layer_pairs(config: ModelConfig, seq_len: int, window: int | None, block: int, chunks: int) -> float:
-    """``attended_pairs`` of one layer: of whole chunks, where the model attends in chunks."""
+def run_pairs(seq_len: int, window: int | None, block: int, *, chunks: int = 1) -> float:
+    """(query, key) pairs of one sequence that the ``chunked`` kernel executes in its ``runs`` of queries.
+
+    Devices that split a sequence in ``chunks``, two each, meet their own keys in runs and whole chunks of others; those
+    of a window get the keys of it before each chunk, as in ``attended_pairs``.
+    """
+
+    def pairs(q_len: int, kv_len: int, offset: int) -> int:
+        counted = runs(q_len=q_len, kv_len=kv_len, window=window, offset=offset, block=block)
+        return sum(run.pairs for run in counted)
+
+    chunk = seq_len // chunks
+    if chunks == 1:
+        return pairs(seq_len, seq_len, 0)
+    if window is not None and window < seq_len:
+        earlier = min(next_multiple(window - 1, block_size(chunk, block)), seq_len - chunk)
+        return chunks * pairs(chunk, earlier + chunk, earlier)
+    devices = chunks // CONTEXT_CHUNKS
+    own, others = pairs(seq_len // devices, seq_len // devices, 0), (devices - 1) * CONTEXT_CHUNKS * chunk * chunk
+    return devices * (own + others)
+
+
+def _layer_pairs(
+    config: ModelConfig, seq_len: int, window: int | None, block: int, chunks: int, in_runs: bool
+) -> float:
+    """``attended_pairs``, or ``run_pairs``, of one layer: of whole chunks, where the model attends in chunks."""
+    counted = run_pairs if in_runs else attended_pairs
     if window is None or not config.windows_chunked or window >= seq_len:
-        return attended_pairs(seq_len, window, block, chunks=chunks)
-    return seq_len / window * attended_pairs(window, None, block)
+        return counted(seq_len, window, block, chunks=chunks)
+    return seq_len / window * counted(window, None, block)
 
 
-def full_attention_share(config: ModelConfig, seq_len: int, block: int, *, chunks: int = 1) -> float:
+def full_attention_share(
+    config: ModelConfig, seq_len: int, block: int, *, chunks: int = 1, in_runs: bool = False
+) -> float:
     """Share of ``mean_attended_pairs`` in layers without a window."""
     windows = config.layer_windows or (None,)
-    full = windows.count(None) / len(windows) * attended_pairs(seq_len, None, block)
-    return full / mean_attended_pairs(config, seq_len, block, chunks=chunks)
+    whole = run_pairs(seq_len, None, block, chunks=chunks) if in_runs else attended_pairs(seq_len, None, block)
+    full = windows.count(None) / len(windows) * whole
+    return full / mean_attended_pairs(config, seq_len, block, chunks=chunks, in_runs=in_runs)
 
 
-def mean_attended_pairs(config: ModelConfig, seq_len: int, block: int, *, chunks: int = 1) -> float:
-    """Executed pairs per sequence in ``chunks``, averaged over layers (some of which may be windowed)."""
+def mean_attended_pairs(
+    config: ModelConfig, seq_len: int, block: int, *, chunks: int = 1, in_runs: bool = False
+) -> float:
+    """Executed pairs per sequence in ``chunks``, averaged over layers (some of which may be windowed).
+
+    ``in_runs``: those of ``run_pairs``.
+    """
     windows = config.layer_windows or (None,)
-    return sum(_layer_pairs(config, seq_len, window, block, chunks) for window in windows) / len(windows)
+    return sum(_layer_pairs(config, seq_len, window, block, chunks, in_runs) for window in windows) / len(windows)

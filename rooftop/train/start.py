@@ -136,7 +136,8 @@ def _of_plan(request: TrainRequest, data: Mapping[str, Any], here: Local) -> tup
     spec = replace(spec, seq_len=request.seq_len or spec.seq_len, sequences=request.batch_seqs or spec.sequences)
     layout = plan.mesh if here.is_slice(plan.problem.slice) and not moved else None
     if layout is None:
-        spec = replace(spec, kernel=here.attention(spec.numerics.compute))
+        kernel = here.attention(spec.numerics.compute, spec.model)
+        spec = replace(spec, kernel=kernel, kind=here.devices[0].platform)
     accepted = "a plan that is executable, on a mesh and with a batch that divide"
     program = TrainProgram.from_spec(spec, accepted, mesh=layout)
     return program, mesh_of(spec.axes, here, layout=layout), note
@@ -160,7 +161,7 @@ def _of_model(request: TrainRequest, here: Local) -> tuple[TrainProgram, Any, st
         # A pipeline stage has no ring.
         context_attention="all_gather" if stages > 1 else "ring",
         expert_matmul="grouped" if request.expert_capacity is None else "batched",
-        attention=here.attention(compute),
+        attention=here.attention(compute, model),
         attention_block=_CPU_BLOCK if is_cpu else BLOCK,
     )
     program = TrainProgram(

@@ -22,8 +22,12 @@ from rooftop.capabilities import (
     SWITCHES,
     TRAINING,
     AskedSwitches,
+    AttentionKernel,
     Choice,
     ServingSpec,
+    TrainingSpec,
+    attention_kernel,
+    kernel_lacks,
     obstacles,
 )
 from rooftop.core.errors import RooftopError
@@ -119,9 +123,10 @@ def problem(
         (problem(numerics=Numerics(matmul="int4")), "no program multiplies in int4"),
         (problem(numerics=Numerics(weights="f16")), "no program has weights in f16"),
         (problem("gpt3-175b", "v4:4x4x4", seq_len=4096), "learned positions for 2048 tokens, not 4096"),
-        (problem("gemma2-9b", "h100:8x2"), "the cudnn kernel has no softcap"),
-        (problem("gpt-oss-20b", "h100:8x2"), "the cudnn kernel has no attention sinks"),
-        (problem("deepseek-v2-lite", "h100:8x2"), "the cudnn kernel has no values of another size than keys"),
+        (
+            problem("gemma2-9b", "h100:8x2", numerics=Numerics(matmul="f8_e4m3")),
+            "on GPUs XLA multiplies f8_e4m3 operands as float16",
+        ),
         (problem(on="h100:8x2", axes={"context": 2, "fsdp": 8}), "cannot attend to keys of other devices"),
         (
             problem(axes={"stage": 4, "context": 4}, schedule="zero_bubble"),
@@ -271,3 +276,24 @@ def test_a_choice_names_a_policy_that_is_known() -> None:
     assert Choice(remat="block,qkv=offload").policy == parse_policy("block") | {"qkv": "offload"}
     with pytest.raises(RooftopError, match=r"^remat: got 'blok'; accepted: did you mean block"):
         Choice(remat="blok")
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "kernel"),
+    [
+        ("deepseek-v3", "gpu", "chunked"),
+        ("gemma2-9b", "gpu", "chunked"),
+        ("gpt-oss-20b", "gpu", "chunked"),
+        ("llama3-8b", "gpu", "cudnn"),
+        ("deepseek-v3", "tpu", "splash"),
+    ],
+)
+def test_a_kernel_that_lacks_a_part_of_attention_gives_way_to_one_that_has_it(
+    model: str, kind: str, kernel: AttentionKernel
+) -> None:
+    assert attention_kernel(kind, load_model(model)) == kernel
+    spec = TrainingSpec.plain(load_model(model), kind)
+    assert spec.kernel == kernel and not list(obstacles(TRAINING, spec))
+    lack = kernel_lacks("cudnn", load_model(model))
+    refusal = next(obstacles(TRAINING, replace(spec, kernel="cudnn")), None)
+    assert refusal == (None if lack is None else f"the cudnn kernel has no {lack}, which {model} has")

@@ -29,10 +29,10 @@ from rooftop.hardware import Slice
 from rooftop.models import ModelConfig, MoE, flops_per_token, load_model
 from rooftop.models.activations import CHECKPOINTS, SEARCHED
 from rooftop.models.numerics import Numerics
-from rooftop.models.program_sizes import LANES, block_size, padded_positions
+from rooftop.models.program_sizes import CONTEXT_CHUNKS, LANES, block_size, padded_positions, runs
 from rooftop.plan.layouts import enumerate_layouts, from_mesh
 from rooftop.plan.pricing import RingSteps, scalar
-from rooftop.plan.shapes import attended_pairs
+from rooftop.plan.shapes import attended_pairs, run_pairs
 from rooftop.plan.training.answer import TrainingAnswerDocument, levers, plan_training
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.plan import Padding, TrainingPlan
@@ -1002,3 +1002,17 @@ def test_activations_in_float32_take_twice_the_bytes(on: str, executable: bool) 
     assert activations["int8"] == activations["bf16"]
     assert plans["f32"].problem.formats.gradients == "f32"
     assert (not plans["f32"].obstacles) is executable
+
+
+@given(st.integers(1, 12), st.sampled_from((1, 2, 4)), st.sampled_from((None, 5, 100)), st.sampled_from((8, 32, 512)))
+def test_pairs_in_runs_are_those_of_the_chunked_kernel(
+    pieces: int, devices: int, window: int | None, block: int
+) -> None:
+    """On one device; in a ring every device meets all tokens that come before its own at least."""
+    length = 16 * pieces * devices
+    chunks = devices * CONTEXT_CHUNKS if devices > 1 else 1
+    pairs = run_pairs(length, window, block, chunks=chunks)
+    if devices == 1:
+        counted = runs(q_len=length, kv_len=length, window=window, offset=0, block=block)
+        assert pairs == sum(run.pairs for run in counted)
+    assert pairs >= attended_pairs(length, window, 1)

@@ -15,7 +15,7 @@ import jax
 import pytest
 
 from rooftop.arrays.rules import Rules
-from rooftop.capabilities import KERNELS, TRAINING, Choice, TrainingSpec, _runs, obstacles
+from rooftop.capabilities import KERNELS, TRAINING, Choice, TrainingSpec, _runs, attention_kernel, obstacles
 from rooftop.core.errors import RooftopError
 from rooftop.models import MLA, ModelConfig, MoE, RopeScaling
 from rooftop.models.numerics import Numerics
@@ -31,6 +31,10 @@ MODEL = ModelConfig(
     max_seq_len=16, layer_windows=(5,), tied_embeddings=True, qkv_bias=True, attention_sinks=True,
 )  # fmt: skip
 EXPERTS = replace(MODEL, layers=2, layer_windows=(), moe=MoE(experts=4, active=2, d_ff=8))
+LATENT = replace(
+    MODEL, layers=2, layer_windows=(None, 5), kv_heads=4, qkv_bias=False, attention_sinks=False, attn_softcap=20.0,
+    mla=MLA(q_rank=8, kv_rank=8, d_nope=4, d_rope=4, d_v=4),
+)  # fmt: skip
 #: Steps that are drawn, of which three in four run.
 RANDOM_STEPS = 400
 
@@ -60,6 +64,10 @@ def spec_of(axes: dict[str, int], **changes: Any) -> TrainingSpec:
         spec_of(
             {"data": 2, "fsdp": 2, "tensor": 2}, remat="minimal", microbatches=2, compute="bf16", matmul="bf16",
             weights="bf16", moments="bf16", gradients="bf16",
+        ),
+        # The attention of GPUs for latents, softcaps and windows, which cuDNN's has not.
+        spec_of(
+            {"context": 2, "tensor": 2}, model=LATENT, kernel=attention_kernel("gpu", LATENT), kind="gpu", remat="block"
         ),
     ],
     ids=lambda spec: "-".join(spec.axes),

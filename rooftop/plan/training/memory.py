@@ -303,7 +303,19 @@ def _layer_backward(step: TrainingStep) -> Number:
     if step.operand_bytes < step.element_bytes and model.mla is None:
         streams = np.maximum(streams, 2.0 * hidden + 8.0 * step.tensor * model.d_model)
     inside = queries_and_keys + ring + sent + 4.0 * model.d_model
-    return (gathered + _own(step) * (inside + streams)) * step.element_bytes
+    return (gathered + _own(step) * (inside + streams)) * step.element_bytes + _blocks_of_scores(step)
+
+
+def _blocks_of_scores(step: TrainingStep) -> Number:
+    """Bytes of a block of scores of the ``chunked`` kernel, and of the sums of gradients of keys and values.
+
+    Scores and their gradients, in float32 and in 16 bits, are there at once; sums are in float32.
+    """
+    if step.kernel != "chunked":
+        return 0.0
+    rows = step.run_rows
+    scores = step.tokens * step.widths.heads * (rows / step.own_positions) * np.minimum(step.attention_block, rows)
+    return 12.0 * scores + 4.0 * step.tokens * step.kv_heads * sum(attention_kind(step.model).head_sizes)
 
 
 def _streams_of_mlp(step: TrainingStep, hidden: Number, heads: Number) -> Number:

@@ -20,7 +20,7 @@ from rooftop.plan.pricing import Bounds
 from rooftop.plan.shapes import require_planned
 from rooftop.plan.training.assumptions import Assumptions
 from rooftop.plan.training.memory import Memory, book_memory, step_memory
-from rooftop.plan.training.step import TrainingStep
+from rooftop.plan.training.step import TrainingStep, priced_block
 from rooftop.plan.training.strategies import Strategies
 from rooftop.plan.training.workload import Workload
 from rooftop.roofline.rates import Rates
@@ -157,7 +157,8 @@ class Problem(AskedSwitches):
             sequences=self.workload.batch_seqs,
             seq_len=self.workload.seq_len,
             kernel=self.kernel,
-            attention_block=self.assumed.attention_block or Rates.of(self.slice.chip).attention_block,
+            attention_block=self.assumed.attention_block or priced_block(self.kernel, Rates.of(self.slice.chip)),
+            kind=self.slice.chip.kind,
             choice=choice,
             numerics=self.formats,
             adapters=self.adapters,

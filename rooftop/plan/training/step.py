@@ -41,7 +41,7 @@ from rooftop.models.adapters import Adapters
 from rooftop.models.attention import AttentionMatmuls, MatmulShape, attention_kind, parameters
 from rooftop.models.mixers import Recurrence, recurrences
 from rooftop.models.numerics import Numerics
-from rooftop.models.program_sizes import CONTEXT_CHUNKS, LANES, block_size, padded_positions
+from rooftop.models.program_sizes import CHUNKED_BLOCK, CONTEXT_CHUNKS, LANES, RUNS, block_size, padded_positions
 from rooftop.models.segments import layers_alone, segments, shared_segment
 from rooftop.models.widths import ModelWidths
 from rooftop.plan.shapes import MixerMatmuls, full_attention_share, mean_attended_pairs, mlp_matmuls
@@ -70,6 +70,11 @@ class Alone:
     def every_dense(self) -> Floats:
         """The dense ones of both stages."""
         return self.first_dense + self.last_dense
+
+
+def priced_block(kernel: AttentionKernel, rates: Rates) -> int:
+    """Largest side of the blocks of an attention kernel: as it was priced for the chip, or as it is written."""
+    return CHUNKED_BLOCK if kernel == "chunked" else rates.attention_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,13 +175,26 @@ class TrainingStep:
     def attention_block(self) -> int:
         """Largest side of the blocks of the attention kernels that are priced."""
         kernels = self.assumptions.attention_kernels
-        priced = self.rates.attention_block if kernels is None else attention_kernels(self.slice.chip, kernels).block
+        own = priced_block(self.kernel, self.rates)
+        priced = own if kernels is None else attention_kernels(self.slice.chip, kernels).block
         return self.assumptions.attention_block or priced
+
+    @cached_property
+    def own_positions(self) -> Floats:
+        """Positions of a sequence on a device, [C, 1]."""
+        own: Floats = self.positions / self.strategies.devices(*SEQUENCE_AXES)
+        return own
+
+    @cached_property
+    def run_rows(self) -> Floats:
+        """Queries of a run of the ``chunked`` kernel, which are multiplied with a block of keys, [C, 1]."""
+        own = self.own_positions
+        return np.maximum(own / RUNS, np.minimum(self.attention_block, own))
 
     @cached_property
     def pairs_per_token(self) -> Floats:
         """(Query, key) pairs that the attention kernel executes per token and head, averaged over layers, [C, 1]."""
-        largest = self.attention_block
+        largest, chunked = self.attention_block, self.kernel == "chunked"
         ring = self.strategies.devices(*SEQUENCE_AXES)
         own = self.positions / ring
         # Few layouts differ in these lengths.
@@ -184,12 +202,12 @@ class TrainingStep:
         pairs, full = [], []
         for positions, on_device in ((int(length.real), int(length.imag)) for length in lengths):
             block = largest
-            if self.kernel != "cudnn":
+            if self.kernel not in ("cudnn", "chunked"):
                 block = positions if self.kernel == "reference" else block_size(on_device, largest)
             devices = positions // on_device
             chunks = devices * CONTEXT_CHUNKS if devices > 1 and self.kernel != "reference" else 1
-            pairs.append(mean_attended_pairs(self.model, positions, block, chunks=chunks) / positions)
-            full.append(full_attention_share(self.model, positions, block, chunks=chunks))
+            pairs.append(mean_attended_pairs(self.model, positions, block, chunks=chunks, in_runs=chunked) / positions)
+            full.append(full_attention_share(self.model, positions, block, chunks=chunks, in_runs=chunked))
         per_token, unwindowed = (np.array(values)[index].reshape(own.shape) for values in (pairs, full))
         # Stages gather keys: a kernel cannot leave out those that come later for some devices and not for others.
         more: Floats = per_token * (1 + self.staged * (ring - 1) / (2 * ring) * unwindowed)

@@ -2,7 +2,7 @@
 
 It keeps a running softmax (Milakov and Gimelshein 2018), and its backward pass recomputes the scores of each block (Dao
 2023): at most T*block scores exist at once. Queries are processed in a few runs, each against only the blocks of keys
-that count for it (``rooftop.programs.attention.scores.runs``).
+that count for it (``rooftop.models.program_sizes.runs``).
 
 Dims as in ``attend``; R the queries of a run.
 """
@@ -10,7 +10,6 @@ Dims as in ``attend``; R the queries of a run.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -19,10 +18,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from rooftop.models.program_sizes import block_size
+from rooftop.models.program_sizes import KeyRun, block_size, runs
 from rooftop.programs.attention.scores import (
     Absent,
-    KeyRun,
     Keys,
     LogSums,
     Outputs,
@@ -33,13 +31,12 @@ from rooftop.programs.attention.scores import (
     Values,
     WideOutputs,
     add_sinks,
-    runs,
     sink_gradients,
 )
 from rooftop.programs.sharding import varying_alike
 
-#: A block of keys and values, the index of its first key, and the segments of its keys.
-_Block = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+#: Blocks of keys and values, and the segments of their keys.
+_KeyBlocks = tuple[jax.Array, jax.Array, jax.Array | None]
 #: The arguments of ``_attention`` after ``scores``.
 _Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, Segments | None]
 
@@ -84,9 +81,11 @@ def chunked_block(
     scores: Scores, q: Queries, k: Keys, v: Values, absent: Absent = None, segments: Segments | None = None
 ) -> tuple[WideOutputs, LogSums]:
     """Outputs and log-sum-exps of attention to these keys; not differentiable."""
+    size = block_size(k.shape[1], scores.block)
+    keys = _blocks(k, size), _blocks(v, size), _blocks_of(segments, size)
     results = [
-        _run(within, q[:, run.queries], k[:, run.keys], v[:, run.keys], missing, ids)
-        for run, within, missing, ids in _runs(scores, q, k, absent, segments)
+        _run(scores, q[:, run.queries], keys, _block_indices(run, size), run.queries.start, absent, ids)
+        for run, ids in _runs(scores, q, k, segments)
     ]
     outputs, sums = zip(*results, strict=True)
     return _joined(outputs, 1), _joined(sums, 2)
@@ -106,56 +105,69 @@ def chunked_gradients(
     """Derivatives of q, k and v through these keys; see ``rooftop.programs.attention.attend.block_gradients``."""
     # The derivative of softmax subtracts a mean from each row: o . do.
     mean = jnp.einsum("btnh,btnh->bnt", o.astype(jnp.float32), do.astype(jnp.float32))
-    queries, dk, dv = list[jax.Array](), None, None
-    for run, within, missing, ids in _runs(scores, q, k, absent, segments):
-        rows, keys = run.queries, run.keys
-        of_rows = q[:, rows], k[:, keys], v[:, keys], lse[:, :, rows], mean[:, :, rows], do[:, rows]
-        dq, more_k, more_v = _run_gradients(within, *of_rows, missing, ids)
+    size = block_size(k.shape[1], scores.block)
+    keys = _blocks(k, size), _blocks(v, size), _blocks_of(segments, size)
+    # Runs add to the same sums, one after another: sums of their own would all be there at once.
+    sums = _zeros(q, keys[0].shape), _zeros(q, keys[1].shape)
+    queries = list[jax.Array]()
+    for run, ids in _runs(scores, q, k, segments):
+        rows, at = run.queries, _block_indices(run, size)
+        of_rows = q[:, rows], keys, lse[:, :, rows], mean[:, :, rows], do[:, rows]
+        dq, sums = _run_gradients(scores, *of_rows, sums, at, rows.start, absent, ids)
         queries.append(dq)
-        around = ((0, 0), (keys.start, k.shape[1] - keys.stop), (0, 0), (0, 0))
-        more_k, more_v = (part if part.shape[1] == k.shape[1] else jnp.pad(part, around) for part in (more_k, more_v))
-        dk, dv = (more_k, more_v) if dk is None or dv is None else (dk + more_k, dv + more_v)
-    assert dk is not None and dv is not None
-    return _joined(queries, 1).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    dk, dv = (
+        jnp.moveaxis(blocks, 0, 1).reshape(x.shape).astype(x.dtype) for blocks, x in zip(sums, (k, v), strict=True)
+    )
+    return _joined(queries, 1).astype(q.dtype), dk, dv
 
 
 def _runs(
-    scores: Scores, q: jax.Array, k: jax.Array, absent: jax.Array | None, segments: Segments | None
-) -> Iterator[tuple[KeyRun, Scores, jax.Array | None, Segments | None]]:
-    """Yield each run of queries with its scores, the number of its keys that do not exist, and its segments."""
+    scores: Scores, q: jax.Array, k: jax.Array, segments: Segments | None
+) -> Iterator[tuple[KeyRun, jax.Array | None]]:
+    """Yield each run of queries with their segments."""
     q_len, kv_len = q.shape[1], k.shape[1]
     for run in runs(q_len=q_len, kv_len=kv_len, window=scores.window, offset=scores.offset, block=scores.block):
-        within = replace(scores, offset=scores.offset + run.queries.start - run.keys.start)
-        missing = None if absent is None else absent - run.keys.start
-        yield run, within, missing, segments and (segments[0][:, run.queries], segments[1][:, run.keys])
+        yield run, None if segments is None else segments[0][:, run.queries]
+
+
+def _block_indices(run: KeyRun, size: int) -> Int[Array, " blocks"]:
+    """Indices of the blocks of a run's keys."""
+    return jnp.arange(run.keys.start // size, run.keys.stop // size)
 
 
 def _run(
-    scores: Scores, q: Float[Array, "b R n H"], k: Keys, v: Values, absent: Absent, segments: Segments | None
+    scores: Scores,
+    q: Float[Array, "b R n H"],
+    blocks: _KeyBlocks,
+    indices: Int[Array, " blocks"],
+    start: int,
+    absent: Absent,
+    segments: Int[Array, "b R"] | None,
 ) -> tuple[Float32[Array, "b R n d_v"], Float32[Array, "b n R"]]:
-    """``chunked_block`` of one run of queries and its keys."""
-    size, grouped, index = block_size(k.shape[1], scores.block), _grouped(q, k), jnp.arange(q.shape[1])
+    """``chunked_block`` of a run of queries, the first at ``start``, and the blocks of keys at ``indices``."""
+    grouped, index = _grouped(q, blocks[0].shape[3]), start + jnp.arange(q.shape[1])
 
     def step(
-        carry: tuple[jax.Array, jax.Array, jax.Array], block: _Block
+        carry: tuple[jax.Array, jax.Array, jax.Array], at: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
-        (top, total, summed), (keys, values, start, of_keys) = carry, block
-        ids = None if segments is None or of_keys is None else (segments[0], of_keys)
-        logits, mask = scores.pairs(grouped, keys, index, start + jnp.arange(size), absent, ids)
-        logits = jnp.where(mask, logits, -jnp.inf)
+        top, total, summed = carry
+        # JAX would take masks, and an array of -inf, that no operand is part of out of the loop, and store them.
+        top, at, masked = lax.optimization_barrier((top, at, jnp.float32(-jnp.inf)))
+        keys, values, positions, ids = _block(blocks, at, segments)
+        logits, mask = scores.pairs(grouped, keys, index, positions, absent, ids)
+        logits = jnp.where(mask, logits, masked)
         raised = jnp.maximum(top, logits.max(-1))
         # A query without a key so far needs weights of 0, not exp(-inf + inf).
         against = jnp.where(jnp.isneginf(raised), 0.0, raised)
         weights, shrink = jnp.exp(logits - against[..., None]), jnp.exp(top - against)
-        product = jnp.einsum("bkgts,bskh->bkgth", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+        product = jnp.einsum(
+            "bkgts,bskh->bkgth", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+        )
         return (raised, shrink * total + weights.sum(-1), shrink[..., None] * summed + product), None
 
-    rows = (q.shape[0], k.shape[2], grouped.shape[3], q.shape[1])
-    zeros = varying_alike(q, jnp.zeros(rows, jnp.float32))[1]
-    wide = varying_alike(q, jnp.zeros((*rows, v.shape[3]), jnp.float32))[1]
-    starts = jnp.arange(0, k.shape[1], size)
-    blocks = _blocks(k, size), _blocks(v, size), starts, _blocks_of(segments, size)
-    (top, total, summed), _ = lax.scan(step, (zeros - jnp.inf, zeros, wide), blocks)
+    rows = (q.shape[0], *grouped.shape[2:4], q.shape[1])
+    zeros, wide = _zeros(q, rows), _zeros(q, (*rows, blocks[1].shape[4]))
+    (top, total, summed), _ = lax.scan(step, (zeros - jnp.inf, zeros, wide), indices)
     o = jnp.moveaxis(summed / jnp.where(total == 0, 1.0, total)[..., None], 3, 1)
     return o.reshape(*q.shape[:3], -1), (top + jnp.log(total)).reshape(q.shape[0], q.shape[2], q.shape[1])
 
@@ -163,42 +175,63 @@ def _run(
 def _run_gradients(
     scores: Scores,
     q: Float[Array, "b R n H"],
-    k: Keys,
-    v: Values,
+    blocks: _KeyBlocks,
     lse: Float32[Array, "b n R"],
     mean: Float32[Array, "b n R"],
     do: Float[Array, "b R n d_v"],
+    sums: tuple[jax.Array, jax.Array],
+    indices: Int[Array, " blocks"],
+    start: int,
     absent: Absent,
-    segments: Segments | None,
-) -> tuple[Float32[Array, "b R n H"], Float32[Array, "b S k H"], Float32[Array, "b S k d_v"]]:
-    """``chunked_gradients`` of one run."""
-    size, grouped, index = block_size(k.shape[1], scores.block), _grouped(q, k), jnp.arange(q.shape[1])
+    segments: Int[Array, "b R"] | None,
+) -> tuple[Float32[Array, "b R n H"], tuple[jax.Array, jax.Array]]:
+    """Derivatives of a run's queries, and ``sums`` of those of blocks of keys and values with the run's added."""
+    grouped, index = _grouped(q, blocks[0].shape[3]), start + jnp.arange(q.shape[1])
     d_out = do.reshape(*grouped.shape[:4], -1)
-    lse, mean = (row.reshape(q.shape[0], k.shape[2], -1, q.shape[1], 1) for row in (lse, mean))
+    lse, mean = (row.reshape(q.shape[0], grouped.shape[2], -1, q.shape[1], 1) for row in (lse, mean))
 
-    def step(dq: jax.Array, block: _Block) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        keys, values, start, of_keys = block
-        ids = None if segments is None or of_keys is None else (segments[0], of_keys)
-        logits, mask = scores.pairs(grouped, keys, index, start + jnp.arange(size), absent, ids)
+    def step(
+        carry: tuple[jax.Array, jax.Array, jax.Array], at: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
+        dq, sum_k, sum_v = carry
+        keys, values, positions, ids = _block(blocks, at, segments)
+        logits, mask = scores.pairs(grouped, keys, index, positions, absent, ids)
         weights = jnp.where(mask, jnp.exp(logits - lse), 0.0)
         dv = jnp.einsum("bkgts,btkgh->bskh", weights.astype(do.dtype), d_out, preferred_element_type=jnp.float32)
         d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out, values, preferred_element_type=jnp.float32)
-        d_logits = scores.product_gradients(weights * (d_weights - mean), logits).astype(k.dtype)
+        d_logits = scores.product_gradients(weights * (d_weights - mean), logits).astype(keys.dtype)
         dk = jnp.einsum("bkgts,btkgh->bskh", d_logits, grouped, preferred_element_type=jnp.float32)
         dq += jnp.einsum("bkgts,bskh->btkgh", d_logits, keys, preferred_element_type=jnp.float32)
-        return dq, (dk, dv)
+        return (dq, _added(sum_k, dk, at), _added(sum_v, dv, at)), None
 
-    zeros = varying_alike(q, jnp.zeros(grouped.shape, jnp.float32))[1]
-    starts = jnp.arange(0, k.shape[1], size)
-    blocks = _blocks(k, size), _blocks(v, size), starts, _blocks_of(segments, size)
-    dq, (dk, dv) = lax.scan(step, zeros, blocks)
-    dk, dv = (jnp.moveaxis(blocks, 0, 1).reshape(whole.shape) for blocks, whole in ((dk, k), (dv, v)))
-    return dq.reshape(q.shape), dk, dv
+    (dq, *sums_after), _ = lax.scan(step, (_zeros(q, grouped.shape), *sums), indices)
+    return dq.reshape(q.shape), (sums_after[0], sums_after[1])
 
 
-def _grouped(q: Queries, k: Keys) -> Float[Array, "b T k g H"]:
+def _block(
+    blocks: _KeyBlocks, at: Int[Array, ""], segments: Int[Array, "b R"] | None
+) -> tuple[jax.Array, jax.Array, jax.Array, Segments | None]:
+    """The keys and values of the block at an index, the positions of its keys, and the segments of both sides."""
+    keys, values, of_keys = (x if x is None else lax.dynamic_index_in_dim(x, at, keepdims=False) for x in blocks)
+    assert keys is not None and values is not None
+    ids = None if segments is None or of_keys is None else (segments, of_keys)
+    return keys, values, at * keys.shape[1] + jnp.arange(keys.shape[1]), ids
+
+
+def _added(sums: jax.Array, more: jax.Array, at: Int[Array, ""]) -> jax.Array:
+    """Blocks with ``more`` added to the one at an index."""
+    before = lax.dynamic_index_in_dim(sums, at, keepdims=False)
+    return lax.dynamic_update_index_in_dim(sums, before + more, at, 0)
+
+
+def _zeros(like: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Zeros in float32 that vary over mesh axes as ``like`` does."""
+    return varying_alike(like, jnp.zeros(shape, jnp.float32))[1]
+
+
+def _grouped(q: Queries, kv_heads: int) -> Float[Array, "b T k g H"]:
     """Queries grouped by their key/value head."""
-    return q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    return q.reshape(*q.shape[:2], kv_heads, -1, q.shape[3])
 
 
 def _blocks(x: Shaped[Array, "b S *rest"], size: int) -> Shaped[Array, "blocks b block *rest"]:

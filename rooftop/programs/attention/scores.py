@@ -15,17 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from rooftop.core.rounding import ceil_div
 from rooftop.models import ModelConfig
-from rooftop.models.program_sizes import block_size
+from rooftop.models.program_sizes import block_size, runs
 from rooftop.roofline.achievable import KERNEL_MATMULS
 
 #: Queries and keys in a block of a kernel: the block for which docs/evidence/achievable.md prices the TPU kernels.
 BLOCK = 1024
 
-#: Runs of queries in ``chunked``. 8 runs compute 56 % of the scores of a long sequence; 16 would compute 53 % in a
-#: program of twice the size.
-RUNS = 8
 #: The kernels of a forward and of a backward pass; 'bwd' computes dQ, dK and dV at once.
 _PASSES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reference": (("fwd",), ("bwd",)),
@@ -156,40 +152,6 @@ def executed_pairs(kernel: str, *, q_len: int, kv_len: int, window: int | None, 
     newest = np.minimum((first + rows - 1) // columns, kv_len // columns - 1)
     oldest = np.zeros_like(first) if window is None else np.maximum(first - window + 1, 0) // columns
     return int(np.maximum(newest - oldest + 1, 0).sum()) * rows * columns
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeyRun:
-    """Consecutive queries of a sequence, and the keys that they are multiplied with."""
-
-    queries: slice
-    keys: slice
-
-    @property
-    def pairs(self) -> int:
-        """Number of (query, key) pairs."""
-        return (self.queries.stop - self.queries.start) * (self.keys.stop - self.keys.start)
-
-
-def runs(*, q_len: int, kv_len: int, window: int | None, offset: int, block: int) -> list[KeyRun]:
-    """About ``RUNS`` runs of queries, one or more blocks long, each with the blocks of keys that count for it.
-
-    Neighbours with the same keys are merged, and all queries are one run if they do not divide into blocks. A run that
-    no key counts for gets one block.
-    """
-    rows, columns = block_size(q_len, max(block, ceil_div(q_len, RUNS))), block_size(kv_len, block)
-    if q_len > 2 * RUNS * rows:
-        rows = q_len
-    result = list[KeyRun]()
-    for start in range(0, q_len, rows):
-        end, first = start + rows, start + offset
-        stop = min(max((first + rows - 1) // columns + 1, 1), kv_len // columns)
-        oldest = 0 if window is None else min(max(first - window + 1, 0) // columns, stop - 1)
-        keys = slice(oldest * columns, stop * columns)
-        if result and result[-1].keys == keys:
-            start = result.pop().queries.start
-        result.append(KeyRun(queries=slice(start, end), keys=keys))
-    return result
 
 
 def kernel_scope(flops: Mapping[str, float]) -> AbstractContextManager[None]:

@@ -23,6 +23,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float, Float32, Int
 
 from rooftop.arrays.rules import STAGE_AXES, ways
+from rooftop.capabilities import KERNELS_OF_CHIP
 from rooftop.core.errors import RooftopError
 from rooftop.models.activations import parse_policy
 from rooftop.models.segments import LayerKind, Segment, segments
@@ -99,8 +100,7 @@ def head_loss(
         vocab=how.model.vocab,
         z_loss=how.z_loss,
         counted=counted,
-        # cuDNN's attention is that of GPUs.
-        rounded=how.attention == "cudnn",
+        rounded=how.attention in KERNELS_OF_CHIP["gpu"],
     )
     return value, {} if squares is None else {"z_loss": squares}
 

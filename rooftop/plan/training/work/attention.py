@@ -19,7 +19,7 @@ from rooftop.plan.training.work.elements import VECTOR_OPS, norm
 from rooftop.plan.training.work.matmuls.block import MatmulBlock
 from rooftop.plan.training.work.matmuls.work import matmul_work
 from rooftop.plan.training.work.phases import backward, recompute
-from rooftop.roofline.achievable import kernel_flops
+from rooftop.roofline.achievable import KERNEL_MATMULS, kernel_flops
 
 #: The scope in which each checkpoint of a layer is made, and so leaves for host memory and comes back.
 _ATTENTION_CHECKPOINTS = {
@@ -45,6 +45,22 @@ class _RingPasses:
 #: float32. As counted in compiled layers with rings of 2, 4 and 8 devices (docs/evidence/accuracy.md).
 _RING_FORWARD = _RingPasses(once=15, hop=7, keys_hop=3.5)
 _RING_BACKWARD = _RingPasses(once=8, hop=16.5, keys_hop=4.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ScorePasses:
+    """HBM bytes of a score between the matmuls of the ``chunked`` kernel: heads ``alone``, or ``grouped`` by keys."""
+
+    alone: float
+    grouped: float
+
+
+#: As XLA:GPU compiles them (jax 0.10.2, tests/compiler/test_targets.py). Forward: scores in float32 are read for their
+#: maximum, for the sum of weights, and for weights, which are written in 16 bits.
+#: Backward: scores and gradients of weights are read, weights and gradients of scores written in 16 bits; grouped, both
+#: are transposed as well.
+_CHUNKED_FORWARD = _ScorePasses(alone=14.0, grouped=14.0)
+_CHUNKED_BACKWARD = _ScorePasses(alone=12.0, grouped=20.0)
 
 
 def attention_work(step: TrainingStep, count: Number) -> list[Work]:
@@ -118,6 +134,11 @@ class _Core:
         """True if scores are stored, not kept in a kernel."""
         return self.step.assumptions.attention == "reference"
 
+    @property
+    def chunked(self) -> bool:
+        """True if the scores of blocks of keys go through HBM between matmuls that the compiler sees."""
+        return self.step.kernel == "chunked"
+
     @cached_property
     def scores(self) -> Number:
         """(query, key, head) triples."""
@@ -152,6 +173,34 @@ class _Core:
         in_hbm = step.in_hbm(padded * queries) if step.model.mla is None else 1.0
         return np.where(self.ring > 1, ringed * (1 - step.staged) * in_hbm * moved, 0.0)
 
+    def chunked_s(self, *, backward: bool) -> Number:
+        """Expected seconds of the matmuls of blocks, each of all sequences and heads of a device."""
+        step, (d_qk, d_v) = self.step, self.head_sizes
+        rows = step.run_rows
+        keys = np.minimum(step.attention_block, rows)
+        batch = step.tokens / step.own_positions * step.widths.heads
+        of_qk, of_v = KERNEL_MATMULS["bwd" if backward else "fwd"]
+        alone = sum(
+            many * step.rates.matmul_s(rows, size, keys, step.numerics.compute, batch)
+            for many, size in ((of_qk, d_qk), (of_v, d_v))
+        )
+        seconds: Number = self.scores / (batch * rows * keys) * alone
+        return seconds
+
+    def chunked_bytes(self, *, backward: bool) -> Number:
+        """HBM bytes of passes between the matmuls of blocks: over scores, and over sums that every block adds to.
+
+        A block's outputs are added, by its matmul, to those of its run, which are scaled before: read and written in
+        float32. Keys and values are copied out of their blocks, and so are the float32 sums of their gradients, which
+        are put back.
+        """
+        step, (d_qk, d_v), rows = self.step, self.head_sizes, self.step.run_rows
+        passes = _CHUNKED_BACKWARD if backward else _CHUNKED_FORWARD
+        grouped = step.widths.heads > step.kv_heads
+        scaled = 0.0 if backward else 8.0 * d_v / np.minimum(step.attention_block, rows)
+        copied = (20.0 if backward else 4.0) * (d_qk + d_v) / rows * (step.kv_heads / step.widths.heads)
+        return self.scores * (np.where(grouped, passes.grouped, passes.alone) + scaled + copied)
+
     def exchange(self, phase: Phase, rounds: Number) -> tuple[Transfer, ...]:
         """Keys and values that go round the ring in so many ``rounds``; in pipeline stages they are gathered."""
         step, (ringed, _) = self.step, self.step.key_exchange
@@ -168,28 +217,37 @@ class _Core:
         heads = step.tokens * (step.widths.heads + step.kv_heads)
         queries_keys, values = heads * d_qk * step.element_bytes, heads * d_v * step.element_bytes
         # The reference stores its scores: written in float32, read and written by softmax, read by the second matmul.
-        per_score = 12.0 if self.reference else 0.0
+        # Between matmuls of blocks they are written in float32, and weights read in 16 bits.
+        per_score = 12.0 if self.reference else 6.0 if self.chunked else 0.0
         merging = self.merged(_RING_BACKWARD if phase == "backward" else _RING_FORWARD)
         stacking: Number = 0.0
         if phase == "backward":
             stacking = unstacked_bytes(step, _ATTENTION_CHECKPOINTS, moe_layer=False)
-        matmul_s = step.rates.attention_s(
-            scores,
-            d_qk,
-            d_v,
-            backward=phase == "backward",
-            fused=step.assumptions.fused_attention_gradients,
-            kernels=step.assumptions.attention_kernels,
-            queries=step.tokens * step.widths.heads,
-        )
+        if self.chunked:
+            matmul_s, blocks = (
+                self.chunked_s(backward=phase == "backward"),
+                self.chunked_bytes(backward=phase == "backward"),
+            )
+        else:
+            blocks = 0.0
+            matmul_s = step.rates.attention_s(
+                scores,
+                d_qk,
+                d_v,
+                backward=phase == "backward",
+                fused=step.assumptions.fused_attention_gradients,
+                kernels=step.assumptions.attention_kernels,
+                queries=step.tokens * step.widths.heads,
+            )
+        seen = self.reference or self.chunked
         return Work(
             scope="layers/attn/core",
             phase=phase,
             count=self.count * factor,
-            flops={step.numerics.compute: per_pair * scores if self.reference else 0.0},
-            kernel_flops=0.0 if self.reference else per_pair * scores,
+            flops={step.numerics.compute: per_pair * scores if seen else 0.0},
+            kernel_flops=0.0 if seen else per_pair * scores,
             hbm_bytes=(per_pair / (d_qk + d_v) / 2) * (queries_keys + values + per_score * scores),
-            elementwise_bytes=merging + stacking,
+            elementwise_bytes=merging + stacking + blocks,
             matmul_s=matmul_s / step.habits.attention_speed,
             collectives=self.exchange(phase, rounds) + (() if phase == "recompute" else self.window),
             formula="2 FLOPs per pair, head and head size in each matmul of [T, S] blocks, masked blocks skipped",
