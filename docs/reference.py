@@ -338,8 +338,8 @@ rooftop plan train llama3-8b --on v6e:4x4 --batch-seqs 64 --seq 8192 --framework
 - Published runs of a framework are planned by the same call as yours ([validate](validate.md)); their errors give the
   interval.
 - `--framework all` compares the best plan of each, by the middle of its interval.
-- Megatron-Bridge ships benchmarks: balanced routing forced, gradients in bf16, no NaN checks. A plan says if it is
-  priced as one or, with `--set gradients=f32`, as a training recipe, and the name of the recipe that it equals.
+- Megatron-Bridge ships benchmarks: balanced routing forced, gradients in bf16, no checks of the loss. A plan says if it
+  is priced as one or, with `--set gradients=f32`, as a training recipe, and the name of the recipe that it equals.
 
 ## Configurations
 

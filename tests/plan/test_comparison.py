@@ -15,6 +15,7 @@ from rooftop.core.errors import Infeasible, RooftopError
 from rooftop.hardware import Slice, chip, slice_sizes
 from rooftop.library.planning import TrainingPlanResult
 from rooftop.models import load_model
+from rooftop.models.numerics import Numerics
 from rooftop.plan.training import comparison
 from rooftop.plan.training.comparison import Aim, Limits, SliceComparison, compare
 from rooftop.plan.training.problem import Problem
@@ -146,8 +147,9 @@ def test_a_job_that_meets_no_limit_names_the_nearest() -> None:
 def test_nothing_that_fits_says_why() -> None:
     with pytest.raises(Infeasible, match=r"cannot be trained on v5e:2x2: does not fit: .* over the 16\.9 GB"):
         compare(problem("llama3-70b"), {"v5e:2x2": [Slice.parse("v5e:2x2")]}, Limits(), "time")
-    with pytest.raises(Infeasible, match="softcap"):
-        compare(problem("gemma2-9b"), sizes("h100"), Limits(), "chips")
+    narrow = replace(problem("gemma2-9b"), numerics=Numerics(compute="f16"))
+    with pytest.raises(Infeasible, match="no program has compute in f16"):
+        compare(narrow, sizes("h100"), Limits(), "chips")
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,9 @@ from rooftop.ui.opened import opened_text
 _TERMINAL_ONLY = re.compile(r"\w+ written to |\.\.\. and \d+ more |no room for: ")
 
 
-#: Words of Python and JavaScript for what is no value (NaN checks are a habit of frameworks), and a number of one thing
-#: with the word for several.
-_NOTHING = re.compile(
-    r"[^\n]{0,40}(?:\b(?:null|undefined|NaN(?! checks)|nan|None|inf)\b|\[object |(?<![\d.,x(] )(?<![\d.,x])\b1 "
-    r"(?:chip|row|device|server|run|sequence|candidate|way|slice|host)s\b)[^\n]{0,40}"
-)
+#: Words of Python and JavaScript for what is no value, and a number of one thing with the word for several.
+_NOTHING = re.compile(r"[^\n]{0,40}(?:\b(?:null|undefined|NaN|nan|None|inf)\b|\[object |(?<![\d.,x(] )(?<![\d.,x])\b1 "
+                      r"(?:chip|row|device|server|run|sequence|candidate|way|slice|host)s\b)[^\n]{0,40}")  # fmt: skip
 
 
 def nothing(text: str) -> list[str]:

@@ -51,6 +51,7 @@ from rooftop.capabilities import KERNELS, MATMUL_DTYPES, TRAINING, AttentionKern
 from rooftop.core.errors import RooftopError
 from rooftop.models import MLA, ModelConfig, MoE
 from rooftop.models.activations import POLICIES
+from rooftop.models.adapters import Adapters
 from rooftop.models.numerics import Numerics
 from rooftop.models.optimizers import OPTIMIZERS
 from rooftop.models.program_sizes import CONTEXT_CHUNKS
@@ -136,6 +137,8 @@ def random_spec(seed: int, number: int, kernels: tuple[AttentionKernel, ...] = C
         ),
         **sizes,
     )
+    if Random(f"{seed}/{number}/adapters").random() < 0.02:
+        spec = replace(spec, adapters=Adapters(rank=4))
     keeps_exchanged = model.moe is not None and _coin(rng)
     if not keeps_exchanged:
         return spec

@@ -295,7 +295,7 @@ def megatron_configuration(step: ConfiguredStep) -> FrameworkConfiguration:
     )
     notes = (
         "mock data, 50 steps and a learning rate stand for yours",
-        *(() if values["no_nan_check"] else ("NaN checks stay on",)),
+        *(() if values["no_nan_check"] else ("checks of the loss stay on",)),
         *(("routing is not forced to be balanced",) if step.model.moe is not None else ()),
     )
     return FrameworkConfiguration(

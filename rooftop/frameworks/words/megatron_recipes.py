@@ -35,7 +35,7 @@ _STRATEGY = (
     "tensor", "stage", "context", "expert", "micro_batch", "batch", "seq", "recompute", "recompute_modules",
 )  # fmt: skip
 _PUBLISHER = "Megatron-Bridge"
-_CHECKS, _UNEVEN = "NaN checks", "uneven loads of experts"
+_CHECKS, _UNEVEN = "checks of the loss", "uneven loads of experts"
 
 
 def recipe_values(row: Mapping[str, str]) -> dict[str, Any]:
