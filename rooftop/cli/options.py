@@ -18,7 +18,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from rooftop.cli.output import named_context, write_examples
+from rooftop.cli.output import MEANINGS, named_context, write_examples
 from rooftop.core.errors import RooftopError
 from rooftop.requests import kinds
 from rooftop.requests.kinds import Kind
@@ -109,7 +109,11 @@ class OptionType(click.ParamType):  # type: ignore[type-arg]  # generic from cli
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read the text. Raises RooftopError naming the option."""
-        return self.kind.read(value, field_of(param))
+        read = self.kind.read(value, field_of(param))
+        if ctx is not None:
+            # A dict, as a value may be converted twice; the document of the answer begins with these lines.
+            ctx.meta.setdefault(MEANINGS, {}).update(dict.fromkeys(self.kind.meanings(read)))
+        return read
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Values that begin with ``incomplete``; of a model, files where no preset does."""

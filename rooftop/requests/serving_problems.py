@@ -12,7 +12,7 @@ from rooftop.core.errors import RooftopError, one_of
 from rooftop.core.quantities import parse_bytes, parse_count, parse_dtype, parse_share
 from rooftop.frameworks.engines import Engine, engine_of
 from rooftop.frameworks.framework import ENGINES, parse_settings
-from rooftop.hardware import Chip, Slice
+from rooftop.hardware import Chip, Slice, is_slice
 from rooftop.models import ModelConfig
 from rooftop.models.stored import MXFP4_GROUP, KeptWeights
 from rooftop.plan.pricing import BOUNDS
@@ -228,10 +228,12 @@ def _published_by(model: ModelConfig, *, asked: bool) -> Iterator[None]:
 def _servers(on: ServersLike) -> tuple[dict[str, list[Slice]], bool]:
     """Slices that servers may be, by chip, and whether chips are searched. Raises RooftopError."""
     if isinstance(on, str):
-        names: Sequence[Chip | str] = [name.strip() for name in on.split(",")]
-        if ":" in on and len(names) > 1:
+        texts = [name.strip() for name in on.split(",")]
+        names: Sequence[Chip | str] = texts
+        has_slice = any(is_slice(text) for text in texts)
+        if has_slice and len(names) > 1:
             raise RooftopError("on", on, "one slice, such as v5e:4x4, or chips without shapes, such as v5e,v6e")
-        if ":" in on:
+        if has_slice:
             slice_ = slice_of(on)
             return {slice_.chip.name: [slice_]}, False
     elif isinstance(on, Chip):

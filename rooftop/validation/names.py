@@ -1,12 +1,11 @@
-"""Chips, models and recomputation by the names of publications: 'H100-80GB-SXM', 'Llama-3.1-70B-Instruct-FP8', 'SAC'.
+"""Models and recomputation by the names of publications: 'Llama-3.1-70B-Instruct-FP8', 'SAC'.
 
 A published name is one that rooftop has, with words that do not change what it names: ``[names]`` of
-``data/readings.toml`` lists them. Any other word makes another chip or model of it, which is not found.
+``data/readings.toml`` lists them. Any other word makes another model of it, which is not found.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -15,53 +14,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rooftop.core.errors import RooftopError
-from rooftop.hardware import Chip, chip
 from rooftop.models import preset_names
 
 #: Sizes of a model at the end of its name: '70b', '1008.0b', '1t', 'xl'.
 _SIZE = re.compile(r"\d+(\.\d+)?[bmt]|small|medium|large|xl")
 #: Dates of a release, '2507' or '0528', which has the sizes of others.
 _DATE = re.compile(r"2\d(0[1-9]|1[0-2])|(0[1-9]|1[0-2])([0-2]\d|3[01])")
-_MEMORY = re.compile(r"(\d+)(gb|gib)")
-#: GPUs that NVLink joins.
-_DOMAIN = re.compile(r"nvl(\d+)")
 
 
 @cache
 def readings() -> Mapping[str, Any]:
     """The parsed ``data/readings.toml``."""
     return tomllib.loads(Path(__file__).with_name("data").joinpath("readings.toml").read_text(encoding="utf-8"))
-
-
-@cache
-def published_chip(name: str) -> Chip:
-    """The catalogue's chip with a published name. Raises RooftopError for a chip that is not in the catalogue."""
-    try:
-        return chip(name)
-    except RooftopError as error:
-        not_found = error
-    words = _words(name)
-    while words and words[0] in readings()["names"]["chip"]:
-        del words[0]
-    for end in range(len(words), 0, -1):
-        try:
-            known = chip("-".join(words[:end]))
-        except RooftopError:
-            continue
-        if all(_describes(word, known) for word in words[end:]):
-            return known
-    raise not_found
-
-
-def _describes(word: str, known: Chip) -> bool:
-    """True if a word is right about a chip, so that the name with it is of the same chip."""
-    if (memory := _MEMORY.fullmatch(word)) is not None:
-        sizes = (int(memory[1]) * gigabyte for gigabyte in (1e9, 2**30))
-        return any(math.isclose(size, known.hbm_bytes, rel_tol=0.01) for size in sizes)
-    if (domain := _DOMAIN.fullmatch(word)) is not None:
-        return int(domain[1]) == math.prod(known.pod_shape)
-    return word in readings()["names"]["chip"]
 
 
 @dataclass(frozen=True)
