@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rooftop.arrays import AXES
 from rooftop.capabilities import KV_SPLITS, published_weights
 from rooftop.core.errors import RooftopError, one_of
 from rooftop.core.quantities import parse_bytes, parse_count, parse_dtype, parse_share
@@ -90,8 +91,8 @@ def serving_question(request: PlanServing) -> ServingQuestion:
             assumptions=assumptions if request.assume is None else assumptions.with_shares(request.assume),
             mode=modes[0],
             bounds=one_of("bounds", request.bounds, BOUNDS),
-            axes=None if request.mesh is None else axes_of(request.mesh),
-            prefill_axes=None if request.prefill_mesh is None else axes_of(request.prefill_mesh),
+            axes=None if request.mesh is None else axes_of(request.mesh, AXES),
+            prefill_axes=None if request.prefill_mesh is None else axes_of(request.prefill_mesh, AXES),
             kv_split=None if kv_split is None else one_of("kv-split", kv_split, KV_SPLITS),
             link=one_of("link", request.link, LINKS),
             draft=_draft(request),
