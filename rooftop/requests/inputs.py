@@ -12,7 +12,7 @@ from rooftop.core.files import read_json_object
 from rooftop.core.quantities import LARGEST_QUANTITY, parse_quantity, parse_seconds
 from rooftop.core.records import read_record
 from rooftop.hardware import Calibrated, Chip, Slice, named_chip
-from rooftop.models import ModelConfig, load_model
+from rooftop.models import ModelConfig, find_model
 
 if TYPE_CHECKING:
     from rooftop.arrays import Mesh
@@ -148,7 +148,7 @@ def chip_of(on: ChipLike, figures: Mapping[str, float | str] | None = None) -> C
 def model_of(model: ModelLike) -> ModelConfig:
     """The model that is meant, or whose record it is. Raises RooftopError."""
     if isinstance(model, (str, Path)):
-        return load_model(str(model))
+        return find_model(str(model))
     if isinstance(model, Mapping):
         return ModelConfig.from_json(model)
     return model if isinstance(model, ModelConfig) else model.config

@@ -247,6 +247,12 @@ class Model(Kind):
         is_preset = isinstance(config, ModelConfig) and config.name in presets() and load_model(config.name) == config
         return config.name if isinstance(config, ModelConfig) and is_preset else plain(config)
 
+    def meanings(self, value: Any) -> Iterable[str]:
+        """The preset, file or address that a name on the hub is."""
+        from rooftop.models import model_meaning
+
+        return filter(None, [model_meaning(value) if isinstance(value, str) else None])
+
     def candidates(self, incomplete: str) -> Iterable[str]:
         """Presets, and small models."""
         from rooftop.models import presets
