@@ -16,7 +16,7 @@ from rooftop.hardware.names import canonical, misspelt_machine
 #: Chips that a program or a fleet is planned for, at most: all that were ever built are fewer.
 MOST_CHIPS = 10_000_000
 _TEXT = re.compile(r"\s*([^:@\s]+)\s*:\s*([0-9]{1,12}(?:x[0-9]{1,12})*)\s*(?:@\s*([0-9]{1,12}))?\s*", re.IGNORECASE)
-_ACCEPTED = "CHIP:SHAPE[@SLICES], such as v5e:4x4, v5p:16x20x28, v5e:16x16@4 or h100:8x128"
+_ACCEPTED = "CHIP:SHAPE[@SLICES], such as v5e:4x4, v5p:16x20x28, v5e:16x16@4 or h100:8x128; or a name such as v6e-256"
 _CUBE = 4
 _CUBE_CHIPS = _CUBE**3
 
