@@ -160,7 +160,7 @@ def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decora
     return decorator
 
 
-on_option = _shared("--on", group=HARDWARE, type=HARDWARE_NAME, help="CHIP:SHAPE[@SLICES], such as v5e:4x4.")
+on_option = _shared("--on", group=HARDWARE, type=HARDWARE_NAME, help="CHIP:SHAPE[@SLICES]: v5e:4x4; or v6e-16, 8xH100.")
 batch_samples_option = _shared("--batch-samples", group=WORKLOAD, type=COUNT, help="Samples of a step, on all devices.")
 seq_option = _shared("--seq", "seq_len", group=WORKLOAD, type=COUNT, help="Tokens of a sequence.")
 dtype_option = _shared("--dtype", group=NUMERICS, type=DTYPE, help="Dtype of arrays without one.")
