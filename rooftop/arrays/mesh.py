@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rooftop.arrays.rules import AXES, ways
+from rooftop.arrays.rules import AXES, axis_name, ways
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import Record, read_record
 from rooftop.hardware import PhysicalAxis, Slice
@@ -247,12 +247,16 @@ class Mesh:
         return cls(slice_, pieces)
 
     @classmethod
-    def from_layout(cls, slice_: Slice, text: str) -> Mesh:
-        """A mesh from ``--layout`` text: 'fsdp=x+y,tensor=z[1:4],context=z[4:4]'. Raises RooftopError."""
+    def from_layout(cls, slice_: Slice, text: str, *, of_model: bool = False) -> Mesh:
+        """A mesh from ``--layout`` text: 'fsdp=x+y,tensor=z[1:4],context=z[4:4]'. Raises RooftopError.
+
+        With ``of_model`` the axes may have the names that frameworks have for those of a model's mesh.
+        """
         lengths = {axis.name: axis.size for axis in slice_.physical_axes}
         axes: dict[str, tuple[AxisPiece, ...]] = {}
         for entry in text.split(","):
             name, equals, pieces = (part.strip() for part in entry.partition("="))
+            name = axis_name(name) if of_model else name
             if not equals or name in axes:
                 raise RooftopError("layout", text, "AXIS=PIECES for each axis once, such as fsdp=x+y,tensor=z[1:4]")
             axes[name] = tuple(_parse_piece(piece, lengths) for piece in pieces.split("+"))
@@ -405,12 +409,13 @@ def _crossings(divisions: tuple[tuple[int, ...], ...]) -> int:
 def parse_axes(text: str, known: Iterable[str] | None = AXES) -> dict[str, int]:
     """Axis sizes from ``--mesh`` text: 'fsdp=1024,tensor=4'. Raises RooftopError on a bad name, size or repetition.
 
-    ``known`` are the names that are accepted; None accepts any word.
+    ``known`` are the names that are accepted, and with them what frameworks call them; None accepts any word.
     """
     sizes: dict[str, int] = {}
     names = None if known is None else tuple(known)
     for entry in text.split(","):
         name, _, size = (part.strip() for part in entry.partition("="))
+        name = name if names is None else axis_name(name)
         if names is None and not name.isidentifier():
             raise RooftopError("mesh axis", name, "NAME=SIZE, such as X=4")
         if names is not None and name not in names:

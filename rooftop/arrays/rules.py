@@ -6,9 +6,12 @@ programs shard by them and plans write them down, so that a plan says all that i
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
+from pathlib import Path
 
 from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.records import Record
@@ -89,6 +92,28 @@ MESH_AXES: tuple[MeshAxis, ...] = (
     ),
 )
 AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES)
+
+
+@cache
+def _framework_names() -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Names of axes in frameworks -> axis, and names that mean several -> the axes to choose from (axes.toml)."""
+    data = tomllib.loads(Path(__file__).with_name("axes.toml").read_text(encoding="utf-8"))
+    names = {name: axis for axis, texts in data["names"].items() for name in texts.split()}
+    return names, data["ambiguous"]
+
+
+def axis_name(text: str) -> str:
+    """The axis of ``MESH_AXES`` that a framework calls so, in any case: 'TP' is tensor, 'dp_shard' fsdp.
+
+    Another text is returned as it is. Raises RooftopError for a name that means several axes.
+    """
+    names, ambiguous = _framework_names()
+    word = text.strip().lower().lstrip("-").replace("-", "_")
+    if word in ambiguous:
+        raise RooftopError("mesh axis", text, ambiguous[word])
+    return word if word in AXES else names.get(word, text)
+
+
 #: The axes over which the tokens of a step are spread, and those of them that split the batch.
 TOKEN_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if axis.splits_tokens)
 BATCH_AXES: tuple[str, ...] = tuple(axis.name for axis in MESH_AXES if "batch" in axis.activations)

@@ -18,7 +18,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from rooftop.cli.output import named_context, write_examples
+from rooftop.cli.output import MEANINGS, named_context, write_examples
 from rooftop.core.errors import RooftopError
 from rooftop.requests import kinds
 from rooftop.requests.kinds import Kind
@@ -109,7 +109,11 @@ class OptionType(click.ParamType):  # type: ignore[type-arg]  # generic from cli
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read the text. Raises RooftopError naming the option."""
-        return self.kind.read(value, field_of(param))
+        read = self.kind.read(value, field_of(param))
+        if ctx is not None:
+            # A dict, as a value may be converted twice; the document of the answer begins with these lines.
+            ctx.meta.setdefault(MEANINGS, {}).update(dict.fromkeys(self.kind.meanings(read)))
+        return read
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Values that begin with ``incomplete``; of a model, files where no preset does."""
@@ -156,7 +160,7 @@ def _shared(*names: str, group: str, **attributes: Any) -> Callable[..., _Decora
     return decorator
 
 
-on_option = _shared("--on", group=HARDWARE, type=HARDWARE_NAME, help="CHIP:SHAPE[@SLICES], such as v5e:4x4.")
+on_option = _shared("--on", group=HARDWARE, type=HARDWARE_NAME, help="CHIP:SHAPE[@SLICES]: v5e:4x4; or v6e-16, 8xH100.")
 batch_samples_option = _shared("--batch-samples", group=WORKLOAD, type=COUNT, help="Samples of a step, on all devices.")
 seq_option = _shared("--seq", "seq_len", group=WORKLOAD, type=COUNT, help="Tokens of a sequence.")
 dtype_option = _shared("--dtype", group=NUMERICS, type=DTYPE, help="Dtype of arrays without one.")

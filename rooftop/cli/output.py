@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from rooftop.requests.request import Request
 
 
+#: Key of a click context's ``meta``: lines that say what names on the command line mean.
+MEANINGS = "rooftop.meanings"
+
+
 def emit_json(data: object) -> None:
     """Write one JSON object on stdout. NaN and infinities are refused: JSON has none."""
     text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
@@ -98,6 +102,9 @@ def show_document(document: Document, written: Mapping[str, object] | None = Non
     from rooftop.present.terminal import printed
 
     out = console()
+    context = click.get_current_context(silent=True)
+    for line in () if context is None else context.meta.get(MEANINGS, ()):
+        out.print(line, markup=False, soft_wrap=True)
     out.print(printed(document, out.width), soft_wrap=True)
     for name, file in (written or {}).items():
         if file is not None:

@@ -11,11 +11,12 @@ from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.rounding import ceil_div
 from rooftop.hardware.calibrated import Calibrated
 from rooftop.hardware.chips import Chip, Shape, chip
+from rooftop.hardware.names import canonical, misspelt_machine
 
 #: Chips that a program or a fleet is planned for, at most: all that were ever built are fewer.
 MOST_CHIPS = 10_000_000
 _TEXT = re.compile(r"\s*([^:@\s]+)\s*:\s*([0-9]{1,12}(?:x[0-9]{1,12})*)\s*(?:@\s*([0-9]{1,12}))?\s*", re.IGNORECASE)
-_ACCEPTED = "CHIP:SHAPE[@SLICES], such as v5e:4x4, v5p:16x20x28, v5e:16x16@4 or h100:8x128"
+_ACCEPTED = "CHIP:SHAPE[@SLICES], such as v5e:4x4, v5p:16x20x28, v5e:16x16@4 or h100:8x128; or a name such as v6e-256"
 _CUBE = 4
 _CUBE_CHIPS = _CUBE**3
 
@@ -62,11 +63,12 @@ class Slice:
     def parse(cls, text: str) -> Slice:
         """A slice as people write it: 'v5e:4x4', 'v5p:16x20x28', 'v5e:16x16@4', 'h100:8x128', 'gb200:72x4'.
 
-        Raises RooftopError on anything that is not a slice, naming near ones.
+        Other names of slices are those of ``names.canonical``: 'v6e-256', 'p5.48xlarge', '8xH100'. Raises RooftopError
+        on anything that is not a slice, naming near ones.
         """
-        match = _TEXT.fullmatch(text)
+        match = _TEXT.fullmatch(canonical(text))
         if match is None:
-            raise RooftopError("slice", text, _ACCEPTED)
+            raise misspelt_machine(text) or RooftopError("slice", text, _ACCEPTED)
         name, shape, slices = match.groups()
         sizes = tuple(int(size) for size in shape.lower().split("x"))
         return cls(chip(name), sizes, 1 if slices is None else int(slices))

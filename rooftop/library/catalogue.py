@@ -13,7 +13,7 @@ from rooftop.core.quantities import counted, format_bytes, format_count, parse_c
 from rooftop.core.records import Record
 from rooftop.frameworks.framework import FRAMEWORKS, framework_of, runs_on
 from rooftop.frameworks.programs import training_obstacles
-from rooftop.hardware import Chip, Slice, catalogue
+from rooftop.hardware import Chip, Slice, catalogue, is_slice
 from rooftop.hardware.chips import Figure
 from rooftop.hardware.slices import PhysicalAxis
 from rooftop.library.results import Result, flat
@@ -310,7 +310,7 @@ def chip(name: ChipLike) -> ChipResult | SliceResult:
     Raises RooftopError for a name that is not in the catalogue, and for a slice that cannot be built.
     """
     if isinstance(name, str):
-        return SliceResult(slice=slice_of(name)) if ":" in name else ChipResult(chip=chip_of(name))
+        return SliceResult(slice=slice_of(name)) if is_slice(name) else ChipResult(chip=chip_of(name))
     if isinstance(name, Slice):
         return SliceResult(slice=name)
     return name if isinstance(name, SliceResult) else ChipResult(chip=chip_of(name))

@@ -16,7 +16,7 @@ from rooftop.core.quantities import format_bytes, format_seconds, parse_count, p
 from rooftop.core.timelines import perfetto, xprof
 from rooftop.frameworks.answers import FrameworkOffer, StatedConfiguration
 from rooftop.frameworks.framework import FRAMEWORKS
-from rooftop.hardware import MOST_CHIPS, Chip, Slice, slice_sizes
+from rooftop.hardware import MOST_CHIPS, Chip, Slice, is_slice, slice_sizes
 from rooftop.library.results import Result, ledger_rows
 from rooftop.plan.frameworks.offers import offers_of, runnable_offers
 from rooftop.plan.frameworks.unused import unused_settings
@@ -338,7 +338,7 @@ def _places(on: SlicesLike, limits: Limits, smallest: bool) -> tuple[dict[str, l
     places = {}
     for name in names:
         # A record of a slice has that of its chip.
-        is_chip = isinstance(name, Chip) or (isinstance(name, str) and ":" not in name)
+        is_chip = isinstance(name, Chip) or (isinstance(name, str) and not is_slice(name))
         is_chip = is_chip or (isinstance(name, Mapping) and "chip" not in name)
         if not smallest and not is_chip:
             slice_ = slice_of(cast("SliceLike", name))

@@ -14,7 +14,15 @@ from rooftop.models.counting import (
     kv_elements,
     weights,
 )
-from rooftop.models.huggingface import from_huggingface, load_model, preset_names, preset_source, presets
+from rooftop.models.huggingface import (
+    find_model,
+    from_huggingface,
+    load_model,
+    model_meaning,
+    preset_names,
+    preset_source,
+    presets,
+)
 
 __all__ = [
     "MLA",
@@ -28,12 +36,14 @@ __all__ = [
     "RopeScaling",
     "Weight",
     "count_params",
+    "find_model",
     "flops_per_token",
     "from_huggingface",
     "kv_bytes_per_token",
     "kv_cache_bytes",
     "kv_elements",
     "load_model",
+    "model_meaning",
     "preset_names",
     "preset_source",
     "presets",

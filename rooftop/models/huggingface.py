@@ -14,6 +14,7 @@ from rooftop.core.errors import RooftopError, unknown
 from rooftop.core.files import parse_json, read_bytes
 from rooftop.models.config import ModelConfig, StoredFormat
 from rooftop.models.families import Keys, read_family
+from rooftop.models.hub import Repository, architecture, cached_config, config_address, dtype_word, fetch_config, joined
 from rooftop.models.sizing import SMALL_FAMILIES, is_small, small_model
 from rooftop.models.stored import read_stored
 
@@ -28,16 +29,19 @@ def from_huggingface(source: Mapping[str, Any] | str | Path, name: str | None = 
     that may change the computation and that its family does not have.
     """
     if isinstance(source, Mapping):
-        data, where, source_name = source, "config", "config"
-    else:
-        path = Path(source, "config.json") if os.path.isdir(source) else Path(source)
-        data, where = _read(path), str(path)
-        source_name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return _described(source, "config", name or "config")
+    path = Path(source, "config.json") if os.path.isdir(source) else Path(source)
+    source_name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return _described(_read(path), str(path), name or source_name or "config")
+
+
+def _described(data: Any, where: str, name: str) -> ModelConfig:
+    """The model that the content of a config.json describes; ``where`` it is from stands in errors."""
     keys = Keys(data, where)
     try:
         family, fields = read_family(keys)
         stored = read_stored(keys)
-        return ModelConfig(name=name or source_name or "config", family=family, stored=stored, **fields)
+        return ModelConfig(name=name, family=family, stored=stored, **fields)
     except RooftopError as error:
         if error.field.startswith(f"{where}:"):
             raise
@@ -60,8 +64,9 @@ def presets() -> tuple[str, ...]:
 
 
 def preset_source(name: str) -> str | None:
-    """Source of the preset with this name or alias; None if it has none."""
-    preset = _preset_name(name)
+    """Source of the preset with this name or alias, or of which it has the architecture; None if there is none."""
+    origin = _origin(name)
+    preset = _preset_name(origin) if isinstance(origin, str) else None
     return None if preset is None else str(_preset(preset)["source"])
 
 
@@ -83,6 +88,72 @@ def load_model(name_or_path: str) -> ModelConfig:
     named = unknown("model", name_or_path, presets(), listed_by="rooftop model")
     accepted = f"{named.accepted}; {small} with N parameters; or a config.json"
     raise RooftopError("model", name_or_path, accepted)
+
+
+def find_model(name: str) -> ModelConfig:
+    """A model as ``load_model`` knows it, or by its name on the Hugging Face hub: an id or an address.
+
+    The configuration is, in this order: that of a preset whose repository it is; the hub's cache on this machine; that
+    of a preset of the same architecture, from whose name it differs in words that say nothing of it ('Instruct',
+    '2507'); and what the hub answers. A name that says a format of weights is not taken for a preset, which does not
+    have it. Raises RooftopError, in one line, if there is none.
+    """
+    origin = _origin(name)
+    match origin:
+        case str():
+            return load_model(origin)
+        case Path():
+            repository = Repository.parse(name)
+            return from_huggingface(origin, None if repository is None else repository.name)
+        case Repository():
+            data = fetch_config(origin, _otherwise(origin))
+            return _described(data, config_address(origin), origin.name)
+
+
+def model_meaning(name: str) -> str | None:
+    """The line that says which model another name is, without asking the hub; None for rooftop's names and paths."""
+    origin = _origin(name)
+    match origin:
+        case str():
+            return None if origin == name or preset_names().get(name.lower()) else f"{name} is {origin}"
+        case Path():
+            return f"{name} is {origin}"
+        case Repository():
+            return f"{name} is {config_address(origin)}"
+
+
+def _origin(name: str) -> str | Path | Repository:
+    """The origin of a model: a name for ``load_model``, a cached config.json, or a repository to ask the hub for."""
+    repository = Repository.parse(name)
+    if _preset_name(name) is not None or os.path.exists(name):
+        return name
+    if repository is not None:
+        if (preset := _preset_name(repository.id)) is not None:
+            return preset
+        if (path := cached_config(repository)) is not None:
+            return path
+    like = _presets_by_words().get(joined(architecture(name if repository is None else repository.name)))
+    said = dtype_word(name)
+    if like is not None and (said is None or (said in _PLAIN and "quantization_config" not in _preset(like))):
+        return like
+    return name if repository is None else repository
+
+
+#: Words of dtypes that a model's weights have where it has no format of its own.
+_PLAIN = ("bf16", "fp16")
+
+
+def _otherwise(repository: Repository) -> str:
+    """The models that are accepted in place of one that the hub has to be asked for."""
+    like = _presets_by_words().get(joined(architecture(repository.name, stored=True)))
+    has_sizes = "" if like is None else f" ({like} has its sizes; --weights-dtype its format)"
+    return f"a preset of `rooftop model`{has_sizes}, or a config.json"
+
+
+@cache
+def _presets_by_words() -> Mapping[str, str]:
+    """Words of presets and their aliases that say an architecture -> preset."""
+    return {joined(architecture(alias)): preset for alias, preset in preset_names().items()}
 
 
 def _preset_name(name: str) -> str | None:

@@ -11,8 +11,8 @@ from rooftop.core.errors import RooftopError
 from rooftop.core.files import read_json_object
 from rooftop.core.quantities import LARGEST_QUANTITY, parse_quantity, parse_seconds
 from rooftop.core.records import read_record
-from rooftop.hardware import Calibrated, Chip, Slice, chip
-from rooftop.models import ModelConfig, load_model
+from rooftop.hardware import Calibrated, Chip, Slice, named_chip
+from rooftop.models import ModelConfig, find_model
 
 if TYPE_CHECKING:
     from rooftop.arrays import Mesh
@@ -80,7 +80,7 @@ def _prices(price: PriceLike, chips: Sequence[str]) -> dict[str, float]:
     prices: dict[str, float] = {}
     for entry, value in entries:
         try:
-            name = chip(entry).name
+            name = named_chip(entry).name
         except RooftopError:
             # A chip of a user's own, or none.
             name = entry
@@ -138,7 +138,7 @@ def recalibrated(plan: _Plan, calibration: CalibrationLike | None) -> _Plan:
 def chip_of(on: ChipLike, figures: Mapping[str, float | str] | None = None) -> Chip:
     """The chip that is meant, or whose record it is, with ``figures`` overridden. Raises RooftopError."""
     if isinstance(on, str):
-        on = chip(on.partition(":")[0])
+        on = named_chip(on)
     if isinstance(on, Mapping):
         on = read_record(Chip, on, "on")
     spec = on if isinstance(on, Chip) else on.chip
@@ -148,7 +148,7 @@ def chip_of(on: ChipLike, figures: Mapping[str, float | str] | None = None) -> C
 def model_of(model: ModelLike) -> ModelConfig:
     """The model that is meant, or whose record it is. Raises RooftopError."""
     if isinstance(model, (str, Path)):
-        return load_model(str(model))
+        return find_model(str(model))
     if isinstance(model, Mapping):
         return ModelConfig.from_json(model)
     return model if isinstance(model, ModelConfig) else model.config

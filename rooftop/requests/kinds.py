@@ -66,6 +66,10 @@ class Kind:
         """Values that may complete what is typed."""
         return ()
 
+    def meanings(self, value: Any) -> Iterable[str]:
+        """Lines that say what names in a text mean: 'v6e-256 is v6e:16x16'; none for rooftop's own names."""
+        return ()
+
 
 class Parsed(Kind):
     """A text that ``parse(text, field)`` reads, a function of ``rooftop.core.quantities``."""
@@ -178,13 +182,13 @@ class Hardware(Kind):
 
     def read(self, value: Any, field: str) -> Any:
         """The text, or the objects as they are."""
-        from rooftop.hardware import Slice, chip
+        from rooftop.hardware import Slice, is_slice, named_chip
 
         for part in value.split(",") if isinstance(value, str) else ():
-            if ":" in part:
+            if is_slice(part):
                 Slice.parse(part)
             else:
-                chip(part)
+                named_chip(part)
         return value
 
     def plain(self, value: Any, field: str) -> Any:
@@ -202,14 +206,21 @@ class Hardware(Kind):
             return plain(hardware)
         return hardware.name
 
+    def meanings(self, value: Any) -> Iterable[str]:
+        """The slices and chips that other names are."""
+        from rooftop.hardware import renamed
+
+        return filter(None, map(renamed, value.split(",") if isinstance(value, str) else ()))
+
     def candidates(self, incomplete: str) -> Iterable[str]:
-        """Chips; after a colon, shapes."""
-        from rooftop.hardware import catalogue
+        """Chips; after a colon, shapes; of what begins otherwise, the names of clouds."""
+        from rooftop.hardware import catalogue, slice_names
 
         chips = catalogue()
         name, colon, _ = incomplete.rpartition(",")[2].partition(":")
         if not colon:
-            return last_entries(incomplete, chips)
+            others = [other for spec in chips.values() for other in slice_names(spec)]
+            return last_entries(incomplete, chips if any(known.startswith(name) for known in chips) else others)
         shapes = chips[name].slice_shapes if name in chips else ()
         return last_entries(incomplete, [f"{name}:{'x'.join(map(str, shape))}" for shape in shapes])
 
@@ -235,6 +246,12 @@ class Model(Kind):
         config = value if isinstance(value, (ModelConfig, Mapping)) else value.config
         is_preset = isinstance(config, ModelConfig) and config.name in presets() and load_model(config.name) == config
         return config.name if isinstance(config, ModelConfig) and is_preset else plain(config)
+
+    def meanings(self, value: Any) -> Iterable[str]:
+        """The preset, file or address that a name on the hub is."""
+        from rooftop.models import model_meaning
+
+        return filter(None, [model_meaning(value) if isinstance(value, str) else None])
 
     def candidates(self, incomplete: str) -> Iterable[str]:
         """Presets, and small models."""

@@ -51,7 +51,7 @@ def training_problem(request: PlanTraining, slice_: Slice, *, comparing: bool = 
     if mesh is not None and layout is not None:
         raise RooftopError("layout", layout, "--mesh or --layout, not both: a layout says the sizes too")
     if layout is not None:
-        mesh = Mesh.from_layout(slice_, layout)
+        mesh = Mesh.from_layout(slice_, layout, of_model=True)
     name = one_of("framework", request.framework, FRAMEWORKS)
     matmul = parse_dtype(request.matmul_dtype, "matmul-dtype")
     problem = Problem(

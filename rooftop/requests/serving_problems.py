@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rooftop.arrays import AXES
 from rooftop.capabilities import KV_SPLITS, published_weights
 from rooftop.core.errors import RooftopError, one_of
 from rooftop.core.quantities import parse_bytes, parse_count, parse_dtype, parse_share
 from rooftop.frameworks.engines import Engine, engine_of
 from rooftop.frameworks.framework import ENGINES, parse_settings
-from rooftop.hardware import Chip, Slice
+from rooftop.hardware import Chip, Slice, is_slice
 from rooftop.models import ModelConfig
 from rooftop.models.stored import MXFP4_GROUP, KeptWeights
 from rooftop.plan.pricing import BOUNDS
@@ -90,8 +91,8 @@ def serving_question(request: PlanServing) -> ServingQuestion:
             assumptions=assumptions if request.assume is None else assumptions.with_shares(request.assume),
             mode=modes[0],
             bounds=one_of("bounds", request.bounds, BOUNDS),
-            axes=None if request.mesh is None else axes_of(request.mesh),
-            prefill_axes=None if request.prefill_mesh is None else axes_of(request.prefill_mesh),
+            axes=None if request.mesh is None else axes_of(request.mesh, AXES),
+            prefill_axes=None if request.prefill_mesh is None else axes_of(request.prefill_mesh, AXES),
             kv_split=None if kv_split is None else one_of("kv-split", kv_split, KV_SPLITS),
             link=one_of("link", request.link, LINKS),
             draft=_draft(request),
@@ -228,10 +229,12 @@ def _published_by(model: ModelConfig, *, asked: bool) -> Iterator[None]:
 def _servers(on: ServersLike) -> tuple[dict[str, list[Slice]], bool]:
     """Slices that servers may be, by chip, and whether chips are searched. Raises RooftopError."""
     if isinstance(on, str):
-        names: Sequence[Chip | str] = [name.strip() for name in on.split(",")]
-        if ":" in on and len(names) > 1:
+        texts = [name.strip() for name in on.split(",")]
+        names: Sequence[Chip | str] = texts
+        has_slice = any(is_slice(text) for text in texts)
+        if has_slice and len(names) > 1:
             raise RooftopError("on", on, "one slice, such as v5e:4x4, or chips without shapes, such as v5e,v6e")
-        if ":" in on:
+        if has_slice:
             slice_ = slice_of(on)
             return {slice_.chip.name: [slice_]}, False
     elif isinstance(on, Chip):

@@ -12,7 +12,7 @@ from typing import Any
 from rooftop.arrays import parse_axes
 from rooftop.core.errors import RooftopError, misread, unknown
 from rooftop.core.files import read_json_object
-from rooftop.models import ModelConfig, load_model
+from rooftop.models import ModelConfig, find_model
 from rooftop.models.activations import parse_policy
 from rooftop.models.sizing import SMALL_VOCAB, is_small, small_model
 from rooftop.plan.training.plan import TrainingPlan
@@ -152,7 +152,7 @@ class TrainRequest(Train):
         name = str(source)
         if is_small(name):
             return small_model(name, self.vocab or SMALL_VOCAB, max(self.seq_len or SEQ_LEN, SEQ_LEN))
-        model = load_model(name)
+        model = find_model(name)
         if self.vocab is not None and self.init is None and self.tokenizer is None:
             model = replace(model, vocab=self.vocab)
         return model

@@ -1,12 +1,11 @@
-"""Chips, models and recomputation by the names of publications: 'H100-80GB-SXM', 'Llama-3.1-70B-Instruct-FP8', 'SAC'.
+"""Models and recomputation by the names of publications: 'Llama-3.1-70B-Instruct-FP8', 'SAC'.
 
-A published name is one that rooftop has, with words that do not change what it names: ``[names]`` of
-``data/readings.toml`` lists them. Any other word makes another chip or model of it, which is not found.
+A published name is one that rooftop has, with words that do not change what it names: ``models/hub/words.toml`` lists
+them. Any other word makes another model of it, which is not found.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -15,53 +14,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rooftop.core.errors import RooftopError
-from rooftop.hardware import Chip, chip
 from rooftop.models import preset_names
+from rooftop.models.hub import architecture, dtype_word, joined, split_words
 
 #: Sizes of a model at the end of its name: '70b', '1008.0b', '1t', 'xl'.
 _SIZE = re.compile(r"\d+(\.\d+)?[bmt]|small|medium|large|xl")
-#: Dates of a release, '2507' or '0528', which has the sizes of others.
-_DATE = re.compile(r"2\d(0[1-9]|1[0-2])|(0[1-9]|1[0-2])([0-2]\d|3[01])")
-_MEMORY = re.compile(r"(\d+)(gb|gib)")
-#: GPUs that NVLink joins.
-_DOMAIN = re.compile(r"nvl(\d+)")
 
 
 @cache
 def readings() -> Mapping[str, Any]:
     """The parsed ``data/readings.toml``."""
     return tomllib.loads(Path(__file__).with_name("data").joinpath("readings.toml").read_text(encoding="utf-8"))
-
-
-@cache
-def published_chip(name: str) -> Chip:
-    """The catalogue's chip with a published name. Raises RooftopError for a chip that is not in the catalogue."""
-    try:
-        return chip(name)
-    except RooftopError as error:
-        not_found = error
-    words = _words(name)
-    while words and words[0] in readings()["names"]["chip"]:
-        del words[0]
-    for end in range(len(words), 0, -1):
-        try:
-            known = chip("-".join(words[:end]))
-        except RooftopError:
-            continue
-        if all(_describes(word, known) for word in words[end:]):
-            return known
-    raise not_found
-
-
-def _describes(word: str, known: Chip) -> bool:
-    """True if a word is right about a chip, so that the name with it is of the same chip."""
-    if (memory := _MEMORY.fullmatch(word)) is not None:
-        sizes = (int(memory[1]) * gigabyte for gigabyte in (1e9, 2**30))
-        return any(math.isclose(size, known.hbm_bytes, rel_tol=0.01) for size in sizes)
-    if (domain := _DOMAIN.fullmatch(word)) is not None:
-        return int(domain[1]) == math.prod(known.pod_shape)
-    return word in readings()["names"]["chip"]
 
 
 @dataclass(frozen=True)
@@ -75,25 +38,24 @@ class PublishedModel:
 @cache
 def published_model(name: str) -> PublishedModel:
     """The model with a published name: 'nvidia/Llama-3.1-8B-Instruct-FP8' is llama3.1-8b in FP8."""
-    dtypes = readings()["names"]["dtype"]
     return PublishedModel(
-        preset=_presets().get(_joined(_model_words(name))),
-        dtype=next((word for word in _words(name) if word in dtypes), None),
+        preset=_presets().get(joined(architecture(name))),
+        dtype=dtype_word(name),
     )
 
 
 @cache
 def _presets() -> Mapping[str, str]:
     """Names of presets and their aliases as ``published_model`` compares them -> preset."""
-    return {_joined(_model_words(alias)): preset for alias, preset in preset_names().items()}
+    return {joined(architecture(alias)): preset for alias, preset in preset_names().items()}
 
 
 def family_facts(name: str) -> Mapping[str, Any]:
     """Facts of ``[model]`` in ``data/readings.toml`` about a model by its whole name, with or without its size."""
     families = {known: facts for facts in readings()["model"].values() for known in facts["names"]}
-    words = _model_words(re.sub(r"\(.*?\)", "", name))
+    words = architecture(re.sub(r"\(.*?\)", "", name))
     for end in (len(words), len(words) - 1):
-        if (facts := families.get(_joined(words[:end]))) is not None:
+        if (facts := families.get(joined(words[:end]))) is not None:
             return {key: value for key, value in facts.items() if key not in ("names", "source")}
         if not words or _SIZE.fullmatch(words[-1]) is None:
             break
@@ -104,26 +66,5 @@ def remat_word(word: str) -> str:
     """A published recomputation as rooftop compares it: 'Full activation checkpointing' is 'full'."""
     if re.search(r"[(=,+]", word):
         return word
-    said = [one for one in _words(word) if one not in readings()["names"]["remat"]]
+    said = [one for one in split_words(word) if one not in readings()["names"]["remat"]]
     return "_".join(said) or word
-
-
-def _model_words(name: str) -> list[str]:
-    """Words of a model's name that say which architecture it has."""
-    words, names = _words(name.strip().rsplit("/", 1)[-1]), readings()["names"]
-    telling = []
-    for before, word in zip(["", *words], words, strict=False):
-        # Checkpoints of one dtype are numbered.
-        of_checkpoint = before in names["dtype"] and re.fullmatch(r"v\d+", word)
-        if word not in (*names["model"], *names["dtype"]) and not of_checkpoint and _DATE.fullmatch(word) is None:
-            telling.append(word)
-    return telling
-
-
-def _words(name: str) -> list[str]:
-    return [word for word in re.split(r"[\s_-]+", name.lower()) if word]
-
-
-def _joined(words: list[str]) -> str:
-    """One name for 'llama-3.1-8b' and 'llama3.1-8b'."""
-    return re.sub(r"(?<=[a-z])-(?=\d)", "", "-".join(words))

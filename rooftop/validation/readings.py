@@ -15,11 +15,11 @@ from typing import Any
 from rooftop.core.errors import RooftopError
 from rooftop.core.quantities import DTYPE_BYTES, format_bytes, parse_count, parse_quantity
 from rooftop.frameworks.framework import FRAMEWORKS, framework_of, parse_settings
-from rooftop.hardware import Chip, Slice
+from rooftop.hardware import Chip, Slice, published_chip
 from rooftop.models import ModelConfig, MoE, count_params, load_model
 from rooftop.models.activations import CHECKPOINTS
 from rooftop.plan.serving.workload import ServingNumerics
-from rooftop.validation.names import family_facts, published_chip, published_model, readings, remat_word
+from rooftop.validation.names import family_facts, published_model, readings, remat_word
 from rooftop.validation.table import TableRow
 
 #: Architecture columns that a model cannot be built without.

@@ -331,7 +331,7 @@ def test_parse(text, name, shape, num_slices):
         ("v5e:4x4@0", r"one slice or more after the @"),
         ("h100:8x4@2", r"no @, which joins TPU slices over DCN: nodes of GPUs are h100:8x8"),
         ("h100:128x8", r"1, 2, 4, 8 GPUs of a node, times nodes \(h100:8x16\); nearest: h100:8x128 or "),
-        ("h100:16", r"1, 2, 4, 8 GPUs .*; nearest: h100:8x2 or "),
+        ("h100:12", r"1, 2, 4, 8 GPUs .*; nearest: h100:8x2 or "),
         ("h100:3", r"1, 2, 4, 8 GPUs .*; nearest: h100:4 or "),
         ("h100:8x0", r"1, 2, 4, 8 GPUs .*; nearest: h100:"),
         ("h100:8x2x2", r"1, 2, 4, 8 GPUs .*; nearest: h100:8x4 or "),

@@ -7,8 +7,9 @@ from collections import defaultdict
 import pytest
 
 from rooftop.core.errors import RooftopError
+from rooftop.hardware import published_chip
 from rooftop.models import preset_names
-from rooftop.validation.names import published_chip, published_model
+from rooftop.validation.names import published_model
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rooftop.explain.compiled.report import CompiledReport
 from rooftop.explain.embedding.compiled import EmbedRefusal, EmbedReport, compile_embed_plan
 from rooftop.explain.embedding.programs import Compilation
 from rooftop.explain.measured.modules import hlo_proto
-from rooftop.hardware import Slice
+from rooftop.hardware import Slice, is_slice
 from rooftop.library.results import Result, flat, in_answer, ledger_rows
 from rooftop.plan.embedding.plan import EmbedPlan
 from rooftop.present.documents import document
@@ -280,7 +280,7 @@ def explain_module(path: Path | str, *, on: Slice | ChipLike, mesh: AxesLike | N
     """
     from rooftop.explain.compiled import module
 
-    named = isinstance(on, str) and ":" in on
+    named = isinstance(on, str) and is_slice(on)
     hardware = on if isinstance(on, Slice) else Slice.parse(str(on)) if named else chip_of(on)
     sizes = None if mesh is None else axes_of(mesh)
     report = module.explain_module(Path(path), on=hardware, mesh=sizes)
