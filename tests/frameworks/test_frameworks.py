@@ -22,7 +22,7 @@ from rooftop.frameworks.framework import FRAMEWORKS, accepted_values, framework_
 from rooftop.frameworks.launches import GRAPH_PARTS
 from rooftop.frameworks.programs import PROGRAMS, training_obstacles
 from rooftop.hardware import Slice, catalogue, chip, slice_sizes
-from rooftop.models import load_model
+from rooftop.models import count_params, load_model
 from rooftop.plan.training.answer import search_of
 from rooftop.plan.training.plan import TrainingPlan
 from rooftop.requests.planning import PlanTraining
@@ -384,3 +384,17 @@ def test_matmuls_are_in_the_format_of_activations() -> None:
 def test_values_of_other_types_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(RooftopError, match=r"^[\w-]+: got .*; accepted: "):
         rooftop.plan_training(**{**JOB, "framework": "megatron", name: value})
+
+
+@pytest.mark.parametrize(("model", "expert"), [("llama3-70b", 1), ("qwen3-30b-a3b", 8)])
+def test_state_that_is_split_over_copies_is_split_once(model: str, expert: int) -> None:
+    """With --use-megatron-fsdp weights take two bytes over all devices; the optimizer's share stays as it was."""
+    job: dict[str, Any] = {"on": "h100:8x32", "batch_seqs": 512, "seq": 4096, "framework": "megatron"}
+    copies = 256 // expert
+    split, whole = (
+        rooftop.plan_training(model, mesh=f"{axis}={copies},expert={expert}", **job).plan for axis in ("fsdp", "data")
+    )
+    elements = count_params(load_model(model)).total
+    assert split.memory["weights"] == pytest.approx(2 * elements / 256, rel=0.01)
+    assert split.memory["optimizer"] == pytest.approx(whole.memory["optimizer"], rel=0.01)
+    assert split.memory["optimizer"] == pytest.approx(12 * elements / 256, rel=0.01)

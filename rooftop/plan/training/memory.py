@@ -413,10 +413,18 @@ def stored_weights(step: TrainingStep) -> Number:
 
 
 def _distributed_parameters(step: TrainingStep) -> dict[str, Number]:
-    """Parameters of a device: of stages the first has the embedding, and the last one the unembedding."""
+    """Parameters of a device: of stages the first has the embedding, and the last one the unembedding.
+
+    Where weights are split, it is over all their copies, as Megatron-FSDP has it: those along a sequence, and of all
+    but experts those of devices with other experts.
+    """
     parts: dict[str, Number] = dict(step.held_parameters)
-    tables = 1 if step.model.tied_embeddings else 2
-    parts["vocab"] = parts["vocab"] / np.where(step.strategies.devices(*STAGE_AXES) > 1, tables, 1)
+    devices, tables = step.strategies.devices, 1 if step.model.tied_embeddings else 2
+    parts["vocab"] = parts["vocab"] / np.where(devices(*STAGE_AXES) > 1, tables, 1)
+    is_split = devices(*GATHER_AXES) > 1
+    for name, part in parts.items():
+        copies = devices(*SEQUENCE_AXES) if name == "experts" else devices(*SEQUENCE_AXES, *EXPERT_AXES)
+        parts[name] = part / np.where(is_split, copies, 1)
     return parts
 
 
@@ -430,9 +438,11 @@ def _distributed_optimizer(step: TrainingStep) -> Memory:
     """
     memory, parts, devices = training_memory(step), _distributed_parameters(step), step.strategies.devices
     numerics, elements = step.numerics, sum(parts.values(), np.float64(0.0))
-    copies = devices("data", "fsdp", *SEQUENCE_AXES)
-    # Devices with other experts are copies of all the rest.
-    shared = copies * devices(*EXPERT_AXES)
+    # Of weights that are split no copies are left but those along data. Devices with other experts are copies of all
+    # but the experts.
+    is_split = devices(*GATHER_AXES) > 1
+    copies = devices("data") * np.where(is_split, 1, devices(*SEQUENCE_AXES))
+    shared = copies * np.where(is_split, 1, devices(*EXPERT_AXES))
     master = 4.0 if numerics.moments == "f32" else 4.0 - dtype_bytes(numerics.compute)
     layers = parts["dense"] / shared + parts["experts"] / copies
     tables = parts["vocab"] / shared
