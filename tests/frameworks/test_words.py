@@ -19,6 +19,7 @@ from rooftop.frameworks.words.configurations import configuration_of, short_word
 from rooftop.frameworks.words.megatron import read_layout, stage_layout
 from rooftop.frameworks.words.shell import script_arguments
 from rooftop.frameworks.words.table import option_values, word_table
+from rooftop.hardware import Slice
 from rooftop.library.planning import plan_training
 from rooftop.models import load_model
 
@@ -258,3 +259,31 @@ def test_split_weights_have_the_checkpoints_that_megatron_asks_for() -> None:
     assert "--use-megatron-fsdp" in script
     assert "--ckpt-format fsdp_dtensor" in script
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in script, "Megatron refuses it"
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("per_device_batch_size: abc", "per_device_batch_size: got 'abc'; accepted: a number above 0"),
+        ("per_device_batch_size: .nan", "per_device_batch_size: got 'nan'; accepted: a number above 0"),
+        ("per_device_batch_size: [2]", "per_device_batch_size: got '[2]'; accepted: a number above 0"),
+        ("per_device_batch_size: 1.0e+300", "per_device_batch_size: got '1e+300'; accepted: a number above 0"),
+        ("opt_type: adafactorr", "opt_type: got 'adafactorr'; accepted: one with a price: adamw"),
+    ],
+)
+def test_wrong_settings_of_maxtext_are_one_line(setting: str, line: str) -> None:
+    with pytest.raises(RooftopError) as caught:
+        _read("maxtext", {"plan.yml": f"model_name: llama3.1-8b\n{setting}\n"}, Slice.parse("v6e:4x4"))
+    assert str(caught.value).startswith(line)
+
+
+def test_optimizer_and_moments_of_maxtext_are_read() -> None:
+    text = "model_name: llama3.1-8b\nopt_type: sgd\nweight_dtype: bfloat16\n"
+    fields = _read("maxtext", {"plan.yml": text}, Slice.parse("v6e:4x4")).fields
+    assert (fields["optimizer"], fields["weights_dtype"], fields["moments_dtype"]) == ("sgd", "bf16", "bf16")
+
+
+def test_an_optimizer_of_torchtitan_without_a_price_is_refused() -> None:
+    text = '[model]\nname = "llama3"\nflavor = "8B"\n[optimizer]\nname = "Muon"\n'
+    with pytest.raises(RooftopError, match=r"optimizer\.name: got 'Muon'; accepted: AdamW or Adam"):
+        _read("torchtitan", {"train.toml": text}, Slice.parse("h100:8x2"))

@@ -140,6 +140,12 @@ def maxtext_step(text: str, *, devices: int, slices: int = 1, model: ModelConfig
     return maxtext_options_step(_options(text), devices=devices, slices=slices, model=model)
 
 
+#: The largest number that a setting may be.
+_MOST = 1e9
+#: Optimizers by their words.
+_OPTIMIZERS = {"adamw": "adamw", "adam_pax": "adam", "sgd": "sgd", "muon": "muon"}
+
+
 def maxtext_options_step(
     options: Mapping[str, Any], *, devices: int, slices: int = 1, model: ModelConfig | None = None
 ) -> StatedStep:
@@ -151,7 +157,7 @@ def maxtext_options_step(
         model = _model(table, values)
     mesh = _mesh(table, values, devices, slices)
     accumulation = _whole(table, values, "accumulation")
-    sequences = float(values["batch"]) * devices * accumulation
+    sequences = _number(table, values, "batch") * devices * accumulation
     if sequences != round(sequences) or sequences < 1:
         raise RooftopError(table["batch"].key, values["batch"], f"sequences of {devices} devices that are whole")
     stages = mesh.get("stage", 1)
@@ -162,7 +168,9 @@ def maxtext_options_step(
         "microbatches": accumulation,
         "remat": _policy(table, values),
         "weights_dtype": _dtype(table, values, "weights_dtype"),
-        "moments_dtype": _dtype(table, values, "moments_dtype") if values["moments_dtype"] else None,
+        # Those without a dtype have that of weights (base.yml).
+        "moments_dtype": _dtype(table, values, "moments_dtype" if values["moments_dtype"] else "weights_dtype"),
+        "optimizer": _optimizer(table, values),
         "matmul_dtype": _matmul_dtype(table, values),
         "framework_settings": _settings(values, model),
     }
@@ -170,6 +178,20 @@ def maxtext_options_step(
         fields |= _pipeline(table, values, model, stages)
     notes = ("context_parallel_strategy all_gather is priced as a ring",) if mesh.get("context", 1) > 1 else ()
     return StatedStep(fields=fields, model=model, unpriced=table.without_words(others), notes=notes)
+
+
+def _number(table: WordTable, values: Mapping[str, Any], word: str) -> float:
+    value = values[word]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST:
+        raise RooftopError(table[word].key, str(value), "a number above 0")
+    return float(value)
+
+
+def _optimizer(table: WordTable, values: Mapping[str, Any]) -> str:
+    word = str(values["optimizer"])
+    if word not in _OPTIMIZERS:
+        raise RooftopError(table["optimizer"].key, word, f"one with a price: {', '.join(_OPTIMIZERS)}")
+    return _OPTIMIZERS[word]
 
 
 def _require_priced_sizes(others: Mapping[str, Any], *, named: bool) -> None:

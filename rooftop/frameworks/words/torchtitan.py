@@ -108,12 +108,18 @@ def torchtitan_step(text: str, *, devices: int, model: ModelConfig | None = None
     return torchtitan_options_step(listed, devices=devices, model=model)
 
 
+#: The key of the optimizer's name.
+_OPTIMIZER = "optimizer.name"
+
+
 def torchtitan_options_step(
     options: Mapping[str, Any], *, devices: int, model: ModelConfig | None = None
 ) -> StatedStep:
     """The train step of settings by key on ``devices``. Raises RooftopError as ``torchtitan_step``."""
     table = torchtitan_words()
     values, others = table.read(options)
+    if (optimizer := options.get(_OPTIMIZER, "AdamW")) not in ("AdamW", "Adam"):
+        raise RooftopError(_OPTIMIZER, str(optimizer), "AdamW or Adam: others have no price")
     numbers = {name: _whole(table, values, name) for name in ("tensor", "stage", "context", "expert", "data", "seq")}
     grid = numbers["tensor"] * numbers["stage"] * numbers["context"] * numbers["data"]
     shards = values["fsdp"] if values["fsdp"] != -1 else devices // grid
