@@ -386,7 +386,7 @@ def _shipped() -> str:
     """Counts of the configurations that frameworks ship: read, priced, written back, and refused by reason."""
     with (ROOT / "bench" / "results" / "shipped.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    text = """What they ship (`bench/evidence/shipped.py`); written back: read again as the same plan.
+    text = """Published configurations (`bench/evidence/shipped.py`). Written back: read again, they give the same plan.
 
 | of | shipped | priced | fit | written back | refused | for |
 |---|---|---|---|---|---|---|

@@ -379,27 +379,16 @@ def maxtext(name: str, arguments: str, temporaries: str) -> None:
 
 def planned_figures() -> None:
     """Write rooftop's figures and their errors."""
+    from oracle_jobs import request_of
+
     from rooftop.core.errors import RooftopError
-    from rooftop.requests.planning import PlanTraining
     from rooftop.validation.predict import planned
 
     rows, plans = read(), dict[str, dict[str, float] | str]()
     for row in rows:
         if row["job"] not in plans:
-            request = PlanTraining(
-                row["model"],
-                on=row["on"],
-                batch_seqs=row["batch"],
-                seq=row["seq"],
-                framework=row["framework"],
-                framework_settings=row["settings"] or None,
-                mesh=row["mesh"],
-                remat=row["remat"],
-                microbatches=row["microbatches"],
-                chunks=row["chunks"],
-            )
             try:
-                plans[row["job"]] = plan_figures(planned(request))
+                plans[row["job"]] = plan_figures(planned(request_of(row)))
             except RooftopError as error:
                 plans[row["job"]] = str(error)
                 print(row["job"], error)

@@ -117,7 +117,7 @@ def misspelt_machine(text: str) -> RooftopError | None:
 def canonical(text: str) -> str:
     """The name of a slice or a chip as rooftop writes it: 'v6e-256' becomes 'v6e:16x16', 'p5.48xlarge' 'h100:8'.
 
-    A text that is no other name of a slice or a chip is returned as it is. Raises RooftopError for a number of chips
+    Any other text is returned unchanged. Raises RooftopError for a number of chips
     that no slice has, with the nearest that do, and for a machine whose chip the catalogue lacks.
     """
     name = text.strip().lower()

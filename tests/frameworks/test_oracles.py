@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.evidence.oracle_jobs import request_of
 from rooftop.core.errors import RooftopError
 from rooftop.frameworks.tables import DATA
 from rooftop.hardware import catalogue
@@ -17,7 +18,6 @@ from rooftop.models import count_params, flops_per_token, load_model
 from rooftop.plan.pricing import scalar
 from rooftop.plan.training.memory import stored_weights
 from rooftop.plan.training.plan import TrainingPlan
-from rooftop.requests.planning import PlanTraining
 from rooftop.validation.predict import planned
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,19 +57,7 @@ JOBS = list(dict.fromkeys(row["job"] for row in ROWS))
 @cache
 def plan_of(job: str) -> TrainingPlan:
     row = next(row for row in ROWS if row["job"] == job)
-    request = PlanTraining(
-        row["model"],
-        on=row["on"],
-        batch_seqs=row["batch"],
-        seq=row["seq"],
-        framework=row["framework"],
-        framework_settings=row["settings"] or None,
-        mesh=row["mesh"],
-        remat=row["remat"],
-        microbatches=row["microbatches"],
-        chunks=row["chunks"],
-    )
-    return planned(request)
+    return planned(request_of(row))
 
 
 def figure(plan: TrainingPlan, name: str) -> float:

@@ -211,7 +211,7 @@ def _options(text: str) -> dict[str, Any]:
     try:
         options = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise RooftopError("from", "a file that is no YAML", f"MaxText's YAML or key=value ({error})") from None
+        raise RooftopError("from", "invalid YAML", f"MaxText's YAML or key=value ({error})") from None
     if not isinstance(options, dict) or not options:
         raise RooftopError("from", "no settings", "MaxText's YAML, or a command with key=value")
     return {str(key): value for key, value in options.items()}

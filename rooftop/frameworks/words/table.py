@@ -66,7 +66,7 @@ class WordTable:
         return tuple(key for key in keys if not key.startswith(beginnings))
 
     def written(self, values: Mapping[str, WordValue]) -> Iterator[tuple[FrameworkWord, Any]]:
-        """The words that a configuration has to say, in the table's order: all with a value that is no default."""
+        """Words with another value than their default, and those that are always written, in the table's order."""
         unknown = values.keys() - self.words.keys()
         assert not unknown, unknown
         for name, word in self.words.items():

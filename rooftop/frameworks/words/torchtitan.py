@@ -103,7 +103,7 @@ def torchtitan_step(text: str, *, devices: int, model: ModelConfig | None = None
     try:
         options = dict(_flat(tomllib.loads(text)))
     except tomllib.TOMLDecodeError as error:
-        raise RooftopError("from", "a file that is no TOML", f"torchtitan's TOML ({error})") from None
+        raise RooftopError("from", "invalid TOML", f"torchtitan's TOML ({error})") from None
     listed = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     return torchtitan_options_step(listed, devices=devices, model=model)
 
